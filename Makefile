@@ -1,0 +1,36 @@
+# Each target does all of its own set-up in .venv: `make test` and `make demo` work on a fresh clone.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Threads of several processes that wait for each other must not spin on the same cores.
+export OMP_WAIT_POLICY ?= passive
+
+.PHONY: help test lint demo bench clean
+help:
+	@echo "make test    run the tests"
+	@echo "make demo    train a small network on handwritten digits (a minute), draw what it learned"
+	@echo "make lint    ruff and mypy"
+	@echo "make bench   time the operators beside ReLU, SiLU and PReLU"
+	@echo "make clean   remove .venv and everything built"
+
+$(VENV)/installed: pyproject.toml setup.py src/pwlu/kernels/build.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+demo: $(VENV)/installed
+	$(BIN)/python examples/digits.py
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/op.py
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info src/pwlu/kernels/_cpu_* .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,28 @@
+"""The command line: ``pwlu <command>``. Each command is a file beside this one, imported when it is called."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from pwlu.version import __version__
+
+COMMANDS = {"info": "versions, devices, and which code computes PWLU where, and why"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command named by the first argument."""
+    parser = argparse.ArgumentParser(
+        prog="pwlu",
+        description="The Piecewise Linear Unit: an activation function that a network learns for itself.",
+        epilog="`pwlu COMMAND --help` says more about each command.",
+    )
+    parser.add_argument("--version", action="version", version=f"pwlu {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if given[:1] == [name]:
+            importlib.import_module(f"pwlu.cli.{name}").add_arguments(command)
+    options = parser.parse_args(given)
+    return importlib.import_module(f"pwlu.cli.{options.command}").run(options)

@@ -1,0 +1,54 @@
+"""``pwlu info``: what is installed here and which code serves which device."""
+
+import argparse
+import platform
+
+import torch
+
+from pwlu.kernels import build, cpu
+from pwlu.version import __version__
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None beyond --help."""
+    parser.epilog = (
+        "Environment: PWLU_CPU_KERNEL=avx512|avx2|portable|reference chooses the CPU's code by name (an error if it is "
+        "missing); PWLU_CACHE is the folder for kernels that are built on first use; CC is the C compiler."
+    )
+
+
+def run(_options: argparse.Namespace) -> int:
+    """Print the table."""
+    rows = [
+        ("pwlu", __version__),
+        ("torch", torch.__version__),
+        ("python", f"{platform.python_version()}, {platform.platform()}"),
+        ("processor", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
+        ("CPU", _cpu()),
+        *((name, "plain torch (pwlu.reference): pwlu has no kernel for this device yet") for name in _accelerators()),
+    ]
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        print(f"{name:<{width}}  {text}")
+    return 0
+
+
+def _cpu() -> str:
+    try:
+        kernel, why = cpu.choose()
+    except OSError as error:
+        return f"none: {error}"
+    if kernel is not None:
+        return f"C kernel, variant {kernel.variant} ({why}): {kernel.path.name}"
+    compiler = build.compiler()
+    remedy = f"the compiler is {compiler[0]}" if compiler else "install a C compiler (gcc or clang), then start again"
+    return f"plain torch (pwlu.reference), many times slower ({why}); {remedy}"
+
+
+def _accelerators() -> list[str]:
+    found = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        found.append("mps")
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        found.append("xpu")
+    return found

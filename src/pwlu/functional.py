@@ -1,0 +1,93 @@
+"""The function: checks its arguments and calls the operator."""
+
+import torch
+from torch import Tensor
+
+from pwlu import ops
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def pwlu(
+    x: Tensor,
+    left: Tensor,
+    right: Tensor,
+    heights: Tensor,
+    left_slope: Tensor,
+    right_slope: Tensor,
+    channel_dim: int = 1,
+) -> Tensor:
+    r"""Piecewise Linear Unit with N intervals of width :math:`d = (B_R - B_L)/N`:
+
+    .. math::
+        y = \begin{cases}
+            (x - B_L) K_L + Y_0 & x < B_L \\
+            (x - B_R) K_R + Y_N & x \ge B_R \\
+            (x - B_i) (Y_{i+1} - Y_i)/d + Y_i & \text{otherwise, with } i = \lfloor (x - B_L)/d \rfloor,\ B_i = B_L + i d
+        \end{cases}
+
+    Args:
+        x: any shape; float32, bfloat16, float16 or float64. Arithmetic is in float32 (float64 for float64).
+        left, right: the bounds :math:`B_L < B_R`, shape (C,).
+        heights: :math:`Y_0 \dots Y_N`, shape (C, N+1).
+        left_slope, right_slope: :math:`K_L` and :math:`K_R`, shape (C,).
+        channel_dim: the dimension of x with C entries: 1 for images, -1 for (batch, time, features). With C = 1 the one
+            function is applied to the whole of x, and channel_dim does not matter.
+
+    Returns:
+        y: shape, dtype and memory layout of x.
+    """
+    check(x, left, right, heights, left_slope, right_slope, channel_dim)
+    return ops.forward(x, left, right, heights, left_slope, right_slope, channel_dim)
+
+
+# What fx.symbolic_trace records is the call itself; the checks below need real shapes.
+torch.fx.wrap("pwlu")
+
+
+def check(
+    x: Tensor, left: Tensor, right: Tensor, heights: Tensor, left_slope: Tensor, right_slope: Tensor, channel_dim: int
+) -> None:
+    """Raise TypeError or ValueError, saying what was expected, what came and what to write instead."""
+    if x.dtype not in _FLOATS:
+        raise TypeError(f"pwlu: x must be float32, bfloat16, float16 or float64, not {x.dtype}. Write pwlu(x.float(), ...)")
+    if heights.ndim != 2 or heights.shape[1] < 2:
+        raise ValueError(
+            f"pwlu: heights must have the shape (channels, intervals + 1) with at least 1 interval, not {tuple(heights.shape)}"
+        )
+    channels = heights.shape[0]
+    for name, parameter in (("left", left), ("right", right), ("left_slope", left_slope), ("right_slope", right_slope)):
+        if parameter.shape != (channels,):
+            raise ValueError(
+                f"pwlu: {name} must have the shape ({channels},), a number for each row of heights, not {tuple(parameter.shape)}"
+            )
+        if parameter.device != x.device:
+            _mixed_devices(name, parameter, x)
+        if parameter.dtype not in _FLOATS:
+            raise TypeError(f"pwlu: {name} must be of a floating-point type (float32, say), not {parameter.dtype}")
+    if heights.device != x.device:
+        _mixed_devices("heights", heights, x)
+    if heights.dtype not in _FLOATS:
+        raise TypeError(f"pwlu: heights must be of a floating-point type (float32, say), not {heights.dtype}")
+    if channels > 1:
+        check_channels(x, channels, channel_dim)
+
+
+def check_channels(x: Tensor, channels: int, channel_dim: int) -> None:
+    """Raise unless x has `channels` entries along `channel_dim`."""
+    if not -x.ndim <= channel_dim < x.ndim:
+        raise ValueError(
+            f"pwlu: channel_dim is {channel_dim}, but x has {x.ndim} dimensions {tuple(x.shape)}. "
+            + ("Write channel_dim=-1 for channels in the last dimension" if x.ndim else "A number takes a unit of 1 channel")
+        )
+    if x.shape[channel_dim] != channels:
+        fitting = [d for d in range(x.ndim) if x.shape[d] == channels]
+        hint = f"write channel_dim={fitting[-1]}" if fitting else f"make the unit with channels={x.shape[channel_dim]}, or 1"
+        raise ValueError(
+            f"pwlu: the unit has {channels} channels, but x of shape {tuple(x.shape)} has {x.shape[channel_dim]} "
+            f"in dimension {channel_dim}: {hint}"
+        )
+
+
+def _mixed_devices(name: str, parameter: Tensor, x: Tensor) -> None:
+    raise ValueError(f"pwlu: {name} is on {parameter.device} and x on {x.device}. Move the module: act.to('{x.device}')")

@@ -1,0 +1,97 @@
+"""The form for inference: a table look-up and a multiply-add."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pwlu import functional, ops, reference
+from pwlu.module import PWLU
+
+
+class FusedPWLU(nn.Module):
+    """y = x S_j + O_j with j = clip(floor((x - B_L)/d), -1, N): what :func:`fuse_` makes of a :class:`PWLU`.
+
+    It has no parameters, and backward through it is an error. Traced or exported, it consists of aten operators alone
+    and runs where pwlu is not installed.
+
+    Buffers: ``left`` (C,), ``inv_step`` (C,), ``slopes`` (C, N+2), ``offsets`` (C, N+2).
+    """
+
+    channels: int
+    intervals: int
+    channel_dim: int
+    left: Tensor
+    inv_step: Tensor
+    slopes: Tensor
+    offsets: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            raise RuntimeError(
+                "a fused PWLU is for inference: call model.eval() first. To train, use the model as it was before pwlu.fuse_."
+            )
+        tables = (self.left, self.inv_step, self.slopes, self.offsets)
+        if self.channels > 1:
+            functional.check_channels(x, self.channels, self.channel_dim)
+        if _traced(x):
+            return reference.lookup(x, *tables, self.channel_dim)
+        return ops.lookup(x, *tables, self.channel_dim)
+
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}, intervals={self.intervals}, channel_dim={self.channel_dim}"
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if prefix + "heights" in state_dict and prefix + "slopes" not in state_dict:
+            *_, error_msgs = rest
+            error_msgs.append(
+                f"{prefix or 'the state'} holds the parameters of a PWLU, this model is fused. Load them into the model "
+                "before pwlu.fuse_, then fuse it."
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _traced(x: Tensor) -> bool:
+    """Whether the call is being recorded, and so should consist of aten operators.
+
+    A compiled model that is being trained is the exception: only the operator can refuse the backward pass.
+    """
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        return True
+    if torch.is_grad_enabled() and x.requires_grad:
+        return False
+    return torch.compiler.is_compiling()
+
+
+@torch.no_grad()
+def fuse_(model: nn.Module) -> list[str]:
+    """Turn every PWLU of the model into its table form, in place, for inference; return their names.
+
+    The modules stay the same objects, so hooks and other references to them hold. Tables are computed in float64 and
+    rounded once. Nothing is cached: a fused model does not follow later changes of weights, it has none.
+    """
+    units = {name: module for name, module in model.named_modules() if isinstance(module, PWLU)}
+    if not units:
+        fused = any(isinstance(module, FusedPWLU) for module in model.modules())
+        raise ValueError(
+            f"fuse_: {type(model).__name__} has no PWLU"
+            + (": it is fused already" if fused else ". Put some in first, such as nn.Sequential(..., pwlu.PWLU(64), ...)")
+        )
+    if strange := [name for name, unit in units.items() if type(unit) is not PWLU]:
+        raise TypeError(f"fuse_: {', '.join(strange)} is of a subclass of PWLU, whose forward may do more than the table can")
+    for unit in units.values():
+        _fuse(unit)
+    return list(units)
+
+
+def _fuse(unit: PWLU) -> None:
+    device, dtype = unit.heights.device, unit.heights.dtype
+    left, *others = (p.detach().to("cpu", torch.float64) for p in unit.unit_parameters())
+    names = ("left", "inv_step", "slopes", "offsets")
+    tables = (left, *reference.tables(left, *others))
+    for name in ("left", "right", "heights", "left_slope", "right_slope", "bounds", "init"):
+        delattr(unit, name)
+    for name, table in zip(names, tables, strict=True):
+        unit.register_buffer(name, table.to(device, dtype))
+    unit.__class__ = FusedPWLU  # type: ignore[assignment]

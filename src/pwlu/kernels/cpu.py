@@ -1,0 +1,197 @@
+"""The CPU kernel: finds or builds the compiled ``cpu.c`` and calls it on torch tensors.
+
+A tensor reaches C as its address and three numbers, (outer, channels, inner) in memory order. Every dense layout
+has such a form: inner is the stride of the channel dimension.
+"""
+
+import ctypes
+import functools
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pwlu.kernels import build
+
+_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+_POINTER, _LONG, _UNSIGNED = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint
+_START, _GEOMETRY = [_POINTER, _UNSIGNED, ctypes.c_int], [_LONG, _LONG, _LONG]
+_WORKER = ctypes.CFUNCTYPE(None, _POINTER)
+_PARALLEL = ctypes.CFUNCTYPE(None, _POINTER, _POINTER, _UNSIGNED, _UNSIGNED)
+
+
+@_PARALLEL
+def python_threads(worker: int, data: int, threads: int, _flags: int) -> None:
+    """GOMP_parallel with threads of Python, for platforms whose OpenMP lacks it; C code runs without the GIL."""
+    work = _WORKER(worker)
+    helpers = [threading.Thread(target=work, args=(data,)) for _ in range(threads - 1)]
+    for helper in helpers:
+        helper.start()
+    work(data)
+    for helper in helpers:
+        helper.join()
+
+
+def torch_threads() -> Callable[..., None] | None:
+    """GOMP_parallel of the OpenMP library torch itself uses, if it has it.
+
+    A second OpenMP runtime would bring a second set of threads, and both would spin on the same cores.
+    """
+    try:
+        function: Callable[..., None] = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # found among torch's dependencies
+    except (OSError, AttributeError):
+        return None
+    return function
+
+
+class Kernel:
+    """One compiled variant of ``cpu.c``. The methods take the operators' arguments, with every tensor on the CPU."""
+
+    def __init__(self, variant: str, path: Path, parallel: Callable[..., None] | None = None) -> None:
+        self.variant, self.path = variant, path
+        library = ctypes.CDLL(str(path))
+        library.pwlu_source_id.restype = ctypes.c_uint32
+        if library.pwlu_source_id() != build.source_id():
+            raise OSError(f"{path.name} was built from another version of {build.SOURCE.name}")
+        self._parallel = ctypes.cast(parallel or torch_threads() or python_threads, _POINTER)
+        self._forward, self._lookup = library.pwlu_forward, library.pwlu_lookup
+        self._backward, self._moments = library.pwlu_backward, library.pwlu_moments
+        self._forward.argtypes = [*_START, *[_POINTER] * 2, *_GEOMETRY, _LONG, *[_POINTER] * 5]
+        self._lookup.argtypes = [*_START, *[_POINTER] * 2, *_GEOMETRY, _LONG, *[_POINTER] * 4]
+        self._backward.argtypes = [*_START, *[_POINTER] * 3, *_GEOMETRY, _LONG, *[_POINTER] * 10]
+        self._moments.argtypes = [*_START, _POINTER, *_GEOMETRY, *[_POINTER] * 2]
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        """As ``reference.forward``."""
+        *parameters, channel_dim = rest
+        return self._map(self._forward, x, parameters, parameters[2].shape[1] - 1, channel_dim)
+
+    def lookup(self, x: Tensor, *rest: Any) -> Tensor:
+        """As ``reference.lookup``."""
+        *tables, channel_dim = rest
+        return self._map(self._lookup, x, tables, tables[2].shape[1] - 2, channel_dim)
+
+    def _map(
+        self, function: Callable[..., int], x: Tensor, parameters: list[Tensor], intervals: int, channel_dim: int
+    ) -> Tensor:
+        y = torch.empty_like(x)
+        if not x.numel():
+            return y
+        channels = parameters[0].shape[0]
+        x, parameters = _laid_out_as(y, x), _for_compute(x, parameters)
+        addresses = [p.data_ptr() for p in parameters]
+        start, geometry = self._start(x), _geometry(x, channels, channel_dim)
+        _check(function(*start, x.data_ptr(), y.data_ptr(), *geometry, intervals, *addresses))
+        return y
+
+    def backward(self, grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, list[Tensor] | None]:
+        """As ``reference.backward``: the gradients of x and of the parameters, each None unless asked for."""
+        *parameters, channel_dim, need_input, need_parameters = rest
+        grad_x = torch.empty_like(x)
+        if not x.numel():
+            return (grad_x if need_input else None), ([torch.zeros_like(p) for p in parameters] if need_parameters else None)
+        channels, intervals = parameters[0].shape[0], parameters[2].shape[1] - 1
+        x, grad = _laid_out_as(grad_x, x), _laid_out_as(grad_x, grad.to(x.dtype))
+        originals, parameters = parameters, _for_compute(x, parameters)
+        gradients = [torch.empty_like(p) for p in parameters] if need_parameters else None
+        addresses = [p.data_ptr() for p in parameters]
+        addresses += [g.data_ptr() for g in gradients] if gradients else [0] * 5
+        start, geometry = self._start(x), _geometry(x, channels, channel_dim)
+        target = grad_x.data_ptr() if need_input else 0
+        _check(self._backward(*start, grad.data_ptr(), x.data_ptr(), target, *geometry, intervals, *addresses))
+        if gradients:
+            gradients = [g.to(p.dtype) for g, p in zip(gradients, originals, strict=True)]
+        return grad_x if need_input else None, gradients
+
+    def moments(self, x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, Tensor]:
+        """As ``reference.moments``."""
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        mean, m2 = x.new_zeros(channels, dtype=dtype), x.new_zeros(channels, dtype=dtype)
+        if x.numel():
+            x = _laid_out_as(torch.empty_like(x), x)
+            start, geometry = self._start(x), _geometry(x, channels, channel_dim)
+            _check(self._moments(*start, x.data_ptr(), *geometry, mean.data_ptr(), m2.data_ptr()))
+        return mean, m2
+
+    def _start(self, x: Tensor) -> tuple[ctypes.c_void_p, int, int]:
+        return self._parallel, torch.get_num_threads(), _DTYPES[x.dtype]
+
+
+def _laid_out_as(like: Tensor, x: Tensor) -> Tensor:
+    """x in the memory layout of `like`, which is dense: x itself wherever possible."""
+    return x if x.stride() == like.stride() else torch.empty_like(like, dtype=x.dtype).copy_(x)
+
+
+def _for_compute(x: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    """Parameters as C reads them: float64 for float64 x, else float32, and contiguous."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return [p if p.dtype == dtype and p.is_contiguous() else p.to(dtype).contiguous() for p in parameters]
+
+
+def _geometry(x: Tensor, channels: int, channel_dim: int) -> tuple[int, int, int]:
+    inner = x.numel() if channels == 1 else x.stride(channel_dim)
+    return x.numel() // (channels * inner), channels, inner
+
+
+def _check(status: int) -> None:
+    if status:
+        raise MemoryError("pwlu's CPU kernel could not allocate its scratch memory (channels x intervals x threads)")
+
+
+def usable_variants() -> list[str]:
+    """The variants this processor can run, by what torch found out about it, fastest first."""
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    best = next((v for v in build.variants() if capability.startswith(v)), "portable")
+    return list(build.variants()[build.variants().index(best) :])
+
+
+@functools.cache
+def load(variant: str) -> Kernel:
+    """The kernel of that name, from the installed package or built on first use; OSError says why there is none."""
+    if variant not in usable_variants():
+        raise OSError(f"unknown or unusable CPU kernel {variant!r}: this processor can run {', '.join(usable_variants())}")
+    for installed in sorted(Path(__file__).parent.glob(f"_cpu_{variant}.*")):
+        try:
+            return Kernel(variant, installed)
+        except OSError:  # a stale or foreign file: build anew
+            continue
+    return Kernel(variant, build.build(variant))
+
+
+@functools.cache
+def choose() -> tuple[Kernel | None, str]:
+    """The kernel that serves the CPU, or None for plain torch, and why.
+
+    ``PWLU_CPU_KERNEL`` asks for one by name (reference, portable, avx2, avx512); that it is missing is then an error.
+    """
+    if named := os.environ.get("PWLU_CPU_KERNEL"):
+        why = f"PWLU_CPU_KERNEL={named}"
+        return (None, why) if named == "reference" else (load(named), why)
+    reasons = []
+    for variant in usable_variants():
+        try:
+            kernel = load(variant)
+        except OSError as error:
+            reasons.append(f"{variant}: {error}")
+        else:
+            return kernel, "; ".join(["the fastest this processor can run", *reasons])
+    return None, "; ".join(reasons)
+
+
+@functools.cache
+def kernel() -> Kernel | None:
+    """As :func:`choose`, saying once, in a warning, when there is none."""
+    chosen, why = choose()
+    if chosen is None and "PWLU_CPU_KERNEL" not in os.environ:
+        warnings.warn(
+            f"pwlu runs without its compiled CPU kernel, correct but many times slower ({why}). "
+            "Install a C compiler (gcc, clang) and start again, or set PWLU_CPU_KERNEL=reference to silence this; "
+            "`pwlu info` shows the state.",
+            stacklevel=2,
+        )
+    return chosen

@@ -1,0 +1,216 @@
+"""The operators ``torch.ops.pwlu.*``: schemas, shapes, derivatives, and which code serves which device.
+
+    forward(x, left, right, heights, left_slope, right_slope, channel_dim) -> y
+    backward(grad, x, left, ..., right_slope, channel_dim, need_input, need_parameters) -> gradients in that order
+    lookup(x, left, inv_step, slopes, offsets, channel_dim) -> y                      the fused form, for inference
+    moments(x, channels, channel_dim) -> (count, mean, M2)
+
+Outputs have the memory layout of ``torch.empty_like(x)``. In ``backward`` an empty tensor stands for a gradient that
+was not asked for. Every device is served by plain torch unless it has a kernel; kernels are imported when first used.
+
+The derivatives are registered under the Autograd key by hand: ``torch.library.register_autograd`` costs more than
+twice as much time on small tensors (benchmarks/overhead.py).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pwlu import reference
+
+_PARAMETERS = "Tensor left, Tensor right, Tensor heights, Tensor left_slope, Tensor right_slope"
+_SCHEMAS = (
+    f"forward(Tensor x, {_PARAMETERS}, int channel_dim) -> Tensor",
+    f"backward(Tensor grad, Tensor x, {_PARAMETERS}, int channel_dim, bool need_input, bool need_parameters)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "lookup(Tensor x, Tensor left, Tensor inv_step, Tensor slopes, Tensor offsets, int channel_dim) -> Tensor",
+    "moments(Tensor x, int channels, int channel_dim) -> (Tensor, Tensor, Tensor)",
+)
+_library = torch.library.Library("pwlu", "DEF")
+for _schema in _SCHEMAS:
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+forward = torch.ops.pwlu.forward.default
+backward = torch.ops.pwlu.backward.default
+lookup = torch.ops.pwlu.lookup.default
+moments = torch.ops.pwlu.moments.default
+
+
+# Every device: plain torch.
+
+
+def _laid_out(x: Tensor, y: Tensor) -> Tensor:
+    like = torch.empty_like(x)
+    return y if y.stride() == like.stride() else like.copy_(y)
+
+
+def _gradients(x: Tensor, grad_x: Tensor | None, grads: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+    """In the form of the schema."""
+    grad_x = x.new_empty(0) if grad_x is None else grad_x
+    return (grad_x, *(grads or (x.new_empty(0) for _ in range(5))))
+
+
+def _default_forward(x: Tensor, *rest: Any) -> Tensor:
+    return _laid_out(x, reference.forward(x, *rest))
+
+
+def _default_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    grad_x, grads = reference.backward(grad, x, *rest)
+    return _gradients(x, None if grad_x is None else _laid_out(x, grad_x), grads)
+
+
+def _default_lookup(x: Tensor, *rest: Any) -> Tensor:
+    return _laid_out(x, reference.lookup(x, *rest))
+
+
+def _count(x: Tensor, channels: int) -> Tensor:
+    return torch.full((), x.numel() // channels, dtype=torch.int64, device=x.device)
+
+
+def _default_moments(x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, ...]:
+    return (_count(x, channels), *reference.moments(x, channels, channel_dim))
+
+
+# The CPU: a compiled kernel where there is one.
+
+
+def _cpu_kernel() -> Any:
+    from pwlu.kernels import cpu
+
+    return cpu.kernel()
+
+
+def _cpu_forward(x: Tensor, *rest: Any) -> Tensor:
+    kernel = _cpu_kernel()
+    return kernel.forward(x, *rest) if kernel else _default_forward(x, *rest)
+
+
+def _cpu_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    kernel = _cpu_kernel()
+    if kernel is None:
+        return _default_backward(grad, x, *rest)
+    return _gradients(x, *kernel.backward(grad, x, *rest))
+
+
+def _cpu_lookup(x: Tensor, *rest: Any) -> Tensor:
+    kernel = _cpu_kernel()
+    return kernel.lookup(x, *rest) if kernel else _default_lookup(x, *rest)
+
+
+def _cpu_moments(x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, ...]:
+    kernel = _cpu_kernel()
+    if kernel is None:
+        return _default_moments(x, channels, channel_dim)
+    return (_count(x, channels), *kernel.moments(x, channels, channel_dim))
+
+
+# Shapes, for tracing and the meta device.
+
+
+def _fake_like_x(x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _fake_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *parameters, _, need_input, need_parameters = rest
+    grads = [torch.empty_like(p, memory_format=torch.contiguous_format) for p in parameters] if need_parameters else None
+    return _gradients(x, torch.empty_like(x) if need_input else None, grads)
+
+
+def _fake_moments(x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, ...]:
+    mean, m2 = (x.new_empty(channels, dtype=reference.compute_dtype(x)) for _ in range(2))
+    return torch.empty((), dtype=torch.int64, device=x.device), mean, m2
+
+
+# Derivatives.
+
+
+def _wanted(tensors: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+
+
+def _below_autograd(operator: Callable[..., Any], *arguments: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*arguments)
+
+
+def _transformed() -> bool:
+    """Whether forward-mode differentiation or a torch.func transform is under way: plain torch then does the work."""
+    return torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+class _Forward(torch.autograd.Function):
+    """y, keeping x and the parameters alone."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        return _below_autograd(forward, *arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:6])
+        ctx.channel_dim = inputs[6]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        need_input, *needs, _ = ctx.needs_input_grad
+        grads = backward(grad, *ctx.saved_tensors, ctx.channel_dim, need_input, any(needs))
+        return (*(g if need else None for g, need in zip(grads, (need_input, *needs), strict=True)), None)
+
+
+class _Lookup(torch.autograd.Function):
+    """The fused form, whose backward is an error: its tables are constants that no training may pass by unnoticed."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        return _below_autograd(lookup, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        raise RuntimeError(
+            "backward through a fused PWLU: pwlu.fuse_ is for inference alone. Train the model as it was before "
+            "pwlu.fuse_ (keep a copy: fused = pwlu.fuse_(copy.deepcopy(model)))."
+        )
+
+
+def _autograd_forward(*arguments: Any) -> Tensor:
+    if _transformed():
+        return reference.forward(*arguments)
+    if _wanted(arguments):
+        return _Forward.apply(*arguments)
+    return _below_autograd(forward, *arguments)
+
+
+def _autograd_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """Differentiable, in plain torch, where a second derivative is asked for."""
+    if _transformed() or _wanted((grad, x, *rest)):
+        return _gradients(x, *reference.backward(grad, x, *rest))
+    return _below_autograd(backward, grad, x, *rest)
+
+
+def _autograd_lookup(*arguments: Any) -> Tensor:
+    if _wanted(arguments):
+        if _transformed():
+            _Lookup.backward(None, arguments[0])
+        return _Lookup.apply(*arguments)
+    return _below_autograd(lookup, *arguments)
+
+
+def _autograd_moments(*arguments: Any) -> tuple[Tensor, ...]:
+    """Statistics are observed, not differentiated."""
+    return _below_autograd(moments, *arguments)
+
+
+_IMPLEMENTATIONS = {
+    "forward": (_default_forward, _cpu_forward, _fake_like_x, _autograd_forward),
+    "backward": (_default_backward, _cpu_backward, _fake_backward, _autograd_backward),
+    "lookup": (_default_lookup, _cpu_lookup, _fake_like_x, _autograd_lookup),
+    "moments": (_default_moments, _cpu_moments, _fake_moments, _autograd_moments),
+}
+for _name, (_default, _cpu, _fake, _autograd) in _IMPLEMENTATIONS.items():
+    _library.impl(_name, _default, "CompositeExplicitAutograd")
+    _library.impl(_name, _cpu, "CPU")
+    _library.impl(_name, _autograd, "Autograd")
+    _library.impl(_name, _default, "FuncTorchBatchedDecomposition")
+    torch.library.register_fake(f"pwlu::{_name}", _fake, lib=_library)

@@ -1,0 +1,191 @@
+"""What is special to the C kernel: threads, determinism, poisoned outputs, mutations, the sanitizers, its build."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import CPU_VARIANTS, DTYPES, assert_within, oracle, parameter_dtype, unit
+
+from pwlu.kernels import build, cpu
+
+HERE = Path(__file__).parent
+needs_compiler = pytest.mark.skipif(build.compiler() is None or sys.platform == "win32", reason="no C compiler here")
+
+
+@pytest.fixture(params=CPU_VARIANTS)
+def kernel(request):
+    return cpu.load(request.param)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def results(kernel, x, grad, parameters, dim=1):
+    grad_x, grads = kernel.backward(grad, x, *parameters, dim, True, True)
+    return [kernel.forward(x, *parameters, dim), grad_x, *grads, *kernel.moments(x, parameters[0].shape[0], dim)]
+
+
+BIG = [((4, 7, 181, 181), 1), ((30_000, 19), 1), ((300_001,), 0), ((9, 12_000, 3), 1)]
+
+
+@pytest.mark.parametrize(("shape", "dim"), BIG)
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_many_threads(kernel, threads, shape, dim, count):
+    threads(count)
+    channels = shape[dim] if len(shape) > 1 else 1
+    x, grad, parameters = torch.randn(shape), torch.randn(shape), unit(channels, 16)
+    y, bound, gradients, bounds = oracle(x, parameters, dim, grad, double_sums=True)
+    first = results(kernel, x, grad, parameters, dim)
+    for actual, expected, b in zip(first, [y, *gradients], [bound, *bounds], strict=False):
+        assert_within(actual, expected, b)
+    for _ in range(3):  # bitwise the same, run after run
+        for a, b in zip(results(kernel, x, grad, parameters, dim), first, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "dim"), [((3, 5, 40), 1), ((64, 37), 1)])
+def test_variants_agree_bit_for_bit(dtype, shape, dim):
+    x, grad = (torch.randn(shape).to(dtype) for _ in range(2))
+    parameters = unit(shape[dim], 16, parameter_dtype(dtype))
+    first, *others = (cpu.load(variant) for variant in CPU_VARIANTS)
+    for other in others:
+        for a, b in zip(results(first, x, grad, parameters, dim)[:2], results(other, x, grad, parameters, dim), strict=False):
+            assert torch.equal(a, b)
+
+
+def test_parameter_gradients_have_the_accuracy_of_doubles(kernel):
+    """A million elements in one interval: the float32 gradient is off by its last rounding alone."""
+    x, grad = 1e3 + torch.rand(1_000_000), torch.rand(1_000_000)
+    parameters = [torch.tensor([1e3]), torch.tensor([1e3 + 1]), torch.tensor([[0.0, 1.0]]), torch.zeros(1), torch.ones(1)]
+    _, grads = kernel.backward(grad, x, *parameters, 1, False, True)
+    share = ((x.double() - 1e3) * grad).sum()
+    exact = torch.stack([grad.double().sum() - share, share])[None]
+    assert_within(grads[2], exact, exact.abs() * torch.finfo(torch.float32).eps / 2 * 1.01)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_output_is_written(kernel, dtype, monkeypatch):
+    """Outputs begin as NaN; a place the kernel forgot would stay so."""
+    empty_like, new_zeros = torch.empty_like, torch.Tensor.new_zeros
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(torch.nan))
+    monkeypatch.setattr(torch.Tensor, "new_zeros", lambda *a, **k: new_zeros(*a, **k).fill_(torch.nan))
+    for shape, dim in [((3, 5, 117), 1), ((515, 9), 1), ((7, 33, 2), 1), ((1025,), 0), ((2, 3), 1)]:
+        x, grad = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+        channels = shape[dim] if len(shape) > 1 else 1
+        for result in results(kernel, x, grad, unit(channels, 16, parameter_dtype(dtype)), dim):
+            assert not result.isnan().any()
+
+
+def test_threads_of_python_give_the_same(kernel, threads):
+    """The stand-in for platforms whose OpenMP has no GOMP_parallel."""
+    threads(3)
+    stand_in = cpu.Kernel(kernel.variant, kernel.path, parallel=cpu.python_threads)
+    x, grad, parameters = torch.randn(40, 8, 33, 33), torch.randn(40, 8, 33, 33), unit(8, 16)
+    for a, b in zip(results(stand_in, x, grad, parameters), results(kernel, x, grad, parameters), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where torch brings GNU OpenMP")
+def test_torchs_own_threads_do_the_work():
+    assert cpu.torch_threads() is not None
+
+
+def test_parameters_of_any_dtype_and_layout(kernel):
+    x = torch.randn(4, 6, 9)
+    parameters = unit(6, 5, torch.float64)
+    strided = [torch.stack([p, p], -1)[..., 0] for p in parameters]
+    expected = kernel.forward(x, *(p.float() for p in parameters), 1)
+    assert torch.equal(kernel.forward(x, *strided, 1), expected)
+    _, grads = kernel.backward(x, x, *strided, 1, False, True)
+    assert all(g.dtype == torch.float64 for g in grads)
+    half = [p.bfloat16() for p in parameters]
+    assert torch.equal(kernel.forward(x, *half, 1), kernel.forward(x, *(p.float() for p in half), 1))
+
+
+MUTATIONS = {
+    "an interval too far": ("(int32_t)clipped + 1;", "(int32_t)(clipped + (REAL)0.001) + 1;"),
+    "contracted arithmetic": ("(x[i] - left[k]) * scale[k];", "x[i] * scale[k] - left[k] * scale[k];"),
+    "the right bound belongs to the last interval": ("x[i] >= right[k]) ? outside", "x[i] > right[k]) ? outside"),
+    "a lost element": ("for (; i < n; i++) out[i] = grad[i]", "for (i = 1; i < n; i++) out[i] = grad[i]"),
+    "a wrong offset": ("(left + (double)i * step) * slope);\n    }\n    table[2 * n + 2]", "(left + (double)i * step) * slope * 1.00001);\n    }\n    table[2 * n + 2]"),
+    "a sum in the wrong place": ("gradients[2][c * (n + 1) + i] = (REAL)(height + g - share);", "gradients[2][c * (n + 1) + i] = (REAL)(height + g);"),
+    "a gradient that is slightly off": ("(share + (double)i * g) / (double)n;", "(share + (double)i * g) / (double)n * 1.00002;"),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_comparisons_can_fail(mutation, tmp_path):
+    """A kernel with a small mistake in it must not pass what the real one passes."""
+    old, new = MUTATIONS[mutation]
+    source = build.SOURCE.read_text()
+    assert source.count(old) == 1, f"cpu.c no longer contains {old!r} once"
+    (tmp_path / "cpu.c").write_text(source.replace(old, new))
+    library = tmp_path / "mutant.so"
+    command = [*build.compiler(), *build.flags("portable"), "-shared", "-fPIC", str(tmp_path / "cpu.c"), "-o", str(library), "-lm"]
+    subprocess.run(command, check=True)
+    with pytest.raises(AssertionError):
+        _pass_all(cpu.Kernel("mutant", library))
+
+
+def test_the_comparisons_pass(kernel):
+    _pass_all(kernel)
+
+
+def _pass_all(kernel):
+    for shape, dim in [((3, 5, 117), 1), ((515, 9), 1)]:
+        parameters = unit(shape[dim], 16)
+        steps = torch.randint(-8, 24, shape)
+        x = parameters[0].reshape([-1 if d == dim else 1 for d in range(len(shape))])
+        width = (parameters[1] - parameters[0]).reshape(x.shape)
+        x = torch.where(torch.rand(shape) < 0.5, x + width * steps / 16, 3 * torch.randn(shape))  # many on the knots
+        grad = torch.randn(shape)
+        y, bound, gradients, bounds = oracle(x, parameters, dim, grad, double_sums=True)
+        actual = results(kernel, x, grad, parameters, dim)
+        for a, e, b in zip(actual, [y, *gradients], [bound, *bounds], strict=False):
+            assert_within(a, e, b)
+
+
+@needs_compiler
+def test_nothing_is_read_or_written_outside(tmp_path):
+    """The C file alone, built with the address and undefined-behaviour sanitizers, on wild bits of every dtype."""
+    for variant in [*CPU_VARIANTS, "portable-no-simd"]:
+        program = tmp_path / f"sanitize-{variant}"
+        flags = [*build.flags(variant.partition("-no-simd")[0])]
+        if variant.endswith("no-simd"):
+            flags += ["-U__SSE2__"]
+        sanitizers = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+        command = [*build.compiler(), *flags, *sanitizers, f"-I{build.SOURCE.parent}", str(HERE / "sanitize.c"), "-o", str(program), "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode and re.search("cannot find|unsupported", done.stderr):
+            pytest.skip("this compiler has no sanitizers")
+        assert not done.returncode, done.stderr
+        done = subprocess.run([program], capture_output=True, text=True, env=os.environ | {"ASAN_OPTIONS": "detect_leaks=1"})
+        assert not done.returncode, done.stderr
+        assert done.stdout.startswith("checked ")
+
+
+@needs_compiler
+@pytest.mark.parametrize("variant", CPU_VARIANTS)
+def test_compiles_without_warnings(variant, tmp_path):
+    # The buffers of `block` are written before they are read, in a call the compiler does not see through.
+    warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized", "-pedantic"]
+    command = [*build.compiler(), *build.flags(variant), *warnings, "-shared", "-fPIC", str(build.SOURCE), "-o", str(tmp_path / "x.so")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("clang") is None, reason="no clang here")
+def test_clang_builds_it_too(tmp_path):
+    command = ["clang", *build.flags("portable"), "-shared", "-fPIC", str(build.SOURCE), "-o", str(tmp_path / "x.so"), "-lm"]
+    subprocess.run(command, check=True)

@@ -1,0 +1,271 @@
+"""The operators in every mode torch has: autograd, compile, export, autocast, checkpoint, torch.func, meta."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from helpers import DTYPES, parameter_dtype, unit
+from torch import nn
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+import pwlu
+from pwlu import ops, reference
+from pwlu.functional import pwlu as function
+
+
+@pytest.fixture
+def network(device):
+    """Channel-wise and layer-wise units in a network small enough to compile."""
+    torch.manual_seed(1)
+    units = pwlu.PWLU(6, init="silu"), pwlu.PWLU(1, init="tanh")
+    return nn.Sequential(nn.Conv2d(3, 6, 3), units[0], nn.Conv2d(6, 4, 3), units[1]).to(device)
+
+
+def gradients(model, x, run=None):
+    model.zero_grad()
+    (run or model)(x).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+# The operators themselves.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "dim", "channels"), [((2, 3, 4, 5), 1, 3), ((5, 3), -1, 3), ((4, 3), 0, 1)])
+def test_opcheck(shape, dim, channels, dtype, device):
+    x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+    parameters = [p.requires_grad_() for p in unit(channels, 4, device=device)]
+    opcheck(ops.forward, (x, *parameters, dim))
+    fixed = [p.detach() for p in parameters]
+    x = x.detach()
+    opcheck(ops.backward, (torch.randn_like(x), x, *fixed, dim, True, True))
+    opcheck(ops.backward, (torch.randn_like(x), x, *fixed, dim, True, False))
+    opcheck(ops.backward, (torch.randn_like(x), x, *fixed, dim, False, True))
+    opcheck(ops.lookup, (x, fixed[0], *reference.tables(*fixed), dim))
+    opcheck(ops.moments, (x, channels, dim))
+
+
+@pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last])
+def test_opcheck_layouts(fmt, device):
+    x = torch.randn(2, 3, 4, 5, device=device).contiguous(memory_format=fmt)
+    parameters = unit(3, 4, device=device)
+    opcheck(ops.forward, (x.requires_grad_(), *(p.requires_grad_() for p in parameters), 1))
+    opcheck(ops.forward, (x.detach()[:, :, ::2], *(p.detach() for p in parameters), 1))
+
+
+@pytest.mark.parametrize(("shape", "dim", "channels"), [((5, 3, 2), 1, 3), ((4, 3), -1, 3), ((6,), 0, 1), ((), 1, 1)])
+def test_gradcheck_of_every_parameter(shape, dim, channels, device):
+    inputs = [(3 * torch.randn(shape, dtype=torch.float64, device=device)).requires_grad_()]
+    inputs += [p.requires_grad_() for p in unit(channels, 5, torch.float64, device)]
+    assert torch.autograd.gradcheck(lambda *a: function(*a, dim), inputs)
+    assert torch.autograd.gradgradcheck(lambda *a: function(*a, dim), inputs)
+
+
+@pytest.mark.parametrize("wanted", range(6))
+def test_only_the_gradient_that_is_asked_for(wanted, device, monkeypatch):
+    inputs = [torch.randn(4, 3, device=device), *unit(3, 4, device=device)]
+    inputs[wanted].requires_grad_()
+    asked = []
+    monkeypatch.setattr(ops, "backward", lambda *a: asked.append(a[-2:]) or torch.ops.pwlu.backward.default(*a))
+    function(*inputs).sum().backward()
+    assert set(asked) == {(wanted == 0, wanted > 0)}
+    assert [t.grad is not None for t in inputs] == [i == wanted for i in range(6)]
+
+
+def test_nothing_but_the_inputs_is_held(device):
+    inputs = [torch.randn(4, 3, device=device, requires_grad=True), *(p.requires_grad_() for p in unit(3, 4, device=device))]
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.data_ptr()), lambda t: t):
+        function(*inputs)
+    assert held == [t.data_ptr() for t in inputs]
+
+
+def test_nothing_is_held_when_no_gradient_is_wanted(device):
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t), lambda t: t):
+        assert not function(torch.randn(4, 3, device=device), *unit(3, 4, device=device)).requires_grad
+        with torch.no_grad():
+            function(torch.randn(4, 3, device=device), *(p.requires_grad_() for p in unit(3, 4, device=device)))
+    assert not held
+
+
+def test_inference_tensors(device):
+    with torch.inference_mode():
+        x = torch.randn(4, 3, device=device)
+        parameters = unit(3, 4, device=device)
+        y = function(x, *parameters)
+    assert y.is_inference()
+    assert torch.equal(y.clone(), function(x.clone(), *(p.clone() for p in parameters)))
+
+
+def test_negative_views(device):
+    z = torch.randn(4, 3, dtype=torch.complex64, device=device)
+    x = z.conj().imag
+    parameters = unit(3, 4, device=device)
+    assert torch.equal(function(x, *parameters), function(x.clone().contiguous(), *parameters))
+    dense = torch._neg_view(torch.randn(4, 3, device=device))
+    assert torch.equal(function(dense, *parameters), function(dense.clone(), *parameters))
+
+
+def test_deterministic(device):
+    x = torch.randn(16, 8, 50, 50, device=device, requires_grad=True)
+    parameters = [p.requires_grad_() for p in unit(8, 16, device=device)]
+    grad = torch.randn_like(x)
+    first = torch.autograd.grad(function(x, *parameters), (x, *parameters), grad)
+    for _ in range(3):
+        again = torch.autograd.grad(function(x, *parameters), (x, *parameters), grad)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+# Modes.
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_with_dynamic_batch_sizes(network, backend, device):
+    torch._dynamo.reset()
+    compiled = torch.compile(network, fullgraph=True, backend=backend)
+    for batch in (2, 3, 5, 7):
+        x = torch.randn(batch, 3, 10, 10, device=device)
+        torch.testing.assert_close(compiled(x), network(x))
+        for a, b in zip(gradients(network, x, compiled), gradients(network, x), strict=True):
+            torch.testing.assert_close(a, b)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * (1 + (backend == "inductor"))
+
+
+def test_export_with_a_dynamic_batch(network, device):
+    x = torch.randn(2, 3, 10, 10, device=device)
+    program = torch.export.export(network, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    other = torch.randn(5, 3, 10, 10, device=device)
+    torch.testing.assert_close(program.module()(other), network(other))
+    assert "pwlu.forward.default" in {str(n.target) for n in program.graph.nodes}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing_but_the_input(dtype, device):
+    act = pwlu.PWLU(3, init="silu").to(device)
+    x = torch.randn(4, 3, device=device).to(dtype)
+    expected = act(x)
+    with torch.autocast(device.type, dtype=dtype):
+        y = act(x)
+        assert act(x.float()).dtype == torch.float32
+    assert y.dtype == dtype
+    assert torch.equal(y, expected)
+    y.float().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in act.parameters())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_of_results(dtype, device):
+    x = torch.randn(4, 3, device=device).to(dtype).requires_grad_()
+    parameters = [p.requires_grad_() for p in unit(3, 4, parameter_dtype(dtype), device)]
+    y = function(x, *parameters)
+    y.sum().backward()
+    assert y.dtype == x.grad.dtype == dtype
+    assert all(p.grad.dtype == p.dtype for p in parameters)
+
+
+def test_a_model_in_half_precision(network, device):
+    half = copy.deepcopy(network).bfloat16()
+    y = half(torch.randn(2, 3, 10, 10, device=device).bfloat16())
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert all(p.grad.dtype == torch.bfloat16 for p in half.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint(network, device, reentrant):
+    x = torch.randn(2, 3, 10, 10, device=device, requires_grad=True)
+    run = lambda x: checkpoint(network, x, use_reentrant=reentrant)  # noqa: E731
+    assert all(torch.equal(a, b) for a, b in zip(gradients(network, x, run), gradients(network, x), strict=True))
+
+
+def test_copies(network, device):
+    x = torch.randn(2, 3, 10, 10, device=device)
+    for other in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        assert torch.equal(other(x), network(x))
+
+
+def test_meta():
+    with torch.device("meta"):
+        act = pwlu.PWLU(5)
+    x = torch.empty(2, 5, 7, 8, device="meta").to(memory_format=torch.channels_last)
+    y = act(x)
+    assert (y.shape, y.stride(), y.device.type) == (x.shape, x.stride(), "meta")
+    count, mean, m2 = ops.moments(x, 5, 1)
+    assert (count.shape, mean.shape, m2.shape) == ((), (5,), (5,))
+
+
+def test_fx(network, device):
+    x = torch.randn(2, 3, 10, 10, device=device)
+    assert torch.equal(torch.fx.symbolic_trace(network)(x), network(x))
+
+
+def test_moments_have_no_gradient(device):
+    x = torch.randn(4, 3, device=device, requires_grad=True)
+    count, mean, m2 = ops.moments(x, 3, 1)
+    assert count.item() == 4
+    assert not mean.requires_grad
+    assert not m2.requires_grad
+
+
+# torch.func: plain torch does the work, and does it right.
+
+
+@pytest.mark.parametrize(("shape", "dim", "channels"), [((4, 3, 5), 1, 3), ((4, 3), -1, 3), ((3, 2), 0, 3), ((5,), 1, 1)])
+def test_vmap_over_inputs_and_units(shape, dim, channels, device):
+    x = torch.randn(2, *shape, dtype=torch.float64, device=device)
+    stacked = [torch.stack(p) for p in zip(*(unit(channels, 4, torch.float64, device) for _ in range(2)), strict=True)]
+    call = lambda x, *p: function(x, *p, dim)  # noqa: E731
+    expected = torch.stack([call(x[i], *(p[i] for p in stacked)) for i in range(2)])
+    torch.testing.assert_close(torch.vmap(call)(x, *stacked), expected)
+    one = [p[0] for p in stacked]
+    torch.testing.assert_close(torch.vmap(lambda x: call(x, *one))(x), torch.stack([call(x[i], *one) for i in range(2)]))
+
+
+def test_gradients_of_every_sample(device):
+    act = pwlu.PWLU(3, init="silu").double().to(device)
+    parameters = {k: p.detach() for k, p in act.named_parameters()}
+    x = torch.randn(4, 3, dtype=torch.float64, device=device)
+    loss = lambda p, x: torch.func.functional_call(act, p, (x[None],)).square().sum()  # noqa: E731
+    found = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    for i in range(4):
+        expected = torch.autograd.grad(act(x[i : i + 1]).square().sum(), list(act.parameters()))
+        for (name, _), e in zip(act.named_parameters(), expected, strict=True):
+            torch.testing.assert_close(found[name][i], e)
+
+
+def test_forward_mode_and_hessian(device):
+    inputs = [torch.randn(4, 3, dtype=torch.float64, device=device), *unit(3, 4, torch.float64, device)]
+    tangents = [torch.randn_like(t) for t in inputs]
+    _, tangent = torch.func.jvp(function, tuple(inputs), tuple(tangents))
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    jacobians = torch.autograd.functional.jacobian(function, tuple(leaves))
+    expected = sum((j.flatten(2) @ t.flatten()) for j, t in zip(jacobians, tangents, strict=True))
+    torch.testing.assert_close(tangent, expected)
+    loss = lambda h: function(inputs[0], *inputs[1:3], h, *inputs[4:]).pow(3).sum()  # noqa: E731
+    torch.testing.assert_close(
+        torch.func.hessian(loss)(inputs[3]), torch.autograd.functional.hessian(loss, inputs[3].clone().requires_grad_())
+    )
+
+
+def test_the_missing_kernel_is_said_once(monkeypatch):
+    from pwlu.kernels import cpu
+
+    monkeypatch.setattr(cpu, "choose", lambda: (None, "no C compiler was found"))
+    cpu.kernel.cache_clear()
+    x, parameters = torch.randn(4, 3), unit(3, 4)
+    try:
+        with pytest.warns(UserWarning, match="no C compiler was found.*pwlu info"):
+            y = function(x, *parameters)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(function(x, *parameters), y)
+        assert torch.equal(y, reference.forward(x, *parameters, 1))
+        x.requires_grad_()
+        function(x, *parameters).sum().backward()
+        assert ops.moments(x, 3, 1)[0].item() == 4
+    finally:
+        cpu.kernel.cache_clear()

@@ -32,9 +32,12 @@ def gradients(model, x, run=None):
 
 # The operators themselves.
 
+torchs_own_warning = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shape", "dim", "channels"), [((2, 3, 4, 5), 1, 3), ((5, 3), -1, 3), ((4, 3), 0, 1)])
+@torchs_own_warning
 def test_opcheck(shape, dim, channels, dtype, device):
     x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
     parameters = [p.requires_grad_() for p in unit(channels, 4, device=device)]
@@ -49,6 +52,7 @@ def test_opcheck(shape, dim, channels, dtype, device):
 
 
 @pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last])
+@torchs_own_warning
 def test_opcheck_layouts(fmt, device):
     x = torch.randn(2, 3, 4, 5, device=device).contiguous(memory_format=fmt)
     parameters = unit(3, 4, device=device)
@@ -126,13 +130,14 @@ def test_deterministic(device):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile_with_dynamic_batch_sizes(network, backend, device):
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     compiled = torch.compile(network, fullgraph=True, backend=backend)
     for batch in (2, 3, 5, 7):
         x = torch.randn(batch, 3, 10, 10, device=device)
         torch.testing.assert_close(compiled(x), network(x))
         for a, b in zip(gradients(network, x, compiled), gradients(network, x), strict=True):
             torch.testing.assert_close(a, b)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * (1 + (backend == "inductor"))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one for the first size, one for all others
 
 
 def test_export_with_a_dynamic_batch(network, device):

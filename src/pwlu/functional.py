@@ -37,7 +37,8 @@ def pwlu(
     Returns:
         y: shape, dtype and memory layout of x.
     """
-    check(x, left, right, heights, left_slope, right_slope, channel_dim)
+    if not torch.jit.is_tracing():  # sizes are then tensors, and comparing them would be recorded
+        check(x, left, right, heights, left_slope, right_slope, channel_dim)
     return ops.forward(x, left, right, heights, left_slope, right_slope, channel_dim)
 
 

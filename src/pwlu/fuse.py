@@ -32,10 +32,10 @@ class FusedPWLU(nn.Module):
                 "a fused PWLU is for inference: call model.eval() first. To train, use the model as it was before pwlu.fuse_."
             )
         tables = (self.left, self.inv_step, self.slopes, self.offsets)
-        if self.channels > 1:
-            functional.check_channels(x, self.channels, self.channel_dim)
         if _traced(x):
             return reference.lookup(x, *tables, self.channel_dim)
+        if self.channels > 1:
+            functional.check_channels(x, self.channels, self.channel_dim)
         return ops.lookup(x, *tables, self.channel_dim)
 
     def extra_repr(self) -> str:

@@ -1,0 +1,141 @@
+"""The module: its start, its arguments, its state."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pwlu
+from pwlu.starts import STARTS, fit_bounds
+
+
+def test_starts_as_relu_exactly():
+    x = 5 * torch.randn(8, 64, 7, 7)
+    assert torch.equal(pwlu.PWLU(64)(x), F.relu(x))
+    assert torch.equal(pwlu.PWLU()(x), F.relu(x))
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_starts_as_the_named_function(name):
+    """Exact to rounding on the knots; between them within the error of linear interpolation, d^2/8 max|f''|."""
+    bounds = (-4.0, 8.0)
+    act = pwlu.PWLU(intervals=48, bounds=bounds, init=name).double()
+    left, right = act.bounds
+    x = torch.linspace(left, right, 2001, dtype=torch.float64)
+    step = (right - left) / 48
+    curvature = 1.8  # no named function bends more: SELU's second derivative at 0- is 1.76
+    assert (act(x) - STARTS[name].function(x)).abs().max() < step**2 / 8 * curvature + 1e-6  # parameters were float32
+
+
+@pytest.mark.parametrize(
+    ("bounds", "intervals", "kinks", "expected"),
+    [
+        ((-3.0, 3.0), 16, (0.0,), (-3.0, 3.0)),
+        ((-3.0, 3.0), 15, (0.0,), (-3.2, 2.8)),
+        ((-3.0, 3.0), 1, (0.0,), (0.0, 6.0)),
+        ((-1.0, 3.0), 8, (0.0,), (-1.0, 3.0)),
+        ((-4.0, 8.0), 16, (0.0, 6.0), (-3.75, 8.25)),
+        ((-3.0, 3.0), 16, (-3.0, 3.0), (-3.0, 3.0)),
+        ((0.0, 6.0), 1, (0.0, 6.0), (0.0, 6.0)),
+        ((-3.0, 3.0), 15, (), (-3.0, 3.0)),
+    ],
+)
+def test_a_knot_lies_on_every_kink(bounds, intervals, kinks, expected):
+    fitted = fit_bounds(bounds, intervals, kinks, "f")
+    assert fitted == pytest.approx(expected)
+    step = (fitted[1] - fitted[0]) / intervals
+    for kink in kinks:
+        place = (kink - fitted[0]) / step
+        assert place == pytest.approx(round(place), abs=1e-9)
+        assert -1e-9 <= place <= intervals + 1e-9
+
+
+@pytest.mark.parametrize("intervals", [1, 3, 5, 15])
+def test_odd_numbers_of_intervals_start_as_relu_too(intervals):
+    x = 5 * torch.randn(1000)
+    torch.testing.assert_close(pwlu.PWLU(intervals=intervals)(x), F.relu(x), rtol=1e-6, atol=1e-6)
+
+
+def test_relu6_has_its_kinks_on_knots():
+    x = 6 * torch.randn(1000)
+    torch.testing.assert_close(pwlu.PWLU(bounds=(-4, 8), init="relu6")(x), F.relu6(x), rtol=1e-6, atol=1e-6)
+
+
+def test_starts_as_any_function():
+    act = pwlu.PWLU(2, init=torch.sin)
+    knots = torch.linspace(-3, 3, 17)
+    torch.testing.assert_close(act(knots[:, None].expand(-1, 2))[:, 0], knots.sin())
+    assert "init='sin'" in repr(act)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"channels": 0}, "channels must be a whole number of at least 1.*not 0"),
+        ({"channels": 2.0}, "channels must be a whole number"),
+        ({"intervals": 0}, "intervals must be a whole number of at least 1.*8 to 16 work well.*not 0"),
+        ({"intervals": True}, "intervals must be a whole number"),
+        ({"bounds": (3.0, -3.0)}, r"left < right, such as \(-3.0, 3.0\), not \(3, -3\)"),
+        ({"bounds": (1.0, 1.0)}, "left < right"),
+        ({"bounds": (float("nan"), 1.0)}, "finite"),
+        ({"bounds": (-float("inf"), 1.0)}, "finite"),
+        ({"bounds": 3.0}, "two numbers such as"),
+        ({"bounds": (1, 2, 3)}, "two numbers such as"),
+        ({"bounds": (1.0, 4.0)}, r"bends at 0, outside of bounds=\(1, 4\)\. Write bounds that contain 0"),
+        ({"init": "relu6"}, "bends at 6, outside.*contain 0, 6"),
+        ({"init": "rleu"}, "init 'rleu' is not known. Write one of relu, relu6"),
+    ],
+)
+def test_bad_arguments(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        pwlu.PWLU(**arguments)
+
+
+def test_parameters_and_repr():
+    act = pwlu.PWLU(5, intervals=8, channel_dim=-1, dtype=torch.float64)
+    assert {k: tuple(p.shape) for k, p in act.named_parameters()} == {
+        "left": (5,),
+        "right": (5,),
+        "heights": (5, 9),
+        "left_slope": (5,),
+        "right_slope": (5,),
+    }
+    assert all(p.dtype == torch.float64 for p in act.parameters())
+    assert repr(act) == "PWLU(channels=5, intervals=8, bounds=(-3, 3), init='relu', channel_dim=-1)"
+
+
+def test_reset_brings_the_start_back():
+    act = pwlu.PWLU(4, init="silu")
+    before = [p.clone() for p in act.parameters()]
+    with torch.no_grad():
+        for p in act.parameters():
+            p.normal_()
+    act.reset_parameters()
+    assert all(torch.equal(a, b) for a, b in zip(before, act.parameters(), strict=True))
+
+
+def test_learns():
+    """A unit that starts as ReLU learns |x| by gradient descent: the V shape of the paper's figure."""
+    act = pwlu.PWLU()
+    optimizer = torch.optim.Adam(act.parameters(), lr=0.02)
+    for _ in range(300):
+        x = 2 * torch.randn(512)
+        optimizer.zero_grad()
+        loss = (act(x) - x.abs()).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.01
+
+
+def test_bad_input_through_the_module():
+    with pytest.raises(ValueError, match="the unit has 4 channels"):
+        pwlu.PWLU(4)(torch.randn(2, 3))
+
+
+def test_state_dict_goes_round():
+    model, other = (nn.Sequential(pwlu.PWLU(4), pwlu.PWLU(1)) for _ in range(2))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.rand_like(p))
+    other.load_state_dict(model.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))

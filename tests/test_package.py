@@ -1,0 +1,193 @@
+"""The package as a whole: imports, the command line, the build, an installation without a compiler."""
+
+import ast
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import pwlu
+from pwlu.cli import main
+from pwlu.kernels import build, cpu
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "pwlu"
+
+# What each file may import of the package; arrows point one way. What is absent here fails the test below.
+ALLOWED = {
+    "version": set(),
+    "reference": set(),
+    "kernels.build": set(),
+    "kernels.cpu": {"kernels.build"},
+    "ops": {"reference", "kernels.cpu"},
+    "functional": {"ops"},
+    "starts": set(),
+    "module": {"functional", "reference", "starts"},
+    "fuse": {"functional", "ops", "reference", "module"},
+    "cli": {"version"},
+    "cli.info": {"kernels.build", "kernels.cpu", "version"},
+    "kernels": set(),
+    "__main__": {"cli"},
+    "": {"functional", "reference", "fuse", "module", "version"},
+}
+
+
+def python(code, **environment):
+    """Run code in a process of its own that finds the package in src/, with nothing installed."""
+    variables = {k: v for k, v in os.environ.items() if k != "PWLU_CPU_KERNEL"} | {"PYTHONPATH": str(ROOT / "src")} | environment
+    return subprocess.run([sys.executable, "-W", "ignore", *code], capture_output=True, text=True, env=variables)
+
+
+def modules():
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+        yield name.removesuffix("__init__").removesuffix("."), path
+
+
+@pytest.mark.parametrize(("name", "path"), list(modules()))
+def test_imports_point_one_way(name, path):
+    found = set()
+    known = {n for n, _ in modules()}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "pwlu":
+            inside = node.module.removeprefix("pwlu").removeprefix(".")
+            for alias in node.names:
+                full = f"{inside}.{alias.name}".removeprefix(".")
+                found.add(full if full in known else inside)
+    assert found <= ALLOWED[name], f"{name} imports {found - ALLOWED[name]}"
+
+
+def test_import_needs_torch_alone():
+    code = "import sys, torch; before = set(sys.modules); import pwlu; print(*{m.partition('.')[0] for m in set(sys.modules) - before})"
+    done = python(["-c", code])
+    assert not done.returncode, done.stderr
+    added = set(done.stdout.split()) - set(sys.stdlib_module_names)
+    assert added <= {"pwlu", "torch"}
+
+
+def test_public_names():
+    assert set(pwlu.__all__) == {"PWLU", "FusedPWLU", "__version__", "functional", "fuse_", "reference"}
+    assert all(hasattr(pwlu, name) for name in pwlu.__all__)
+
+
+# The command line.
+
+
+def test_info(capsys):
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("pwlu", "torch", "processor", "CPU", "kernel"):
+        assert word in printed
+
+
+def test_help_is_worth_reading(capsys):
+    for arguments in (["--help"], ["info", "--help"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    assert "which code computes PWLU where" in printed
+    assert "PWLU_CPU_KERNEL" in printed
+
+
+def test_unknown_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["trian"])
+    assert "invalid choice: 'trian'" in capsys.readouterr().err
+
+
+# The build on first use.
+
+FORWARD = "import torch, pwlu; from pwlu.kernels import cpu; pwlu.PWLU()(torch.ones(3)); k = cpu.kernel(); print(k and k.variant, k and k.path)"
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """As if nothing had been built at installation."""
+    code = "import pathlib; from pwlu.kernels import cpu; glob = pathlib.Path.glob;"
+    return code + "pathlib.Path.glob = lambda s, p: iter(()) if p.startswith('_cpu_') else glob(s, p);"
+
+
+@pytest.mark.skipif(build.compiler() is None, reason="no C compiler here")
+def test_built_on_first_use_and_kept(bare, tmp_path):
+    done = python(["-c", bare + FORWARD], PWLU_CACHE=str(tmp_path))
+    assert not done.returncode, done.stderr
+    variant, path = done.stdout.split()
+    assert variant == cpu.usable_variants()[0]
+    assert Path(path).parent == tmp_path
+    assert [p.name for p in tmp_path.iterdir()] == [Path(path).name]
+    # found again without a compiler... of the same name
+    stamp = Path(path).stat().st_mtime_ns
+    assert python(["-c", bare + FORWARD], PWLU_CACHE=str(tmp_path)).stdout == done.stdout
+    assert Path(path).stat().st_mtime_ns == stamp
+
+
+@pytest.mark.skipif(build.compiler() is None, reason="no C compiler here")
+def test_a_cache_that_cannot_be_written_is_no_error(bare, tmp_path):
+    (tmp_path / "file").touch()
+    done = python(["-c", bare + FORWARD], PWLU_CACHE=str(tmp_path / "file" / "folder"))
+    assert not done.returncode, done.stderr
+    assert done.stdout.split()[0] == cpu.usable_variants()[0]
+
+
+def test_without_a_compiler(bare, tmp_path):
+    """The package works on plain torch, and `pwlu info` says how to get the fast kernel."""
+    code = bare + "from pwlu.kernels import build; build.compiler = lambda: None;"
+    done = python(["-c", code + FORWARD], PWLU_CACHE=str(tmp_path))
+    assert done.stdout.split() == ["None", "None"], done.stderr
+    done = python(["-c", code + "from pwlu.cli import main; main(['info'])"], PWLU_CACHE=str(tmp_path))
+    assert "plain torch" in done.stdout
+    assert "no C compiler was found" in done.stdout
+    assert "install a C compiler" in done.stdout
+
+
+def test_a_compiler_that_fails_is_named(bare, tmp_path):
+    done = python(["-c", bare + "from pwlu.cli import main; main(['info'])"], PWLU_CACHE=str(tmp_path), CC="false")
+    assert "false failed on cpu.c" in done.stdout
+
+
+def test_kernels_by_name(tmp_path):
+    for name in cpu.usable_variants():
+        assert python(["-c", FORWARD], PWLU_CPU_KERNEL=name).stdout.split()[0] == name
+    assert python(["-c", FORWARD], PWLU_CPU_KERNEL="reference").stdout.split()[0] == "None"
+    done = python(["-c", FORWARD], PWLU_CPU_KERNEL="neon")
+    assert done.returncode
+    assert "unknown or unusable CPU kernel 'neon': this processor can run" in done.stderr
+    done = python(["-m", "pwlu", "info"], PWLU_CPU_KERNEL="neon")
+    assert "none: unknown or unusable CPU kernel 'neon'" in done.stdout
+
+
+def test_a_stale_library_is_not_used(monkeypatch):
+    kernel = cpu.load(cpu.usable_variants()[0])
+    monkeypatch.setattr(build, "source_id", lambda: 1)
+    with pytest.raises(OSError, match="built from another version of cpu.c"):
+        cpu.Kernel("stale", kernel.path)
+
+
+@pytest.mark.parametrize("compiler", ["usual", "missing"])
+def test_wheel(compiler, tmp_path):
+    """With a compiler the wheel holds the libraries; without one it is built all the same."""
+    for item in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        (tmp_path / item).write_bytes((ROOT / item).read_bytes())
+    for path in SOURCE.rglob("*"):
+        if path.suffix in (".py", ".c", ".typed"):
+            copy = tmp_path / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+    environment = os.environ | ({"CC": "/nowhere/cc"} if compiler == "missing" else {})
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", "."]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert not done.returncode, done.stdout + done.stderr
+    (wheel,) = (tmp_path / "dist").iterdir()
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "pwlu/kernels/cpu.c" in names
+    assert "pwlu/py.typed" in names
+    assert "-py3-none-" in wheel.name
+    built = {n for n in names if "_cpu_" in n}
+    if compiler == "missing":
+        assert not built
+    elif build.compiler() is not None:
+        assert built == {f"pwlu/kernels/_cpu_{v}.{'dll' if sys.platform == 'win32' else 'so'}" for v in build.variants()}

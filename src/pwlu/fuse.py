@@ -1,5 +1,6 @@
 """The form for inference: a table look-up and a multiply-add."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -32,7 +33,11 @@ class FusedPWLU(nn.Module):
                 "a fused PWLU is for inference: call model.eval() first. To train, use the model as it was before pwlu.fuse_."
             )
         tables = (self.left, self.inv_step, self.slopes, self.offsets)
-        if _traced(x):
+        if torch.jit.is_tracing():
+            with warnings.catch_warnings():  # that the sizes of the tables are recorded as constants, as they should be
+                warnings.simplefilter("ignore", torch.jit.TracerWarning)
+                return reference.lookup(x, *tables, self.channel_dim)
+        if _recorded(x):
             return reference.lookup(x, *tables, self.channel_dim)
         if self.channels > 1:
             functional.check_channels(x, self.channels, self.channel_dim)
@@ -52,12 +57,12 @@ class FusedPWLU(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def _traced(x: Tensor) -> bool:
-    """Whether the call is being recorded, and so should consist of aten operators.
+def _recorded(x: Tensor) -> bool:
+    """Whether the call is being exported or compiled, and so should consist of aten operators.
 
     A compiled model that is being trained is the exception: only the operator can refuse the backward pass.
     """
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+    if torch.compiler.is_exporting():
         return True
     if torch.is_grad_enabled() and x.requires_grad:
         return False

@@ -127,7 +127,11 @@ def _fake_moments(x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, .
 
 
 def _wanted(tensors: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                return True
+    return False
 
 
 def _below_autograd(operator: Callable[..., Any], *arguments: Any) -> Any:
@@ -144,18 +148,17 @@ class _Forward(torch.autograd.Function):
     """y, keeping x and the parameters alone."""
 
     @staticmethod
-    def forward(*arguments: Any) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *inputs, ctx.channel_dim = arguments
+        ctx.save_for_backward(*inputs)
         return _below_autograd(forward, *arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:6])
-        ctx.channel_dim = inputs[6]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         need_input, *needs, _ = ctx.needs_input_grad
-        grads = backward(grad, *ctx.saved_tensors, ctx.channel_dim, need_input, any(needs))
+        arguments = (grad, *ctx.saved_tensors, ctx.channel_dim, need_input, any(needs))
+        # gradients are enabled here only if a second derivative is wanted; else the way through Autograd is saved
+        grads = backward(*arguments) if torch.is_grad_enabled() else _below_autograd(backward, *arguments)
         return (*(g if need else None for g, need in zip(grads, (need_input, *needs), strict=True)), None)
 
 

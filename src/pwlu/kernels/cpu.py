@@ -104,7 +104,7 @@ class Kernel:
         start, geometry = self._start(x), _geometry(x, channels, channel_dim)
         target = grad_x.data_ptr() if need_input else 0
         _check(self._backward(*start, grad.data_ptr(), x.data_ptr(), target, *geometry, intervals, *addresses))
-        if gradients:
+        if gradients and any(p.dtype != parameters[0].dtype for p in originals):
             gradients = [g.to(p.dtype) for g, p in zip(gradients, originals, strict=True)]
         return grad_x if need_input else None, gradients
 

@@ -1,0 +1,79 @@
+"""What a call costs on a tensor so small that only Python and the dispatcher are timed: microseconds, beside F.silu.
+
+Also timed: the same operator with derivatives registered by torch.library.register_autograd, which pwlu does not use.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timing import RESULTS, interleaved, machine, percentiles, write
+from torch import Tensor
+
+import pwlu
+from pwlu import ops
+from pwlu.kernels import cpu
+
+
+def registered() -> Callable[..., Tensor]:
+    """pwlu::forward again, its derivative registered in the usual, slower way."""
+    library = torch.library.Library("pwlu_overhead", "DEF")
+    library.define(f"forward(Tensor x, {ops._PARAMETERS}, int channel_dim) -> Tensor")
+    library.impl("forward", ops._cpu_forward, "CPU")
+    operator = torch.ops.pwlu_overhead.forward.default
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:6])
+        ctx.channel_dim = inputs[6]
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (*ops.backward(grad, *ctx.saved_tensors, ctx.channel_dim, True, True), None)
+
+    torch.library.register_autograd("pwlu_overhead::forward", backward, setup_context=setup, lib=library)
+    registered.library = library  # type: ignore[attr-defined]  # the operator lives as long as its library
+    return operator
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=50, help="measurements of each, of 200 calls (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=RESULTS / "overhead-cpu.csv", help="default: %(default)s")
+    options = parser.parse_args()
+    x = torch.randn(8, 8, requires_grad=True)
+    act = pwlu.PWLU(8)
+    parameters = act.unit_parameters()
+    slow = registered()
+    kernel = cpu.kernel()
+    calls: dict[str, Callable[[], Tensor]] = {
+        "F.silu": lambda: F.silu(x),
+        "PWLU": lambda: act(x),
+        "functional.pwlu": lambda: pwlu.functional.pwlu(x, *parameters),
+        "operator alone": lambda: ops.forward(x, *parameters, 1),
+        "operator with register_autograd": lambda: slow(x, *parameters, 1),
+    }
+    if kernel is not None:
+        calls["C kernel through ctypes"] = lambda: kernel.forward(x.detach(), *parameters, 1)
+    times = {"forward": interleaved(calls, options.rounds, inner=200)}
+    with torch.no_grad():
+        times["forward, no gradient"] = interleaved(calls, options.rounds, inner=200)
+    leaves = {name: [x, *(parameters if name != "F.silu" else [])] for name in calls if "ctypes" not in name}
+    grad = torch.randn_like(x)
+    training = {name: lambda c=calls[name], n=leaf: torch.autograd.grad(c(), n, grad) for name, leaf in leaves.items()}
+    times["forward+backward"] = interleaved(training, options.rounds, inner=200)
+    rows = []
+    for what, found in times.items():
+        base = percentiles(found["F.silu"])["p50_ms"]
+        print(f"\n{what}")
+        for name, each in found.items():
+            middle = percentiles(each)["p50_ms"]
+            print(f"  {name:<34}{1e3 * middle:8.2f} us  {middle / base:6.2f} x silu")
+            rows.append({"what": what, "call": name} | percentiles(each) | {"x_silu": middle / base} | machine())
+    write(options.output, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Timing: side by side in one run, percentiles, and rows that say what they were measured on."""
+
+import csv
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pwlu
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, inner: int = 1) -> dict[str, list[float]]:
+    """Milliseconds of every call, in turns, so that a slow moment of the machine meets them all."""
+    for call in calls.values():
+        for _ in range(3):
+            call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            for _ in range(inner):
+                call()
+            times[name].append((time.perf_counter() - begin) * 1e3 / inner)
+    return times
+
+
+def percentiles(times: list[float]) -> dict[str, float]:
+    """p20, p50 and p80."""
+    ordered = sorted(times)
+    return {f"p{p}_ms": ordered[min(len(ordered) - 1, len(ordered) * p // 100)] for p in (20, 50, 80)}
+
+
+def machine() -> dict[str, str]:
+    """What a row was measured on and with."""
+    return {
+        "device": _processor(),
+        "threads": str(torch.get_num_threads()),
+        "vector": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "pwlu": pwlu.__version__,
+        "revision": _revision(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _revision() -> str:
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Rows as CSV."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"written to {path}")

@@ -5,6 +5,7 @@ Prints a table of medians, each with its ratio to ReLU, and writes p20/p50/p80 w
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def measure(shape: list[int], options: argparse.Namespace) -> list[dict[str, Any
         grad = torch.randn(shape).to(dtype).contiguous(memory_format=FORMATS[name])
         calls = competitors(shape[1], options.intervals, dtype, not options.fast)
         with torch.no_grad():
-            times = {"forward": interleaved({n: lambda c=c: c(x) for n, c in calls.items()}, options.rounds)}
+            times = {"forward": interleaved({n: partial(c, x) for n, c in calls.items()}, options.rounds)}
         training = {n: forward_and_backward(c, x, grad) for n, c in calls.items() if "fused" not in n}
         times["forward+backward"] = interleaved(training, options.rounds)
         for what, found in times.items():
@@ -83,8 +84,17 @@ def show(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Parse the command line, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", type=int, nargs=4, default=[32, 64, 56, 56], metavar=("B", "C", "H", "W"), help="default: 6.4 million elements, as after the first stage of a ResNet-18")
-    parser.add_argument("--intervals", type=int, nargs="+", default=[16, 4, 64], help="N; the first also fused and in plain torch")
+    parser.add_argument(
+        "--shape",
+        type=int,
+        nargs=4,
+        default=[32, 64, 56, 56],
+        metavar=("B", "C", "H", "W"),
+        help="default: 6.4 million elements, as after the first stage of a ResNet-18",
+    )
+    parser.add_argument(
+        "--intervals", type=int, nargs="+", default=[16, 4, 64], help="N; the first also fused and in plain torch"
+    )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32"], help="default: float32")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="default: both")
     parser.add_argument("--rounds", type=int, default=40, help="measurements of each (default: %(default)s)")

@@ -5,6 +5,7 @@ Also timed: the same operator with derivatives registered by torch.library.regis
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ def registered() -> Callable[..., Tensor]:
     return operator
 
 
+def step(call: Callable[[], Tensor], leaves: list[Tensor], grad: Tensor) -> Any:
+    """One step of training."""
+    return torch.autograd.grad(call(), leaves, grad)
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -62,7 +68,7 @@ def main() -> None:
         times["forward, no gradient"] = interleaved(calls, options.rounds, inner=200)
     leaves = {name: [x, *(parameters if name != "F.silu" else [])] for name in calls if "ctypes" not in name}
     grad = torch.randn_like(x)
-    training = {name: lambda c=calls[name], n=leaf: torch.autograd.grad(c(), n, grad) for name, leaf in leaves.items()}
+    training = {name: partial(step, calls[name], leaf, grad) for name, leaf in leaves.items()}
     times["forward+backward"] = interleaved(training, options.rounds, inner=200)
     rows = []
     for what, found in times.items():
@@ -71,7 +77,7 @@ def main() -> None:
         for name, each in found.items():
             middle = percentiles(each)["p50_ms"]
             print(f"  {name:<34}{1e3 * middle:8.2f} us  {middle / base:6.2f} x silu")
-            rows.append({"what": what, "call": name} | percentiles(each) | {"x_silu": middle / base} | machine())
+            rows.append({"what": what, "call": name, **percentiles(each), "x_silu": middle / base, **machine()})
     write(options.output, rows)
 
 

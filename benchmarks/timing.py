@@ -4,7 +4,7 @@ import csv
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pwlu
 RESULTS = Path(__file__).parent / "results"
 
 
-def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, inner: int = 1) -> dict[str, list[float]]:
+def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int, inner: int = 1) -> dict[str, list[float]]:
     """Milliseconds of every call, in turns, so that a slow moment of the machine meets them all."""
     for call in calls.values():
         for _ in range(3):

@@ -66,7 +66,7 @@ def oracle(x, parameters, channel_dim, grad=None, double_sums=False):
     compute = reference.compute_dtype(x)
     u = torch.finfo(compute).eps / 2
     rounded = [p.to(compute) for p in parameters]
-    left, right, heights, left_slope, right_slope = wide = [p.double() for p in rounded]
+    left, right, heights, left_slope, right_slope = (p.double() for p in rounded)
     intervals = heights.shape[1] - 1
     value = reference.finite(x.to(compute))
     segment = reference.segments(value, *(reference.along(p, x, channel_dim) for p in rounded[:2]), intervals)
@@ -161,7 +161,23 @@ def wild_values(dtype, parameters):
     left, right = (float(p[0]) for p in parameters[:2])
     intervals = parameters[2].shape[1] - 1
     knots = torch.linspace(left, right, intervals + 1, dtype=torch.float64).to(dtype)
-    up, down = (knots.nextafter(torch.tensor(s * torch.inf, dtype=dtype)) for s in (1, -1)) if dtype.itemsize >= 4 else (knots, knots)
+    up, down = (
+        (knots.nextafter(torch.tensor(s * torch.inf, dtype=dtype)) for s in (1, -1)) if dtype.itemsize >= 4 else (knots, knots)
+    )
     info = torch.finfo(dtype)
-    odd = [0.0, -0.0, info.max, -info.max, info.tiny, -info.tiny, info.tiny / 2, torch.inf, -torch.inf, torch.nan, 2.0**31, -(2.0**31), 2.0**33]
+    odd = [
+        0.0,
+        -0.0,
+        info.max,
+        -info.max,
+        info.tiny,
+        -info.tiny,
+        info.tiny / 2,
+        torch.inf,
+        -torch.inf,
+        torch.nan,
+        2.0**31,
+        -(2.0**31),
+        2.0**33,
+    ]
     return torch.cat([knots, up, down, torch.tensor(odd, dtype=torch.float64).to(dtype), (4 * torch.randn(1000)).to(dtype)])

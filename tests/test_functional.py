@@ -32,7 +32,9 @@ def test_shape_of_parameters(name):
 
 
 def test_channels():
-    broken(ValueError, r"3 channels, but x of shape \(2, 5\) has 5 in dimension 1: make the unit with channels=5", torch.ones(2, 5))
+    broken(
+        ValueError, r"3 channels, but x of shape \(2, 5\) has 5 in dimension 1: make the unit with channels=5", torch.ones(2, 5)
+    )
     broken(ValueError, r"has 7 in dimension 1: write channel_dim=2", torch.ones(2, 7, 3))
     broken(ValueError, r"channel_dim is 1, but x has 1 dimensions \(3,\).*channel_dim=-1", torch.ones(3))
     broken(ValueError, r"channel_dim is 5", torch.ones(2, 3), channel_dim=5)
@@ -41,7 +43,12 @@ def test_channels():
 
 
 def test_mixed_devices():
-    broken(ValueError, r"left is on meta and x on cpu\. Move the module: act\.to\('cpu'\)", torch.ones(2, 3), {"left": torch.ones(3, device="meta")})
+    broken(
+        ValueError,
+        r"left is on meta and x on cpu\. Move the module: act\.to\('cpu'\)",
+        torch.ones(2, 3),
+        {"left": torch.ones(3, device="meta")},
+    )
     broken(ValueError, r"heights is on meta", torch.ones(2, 3), {"heights": torch.ones(3, 5, device="meta")})
 
 

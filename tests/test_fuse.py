@@ -17,7 +17,9 @@ def trained(channels=6, dtype=torch.float32):
     """A network whose units are no longer what they started as."""
     torch.manual_seed(2)
     shared = pwlu.PWLU(1, intervals=5, init="tanh")
-    model = nn.Sequential(nn.Conv2d(3, channels, 3), pwlu.PWLU(channels, init="silu"), shared, nn.Conv2d(channels, 4, 3), shared)
+    model = nn.Sequential(
+        nn.Conv2d(3, channels, 3), pwlu.PWLU(channels, init="silu"), shared, nn.Conv2d(channels, 4, 3), shared
+    )
     with torch.no_grad():
         for name, p in model.named_parameters():
             if not name.endswith("weight"):
@@ -109,7 +111,7 @@ def test_compiled_inference(pair):
 
 def test_loading_across_the_two_forms(pair):
     model, fused = pair
-    with pytest.raises(RuntimeError, match="this model is fused. Load them into the model before pwlu.fuse_"):
+    with pytest.raises(RuntimeError, match=r"this model is fused\. Load them into the model before pwlu\.fuse_"):
         fused.load_state_dict(model.state_dict())
     with pytest.raises(RuntimeError, match="holds a fused PWLU, this model an unfused one"):
         model.load_state_dict(fused.state_dict())
@@ -121,7 +123,7 @@ def test_loading_across_the_two_forms(pair):
 
 
 def test_nothing_to_fuse():
-    with pytest.raises(ValueError, match="Linear has no PWLU. Put some in first"):
+    with pytest.raises(ValueError, match=r"Linear has no PWLU\. Put some in first"):
         pwlu.fuse_(nn.Linear(2, 2))
     act = pwlu.PWLU()
     pwlu.fuse_(act)

@@ -218,7 +218,9 @@ class TestEdgeCases:
 
 
 def rounding_of_relu(x):
-    return 4 * torch.finfo(reference.compute_dtype(x)).eps * (x.double().abs() + 6) + torch.finfo(x.dtype).eps * x.double().abs()
+    return (
+        4 * torch.finfo(reference.compute_dtype(x)).eps * (x.double().abs() + 6) + torch.finfo(x.dtype).eps * x.double().abs()
+    )
 
 
 def test_empty_inputs(code, device):

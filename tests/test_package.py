@@ -37,7 +37,9 @@ ALLOWED = {
 
 def python(code, **environment):
     """Run code in a process of its own that finds the package in src/, with nothing installed."""
-    variables = {k: v for k, v in os.environ.items() if k != "PWLU_CPU_KERNEL"} | {"PYTHONPATH": str(ROOT / "src")} | environment
+    variables = (
+        {k: v for k, v in os.environ.items() if k != "PWLU_CPU_KERNEL"} | {"PYTHONPATH": str(ROOT / "src")} | environment
+    )
     return subprocess.run([sys.executable, "-W", "ignore", *code], capture_output=True, text=True, env=variables)
 
 
@@ -61,7 +63,9 @@ def test_imports_point_one_way(name, path):
 
 
 def test_import_needs_torch_alone():
-    code = "import sys, torch; before = set(sys.modules); import pwlu; print(*{m.partition('.')[0] for m in set(sys.modules) - before})"
+    code = (
+        "import sys, torch; old = set(sys.modules); import pwlu; print(*{m.partition('.')[0] for m in set(sys.modules) - old})"
+    )
     done = python(["-c", code])
     assert not done.returncode, done.stderr
     added = set(done.stdout.split()) - set(sys.stdlib_module_names)
@@ -101,7 +105,10 @@ def test_unknown_command(capsys):
 
 # The build on first use.
 
-FORWARD = "import torch, pwlu; from pwlu.kernels import cpu; pwlu.PWLU()(torch.ones(3)); k = cpu.kernel(); print(k and k.variant, k and k.path)"
+FORWARD = (
+    "import torch, pwlu; from pwlu.kernels import cpu; pwlu.PWLU()(torch.ones(3));"
+    "k = cpu.kernel(); print(k and k.variant, k and k.path)"
+)
 
 
 @pytest.fixture
@@ -163,7 +170,7 @@ def test_kernels_by_name(tmp_path):
 def test_a_stale_library_is_not_used(monkeypatch):
     kernel = cpu.load(cpu.usable_variants()[0])
     monkeypatch.setattr(build, "source_id", lambda: 1)
-    with pytest.raises(OSError, match="built from another version of cpu.c"):
+    with pytest.raises(OSError, match=r"built from another version of cpu\.c"):
         cpu.Kernel("stale", kernel.path)
 
 

@@ -11,5 +11,4 @@ from pwlu.fuse import FusedPWLU, fuse_
 from pwlu.module import PWLU
 from pwlu.version import __version__
 
-
 __all__ = ["PWLU", "FusedPWLU", "__version__", "functional", "fuse_", "reference"]

@@ -60,7 +60,7 @@ def check(
     for name, parameter in (("left", left), ("right", right), ("left_slope", left_slope), ("right_slope", right_slope)):
         if parameter.shape != (channels,):
             raise ValueError(
-                f"pwlu: {name} must have the shape ({channels},), a number for each row of heights, not {tuple(parameter.shape)}"
+                f"pwlu: {name} must have the shape ({channels},), one a row of heights, not {tuple(parameter.shape)}"
             )
         if parameter.device != x.device:
             _mixed_devices(name, parameter, x)

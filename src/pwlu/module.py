@@ -66,7 +66,7 @@ class PWLU(nn.Module):
         for parameter, value in zip(self.unit_parameters(), (left, right, *values), strict=True):
             parameter.copy_(value)
 
-    def unit_parameters(self) -> tuple[nn.Parameter, ...]:
+    def unit_parameters(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter, nn.Parameter, nn.Parameter]:
         """left, right, heights, left_slope, right_slope: the order in which functions take them."""
         return self.left, self.right, self.heights, self.left_slope, self.right_slope
 

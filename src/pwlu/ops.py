@@ -205,7 +205,7 @@ def _autograd_moments(*arguments: Any) -> tuple[Tensor, ...]:
     return _below_autograd(moments, *arguments)
 
 
-_IMPLEMENTATIONS = {
+_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "forward": (_default_forward, _cpu_forward, _fake_like_x, _autograd_forward),
     "backward": (_default_backward, _cpu_backward, _fake_backward, _autograd_backward),
     "lookup": (_default_lookup, _cpu_lookup, _fake_like_x, _autograd_lookup),

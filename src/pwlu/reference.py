@@ -109,8 +109,8 @@ def forward(
     """The definition. Differentiable: plain autograd through it gives the gradient table below."""
     dtype = compute_dtype(x)
     value = finite(x.to(dtype))
-    parameters = (p.to(dtype) for p in (left, right, heights, left_slope, right_slope))
-    piece = pieces(value, *parameters, channel_dim)
+    left, right, heights, left_slope, right_slope = (p.to(dtype) for p in (left, right, heights, left_slope, right_slope))
+    piece = pieces(value, left, right, heights, left_slope, right_slope, channel_dim)
     y = (value - piece.origin) * piece.slope + piece.height
     return y.to(x.dtype)
 
@@ -175,8 +175,8 @@ def backward(
     originals = (left, right, heights, left_slope, right_slope)
     dtype = compute_dtype(x)
     grad, x_dtype, x = grad.to(dtype), x.dtype, finite(x.to(dtype))
-    left, right, heights, left_slope, right_slope = parameters = [p.to(dtype) for p in originals]
-    piece = pieces(x, *parameters, channel_dim)
+    left, right, heights, left_slope, right_slope = (p.to(dtype) for p in originals)
+    piece = pieces(x, left, right, heights, left_slope, right_slope, channel_dim)
     grad_x = (grad * piece.slope).to(x_dtype) if need_input else None
     if not need_parameters:
         return grad_x, None

@@ -20,7 +20,8 @@ from pwlu.kernels import build
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _POINTER, _LONG, _UNSIGNED = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint
-_START, _GEOMETRY = [_POINTER, _UNSIGNED, ctypes.c_int], [_LONG, _LONG, _LONG]
+_START: list[Any] = [_POINTER, _UNSIGNED, ctypes.c_int]
+_GEOMETRY: list[Any] = [_LONG, _LONG, _LONG]
 _WORKER = ctypes.CFUNCTYPE(None, _POINTER)
 _PARALLEL = ctypes.CFUNCTYPE(None, _POINTER, _POINTER, _UNSIGNED, _UNSIGNED)
 
@@ -37,22 +38,21 @@ def python_threads(worker: int, data: int, threads: int, _flags: int) -> None:
         helper.join()
 
 
-def torch_threads() -> Callable[..., None] | None:
+def torch_threads() -> Any:
     """GOMP_parallel of the OpenMP library torch itself uses, if it has it.
 
     A second OpenMP runtime would bring a second set of threads, and both would spin on the same cores.
     """
     try:
-        function: Callable[..., None] = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # found among torch's dependencies
+        return ctypes.CDLL(torch._C.__file__).GOMP_parallel  # found among torch's dependencies
     except (OSError, AttributeError):
         return None
-    return function
 
 
 class Kernel:
     """One compiled variant of ``cpu.c``. The methods take the operators' arguments, with every tensor on the CPU."""
 
-    def __init__(self, variant: str, path: Path, parallel: Callable[..., None] | None = None) -> None:
+    def __init__(self, variant: str, path: Path, parallel: Any = None) -> None:
         self.variant, self.path = variant, path
         library = ctypes.CDLL(str(path))
         library.pwlu_source_id.restype = ctypes.c_uint32

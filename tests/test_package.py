@@ -1,6 +1,7 @@
 """The package as a whole: imports, the command line, the build, an installation without a compiler."""
 
 import ast
+import importlib.util
 import os
 import subprocess
 import sys
@@ -174,6 +175,7 @@ def test_a_stale_library_is_not_used(monkeypatch):
         cpu.Kernel("stale", kernel.path)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("build") is None, reason="not the development environment")
 @pytest.mark.parametrize("compiler", ["usual", "missing"])
 def test_wheel(compiler, tmp_path):
     """With a compiler the wheel holds the libraries; without one it is built all the same."""

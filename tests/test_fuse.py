@@ -179,9 +179,10 @@ def runs_elsewhere(path, model, tmp_path):
     return done.stdout.strip() == "equal", done.stderr
 
 
-def test_exported_it_has_aten_operators_alone(pair, tmp_path):
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_it_has_aten_operators_alone(pair, tmp_path, strict):
     x = torch.randn(2, 3, 12, 12)
-    program = torch.export.export(pair[1], (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    program = torch.export.export(pair[1], (x,), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=strict)
     called = {n.target for n in program.graph.nodes if n.op == "call_function"}
     foreign = {t for t in called if isinstance(t, torch._ops.OpOverload) and t.namespace != "aten"}
     assert not foreign

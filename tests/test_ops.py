@@ -51,8 +51,21 @@ def test_opcheck(shape, dim, channels, dtype, device):
     opcheck(ops.moments, (x, channels, dim))
 
 
-@pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last])
 @torchs_own_warning
+def test_opcheck_of_plain_torch(monkeypatch):
+    """What serves devices without a kernel keeps the same contract."""
+    monkeypatch.setattr(ops, "_cpu_kernel", lambda: None)
+    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    parameters = unit(3, 4)
+    opcheck(ops.forward, (x.requires_grad_(), *(p.requires_grad_() for p in parameters), 1))
+    x, parameters = x.detach(), [p.detach() for p in parameters]
+    opcheck(ops.backward, (torch.randn_like(x), x, *parameters, 1, True, True))
+    opcheck(ops.lookup, (x, parameters[0], *reference.tables(*parameters), 1))
+    opcheck(ops.moments, (x, 3, 1))
+
+
+@torchs_own_warning
+@pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last])
 def test_opcheck_layouts(fmt, device):
     x = torch.randn(2, 3, 4, 5, device=device).contiguous(memory_format=fmt)
     parameters = unit(3, 4, device=device)

@@ -62,10 +62,9 @@ def _recorded(x: Tensor) -> bool:
 
     A compiled model that is being trained is the exception: only the operator can refuse the backward pass.
     """
-    if torch.compiler.is_exporting():
-        return True
-    if torch.is_grad_enabled() and x.requires_grad:
-        return False
+    # the flag, because in torch 2.11 is_exporting() is true for whatever torch.compile sees
+    if torch.compiler.is_dynamo_compiling() and not torch.compiler._is_exporting_flag:
+        return not (torch.is_grad_enabled() and x.requires_grad)
     return torch.compiler.is_compiling()
 
 

@@ -57,6 +57,7 @@ def _default_forward(x: Tensor, *rest: Any) -> Tensor:
 
 def _default_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     grad_x, grads = reference.backward(grad, x, *rest)
+    grads = grads and [g.clone() for g in grads]  # some are views of one tensor; outputs must not share memory
     return _gradients(x, None if grad_x is None else _laid_out(x, grad_x), grads)
 
 

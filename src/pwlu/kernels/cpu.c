@@ -6,6 +6,8 @@
  *   planes   inner is long, and a block lies within one channel
  *   rows     inner is short: neighbours differ in their channel, and bounds are read from arrays along the row
  *
+ * In rows, float32 is done in tiles where there are vector registers: LANES rows at once, LANES positions after another.
+ *
  * A block takes two passes: the segment of every element (in planes, where the table fits into vector registers, the
  * output too), then what is looked up or added there. In one pass, look-ups would wait for the segments just stored.
  *
@@ -50,6 +52,9 @@ enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
 enum {
     BLOCK = 512,      /* elements whose segments are held at once */
     COLUMNS = 4,      /* copies of the sums in planes, so that neighbours in one segment do not wait for each other */
+    TILE = 16,        /* no LANES is more than this */
+    PANEL = 64,       /* positions whose tiles are done before their sums, which then stay in the first cache */
+    AHEAD = 1024,     /* elements that memory is fetched ahead of the next row of tiles */
     SHORT_PLANE = 16, /* an inner size below this is done in rows */
 };
 
@@ -66,6 +71,7 @@ typedef struct job {
     void *left, *scale, *right;     /* REAL (positions): B_L, r = N/(B_R - B_L), B_R; of moments: the shift */
     int32_t *base;                  /* rows, (positions): where a position's channel begins in `table` and `sums` */
     void *table;                    /* REAL (channels, segments, 2): slope and offset */
+    void *split;                    /* rows, REAL (channels, 2, segments): the table as vectors read it, TILE longer */
     double *sums;                   /* (units, channels, segments, 2): of g and g x; of moments: x - shift, its square */
     int64_t positions;              /* channels; in rows channels * inner */
     int64_t chunk;                  /* elements a unit */
@@ -102,7 +108,7 @@ static void plan(job *j, int summing) {
     const int64_t size = size_of(j), row = j->channels * j->inner;
     j->threads = (unsigned)smaller(j->threads, size / 32768 + 1); /* the grain of torch's own loops */
     const int64_t units = j->threads == 1 ? 1 : summing ? j->threads : 4 * (int64_t)j->threads; /* sums: memory for each */
-    const int64_t align = in_rows(j) ? larger(1, BLOCK / row) * row : BLOCK;
+    const int64_t align = in_rows(j) ? larger(size / row < TILE * units ? 1 : TILE, BLOCK / row) * row : BLOCK;
     j->positions = in_rows(j) ? row : j->channels;
     j->chunk = ceil_div(ceil_div(size, units), align) * align;
     j->units = ceil_div(size, j->chunk);
@@ -182,10 +188,11 @@ static int start(job *j, int summing) {
     plan(j, summing);
     const size_t real = j->dtype == FLOAT64 ? sizeof(double) : sizeof(float), positions = (size_t)j->positions;
     const size_t entries = 2 * (size_t)(j->channels * j->segments), sums = summing ? (size_t)j->units * entries : 0;
-    char *scratch = malloc(sizeof(double) * sums + real * (entries + 3 * positions) + sizeof(int32_t) * positions);
+    char *scratch = malloc(sizeof(double) * sums + real * (2 * entries + TILE + 3 * positions) + sizeof(int32_t) * positions);
     if (!scratch) return 1;
     j->sums = (double *)scratch, j->table = j->sums + sums;
-    j->left = (char *)j->table + real * entries, j->scale = (char *)j->left + real * positions;
+    j->split = (char *)j->table + real * entries;
+    j->left = (char *)j->split + real * (entries + TILE), j->scale = (char *)j->left + real * positions;
     j->right = (char *)j->scale + real * positions, j->base = (int32_t *)((char *)j->right + real * positions);
     if (j->dtype == FLOAT64) execute_double(j, summing);
     else execute_float(j, summing);
@@ -363,8 +370,19 @@ static void FOR_REAL(accumulate)(const REAL *grad, const REAL *x, const int32_t 
 #define V(name) _mm512_##name
 #define where(a, is, b, then, otherwise) _mm512_mask_mov_epi32(otherwise, _mm512_cmp_ps_mask(a, b, is), then)
 #define store_places(p, s) _mm512_storeu_si512(p, s)
+#define as_lanes _mm512_castsi512_ps
+#define as_indices _mm512_castps_si512
 typedef __m512 lanes;
 typedef __m512i indices;
+
+INLINE void exchange_quads(lanes *v) {
+    for (int i = 0; i < 4; i++) {
+        const lanes a = _mm512_shuffle_f32x4(v[i], v[i + 4], 0x44), b = _mm512_shuffle_f32x4(v[i], v[i + 4], 0xee);
+        const lanes c = _mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0x44), d = _mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0xee);
+        v[i] = _mm512_shuffle_f32x4(a, c, 0x88), v[i + 4] = _mm512_shuffle_f32x4(a, c, 0xdd);
+        v[i + 8] = _mm512_shuffle_f32x4(b, d, 0x88), v[i + 12] = _mm512_shuffle_f32x4(b, d, 0xdd);
+    }
+}
 
 INLINE lanes look_up(const lanes *table, indices s, int parts) { /* 5 bits of s choose within two registers */
     const __mmask16 high = _mm512_cmpgt_epi32_mask(s, _mm512_set1_epi32(31)), highest = _mm512_cmpgt_epi32_mask(s, _mm512_set1_epi32(63));
@@ -380,8 +398,17 @@ INLINE lanes look_up(const lanes *table, indices s, int parts) { /* 5 bits of s 
 #define V(name) _mm256_##name
 #define where(a, is, b, then, otherwise) _mm256_blendv_epi8(otherwise, then, _mm256_castps_si256(_mm256_cmp_ps(a, b, is)))
 #define store_places(p, s) _mm256_storeu_si256((__m256i *)(p), s)
+#define as_lanes _mm256_castsi256_ps
+#define as_indices _mm256_castps_si256
 typedef __m256 lanes;
 typedef __m256i indices;
+
+INLINE void exchange_quads(lanes *v) {
+    for (int i = 0; i < 4; i++) {
+        const lanes a = v[i], b = v[i + 4];
+        v[i] = _mm256_permute2f128_ps(a, b, 0x20), v[i + 4] = _mm256_permute2f128_ps(a, b, 0x31);
+    }
+}
 
 INLINE lanes look_up(const lanes *table, indices s, int parts) { /* 3 bits of s choose within a register, bits 3 and 4 which */
     const lanes bit3 = _mm256_castsi256_ps(_mm256_slli_epi32(s, 28)), bit4 = _mm256_castsi256_ps(_mm256_slli_epi32(s, 27));
@@ -393,6 +420,17 @@ INLINE lanes look_up(const lanes *table, indices s, int parts) { /* 3 bits of s 
 }
 #endif
 
+/* The arithmetic of `finite` and `locate`. Of max_ps and min_ps the result is the second operand if one is NaN. */
+INLINE lanes finite_lanes(lanes x) { return V(min_ps)(V(set1_ps)(FLT_MAX), V(max_ps)(V(set1_ps)(-FLT_MAX), x)); }
+
+INLINE indices locate_lanes(lanes v, lanes left, lanes scale, lanes right, int intervals, int lookup) {
+    const lanes zero = V(set1_ps)(0), last = V(set1_ps)((float)(intervals - 1)), end = V(set1_ps)((float)intervals);
+    const lanes t = V(mul_ps)(V(sub_ps)(v, left), scale), compared = lookup ? t : v;
+    indices s = V(add_epi32)(V(cvttps_epi32)(V(min_ps)(V(max_ps)(t, zero), last)), V(set1_epi32)(1)); /* NaN: interval 0 */
+    s = where(compared, _CMP_GE_OQ, lookup ? end : right, V(set1_epi32)(intervals + 1), s);
+    return where(compared, _CMP_LT_OQ, lookup ? zero : left, V(set1_epi32)(0), s);
+}
+
 /* `locate` and `apply` in one, but for the last n % LANES elements; returns how many were done. */
 INLINE int map_lanes(const job *j, int64_t c, const float *x, const float *grad, int n, float *out, int32_t *place, int lookup,
                      int parts) {
@@ -402,16 +440,12 @@ INLINE int map_lanes(const job *j, int64_t c, const float *x, const float *grad,
     for (int64_t s = 0; s < j->segments; s++) spread[0][s] = table[2 * s], spread[1][s] = table[2 * s + 1];
     for (int k = 0; k < PARTS; k++) slopes[k] = V(loadu_ps)(spread[0] + LANES * k), offsets[k] = V(loadu_ps)(spread[1] + LANES * k);
     const lanes left = V(set1_ps)(((const float *)j->left)[c]), scale = V(set1_ps)(((const float *)j->scale)[c]);
-    const lanes right = V(set1_ps)(((const float *)j->right)[c]), zero = V(set1_ps)(0), last = V(set1_ps)((float)(j->intervals - 1));
-    const lanes end = V(set1_ps)((float)j->intervals), largest = V(set1_ps)(FLT_MAX), lowest = V(set1_ps)(-FLT_MAX);
-    const indices one = V(set1_epi32)(1), none = V(set1_epi32)(0), outside = V(set1_epi32)((int)j->intervals + 1);
+    const lanes right = V(set1_ps)(((const float *)j->right)[c]);
+    const int intervals = (int)j->intervals;
     int i = 0;
     for (; i + LANES <= n; i += LANES) {
-        const lanes v = V(min_ps)(largest, V(max_ps)(lowest, V(loadu_ps)(x + i))); /* of two, the second if one is NaN */
-        const lanes t = V(mul_ps)(V(sub_ps)(v, left), scale), compared = lookup ? t : v;
-        indices s = V(add_epi32)(V(cvttps_epi32)(V(min_ps)(V(max_ps)(t, zero), last)), one); /* NaN: interval 0 */
-        s = where(compared, _CMP_GE_OQ, lookup ? end : right, outside, s);
-        s = where(compared, _CMP_LT_OQ, lookup ? zero : left, none, s);
+        const lanes v = finite_lanes(V(loadu_ps)(x + i));
+        const indices s = locate_lanes(v, left, scale, right, intervals, lookup);
         if (grad) store_places(place + i, V(slli_epi32)(s, 1));
         if (!out) continue;
         const lanes slope = look_up(slopes, s, parts);
@@ -430,6 +464,98 @@ static int map_vectors(const job *j, int64_t c, const float *x, const float *gra
     switch (ceil_div(j->segments, LANES)) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) }
 #undef CASE
     return 0;
+}
+
+INLINE void transpose(lanes *v) {
+    for (int i = 0; i < LANES; i += 4) {
+        const lanes a = V(unpacklo_ps)(v[i], v[i + 2]), b = V(unpackhi_ps)(v[i], v[i + 2]);
+        const lanes c = V(unpacklo_ps)(v[i + 1], v[i + 3]), d = V(unpackhi_ps)(v[i + 1], v[i + 3]);
+        v[i] = V(unpacklo_ps)(a, c), v[i + 1] = V(unpackhi_ps)(a, c);
+        v[i + 2] = V(unpacklo_ps)(b, d), v[i + 3] = V(unpackhi_ps)(b, d);
+    }
+    exchange_quads(v);
+}
+
+/* One tile, whose first element is `at`, at position p. Transposed, a register holds elements of one position, and a
+ * look-up is a permutation. With parts = 0 only the places are found. */
+INLINE void map_tile(const job *j, int64_t p, int64_t at, int32_t *place, int backward, int lookup, int parts) {
+    const int64_t row = j->positions;
+    const int intervals = (int)j->intervals;
+    const float *x = (const float *)j->x + at, *left = (const float *)j->left + p;
+    const float *scale = (const float *)j->scale + p, *right = (const float *)j->right + p;
+    lanes v[LANES], slopes[PARTS], offsets[PARTS];
+    for (int r = 0; r < LANES; r++) v[r] = V(loadu_ps)(x + r * row);
+    if (backward || !parts) {
+        const lanes l = V(loadu_ps)(left), m = V(loadu_ps)(scale), h = V(loadu_ps)(right);
+        const indices base = as_indices(V(loadu_ps)((const float *)(j->base + p)));
+        for (int r = 0; r < LANES; r++) {
+            const indices s = locate_lanes(v[r], l, m, h, intervals, lookup);
+            store_places(place + r * (PANEL + LANES), V(add_epi32)(V(slli_epi32)(s, 1), base));
+            v[r] = as_lanes(s);
+        }
+    }
+    if (!j->y || !parts) return;
+    transpose(v);
+    for (int c = 0; c < LANES; c++) {
+        const float *table = (const float *)j->split + j->base[p + c];
+        for (int k = 0; k < PARTS; k++) {
+            slopes[k] = k < parts ? V(loadu_ps)(table + LANES * k) : V(set1_ps)(0);
+            offsets[k] = k < parts ? V(loadu_ps)(table + j->segments + LANES * k) : V(set1_ps)(0);
+        }
+        if (backward) {
+            v[c] = look_up(slopes, as_indices(v[c]), parts);
+            continue;
+        }
+        const indices s = locate_lanes(v[c], V(set1_ps)(left[c]), V(set1_ps)(scale[c]), V(set1_ps)(right[c]), intervals, lookup);
+        v[c] = V(add_ps)(V(mul_ps)(finite_lanes(v[c]), look_up(slopes, s, parts)), look_up(offsets, s, parts));
+    }
+    transpose(v);
+    for (int r = 0; r < LANES; r++) {
+        if (backward) v[r] = V(mul_ps)(V(loadu_ps)((const float *)j->grad + at + r * row), v[r]);
+        V(storeu_ps)((float *)j->y + at + r * row, v[r]);
+    }
+}
+
+INLINE void fetch(const float *p) { /* as much memory as a tile, cache line by cache line */
+    for (int i = 0; i < LANES * LANES; i += 16) _mm_prefetch((const char *)(p + i), _MM_HINT_T1);
+}
+
+/* LANES rows from `begin` on. Sums are taken along the rows: a segment of one channel would wait for itself. Processors do not
+ * foresee this order, and memory is fetched ahead of it, the output too, into the second cache: the first holds the sums. */
+INLINE void map_tiles(const job *j, int64_t begin, double *sums, int backward, int lookup, int parts) {
+    const int64_t row = j->positions;
+    const float *x = (const float *)j->x + begin, *grad = backward ? (const float *)j->grad + begin : NULL;
+    float *y = j->y ? (float *)j->y + begin : NULL;
+    int32_t place[LANES * (PANEL + LANES)];
+    for (int64_t first = 0, stop; first < row; first = stop) {
+        stop = smaller(first + PANEL, row);
+        for (int64_t q = first; q < stop; q += LANES) {
+            const int64_t p = smaller(q, row - LANES), next = (row + q) * LANES + AHEAD; /* the last tile may overlap another */
+            fetch(x + next);
+            if (backward) fetch(grad + next);
+            if (y) fetch(y + next);
+            map_tile(j, p, begin + p, place + LANES + (p - first), backward, lookup, parts);
+        }
+        for (int r = 0; r < LANES; r++) {
+            const int32_t *places = place + r * (PANEL + LANES) + LANES;
+            const int64_t i = r * row + first;
+            if (!parts && y) apply_float(j->table, x + i, backward ? grad + i : NULL, places, (int)(stop - first), y + i);
+            if (sums) accumulate_float(grad + i, x + i, places, (int)(stop - first), sums, 0);
+        }
+    }
+}
+
+static void map_rows(const job *j, int64_t begin, double *sums) {
+    /* without AVX-512, two look-ups by permutation take longer than one of a pair in memory */
+    const int in_memory = j->segments > REGISTER_ENTRIES || (LANES == 8 && !j->grad);
+#define CASE(parts)                                                       \
+    case parts:                                                           \
+        if (j->grad) map_tiles(j, begin, sums, 1, 0, parts);              \
+        else if (j->lookup) map_tiles(j, begin, NULL, 0, 1, parts);       \
+        else map_tiles(j, begin, NULL, 0, 0, parts);                      \
+        break;
+    switch (in_memory ? 0 : ceil_div(j->segments, LANES)) { CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) }
+#undef CASE
 }
 #endif
 
@@ -480,6 +606,10 @@ static void FOR_REAL(block)(const job *j, int64_t at, int n, int64_t p, double *
 /* Elements [at, stop) of one plane, or of whole rows. */
 static void FOR_REAL(span)(const job *j, int64_t at, int64_t stop, int64_t p, double *sums, int64_t column) {
     REAL buffer[BLOCK];
+#ifdef LANES
+    if (in_rows(j) && j->dtype == FLOAT32 && j->intervals && LANES * j->positions >= BLOCK / 2) /* else places are used too soon */
+        for (; stop - at >= LANES * j->positions; at += LANES * j->positions) map_rows(j, at, sums);
+#endif
     for (int n; at < stop; at += n) {
         n = (int)smaller(BLOCK, stop - at);
         if (j->intervals) FOR_REAL(block)(j, at, n, in_rows(j) ? at % j->positions : p, sums, column);
@@ -563,8 +693,12 @@ static void FOR_REAL(finish_gradients)(job *j, int64_t c) {
 static void FOR_REAL(prepare)(job *j, int64_t unit) {
     const int64_t first = unit * channels_a_unit(j), stop = smaller(j->channels, first + channels_a_unit(j));
     for (int64_t c = first; c < stop; c++) {
+        const REAL *table = (const REAL *)j->table + 2 * c * j->segments;
+        REAL *split = (REAL *)j->split + 2 * c * j->segments;
         if (j->intervals) FOR_REAL(prepare_channel)(j, c);
-        else ((REAL *)j->left)[c] = *FOR_REAL(read)(j, j->x, c * j->inner, 1, (REAL *)j->left + c);
+        if (j->intervals && in_rows(j))
+            for (int64_t s = 0; s < j->segments; s++) split[s] = table[2 * s], split[j->segments + s] = table[2 * s + 1];
+        if (!j->intervals) ((REAL *)j->left)[c] = *FOR_REAL(read)(j, j->x, c * j->inner, 1, (REAL *)j->left + c);
     }
 }
 

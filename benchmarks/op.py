@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timing import RESULTS, interleaved, machine, percentiles, write
+from timing import RESULTS, interleaved, keep_memory, machine, percentiles, write
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--fast", action="store_true", help="without the plain torch formula, which takes most of the time")
     parser.add_argument("--output", type=Path, default=RESULTS / "op-cpu.csv", help="default: %(default)s")
     options = parser.parse_args()
+    keep_memory()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     rows = measure(options.shape, options)

@@ -1,8 +1,10 @@
 """Timing: side by side in one run, percentiles, and rows that say what they were measured on."""
 
 import csv
+import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,14 +17,29 @@ import pwlu
 RESULTS = Path(__file__).parent / "results"
 
 
+def keep_memory() -> None:
+    """Start again with an allocator that keeps freed memory, as it does in a network, where much else is alive.
+
+    Otherwise glibc gives large blocks back to the system after some calls and not after others, depending on a few bytes, and
+    what is timed is page faults.
+    """
+    settings = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+    if sys.platform == "linux" and not settings.keys() <= os.environ.keys():
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | settings)
+
+
 def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int, inner: int = 1) -> dict[str, list[float]]:
-    """Milliseconds of every call, in turns, so that a slow moment of the machine meets them all."""
+    """Milliseconds of every call, in turns, so that a slow moment of the machine meets them all.
+
+    Each is called once more just before, untimed, so that it does not suffer from what its neighbour left in the caches.
+    """
     for call in calls.values():
         for _ in range(3):
             call()
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
+            call()
             begin = time.perf_counter()
             for _ in range(inner):
                 call()

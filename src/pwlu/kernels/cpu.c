@@ -362,11 +362,13 @@ static void FOR_REAL(accumulate)(const REAL *grad, const REAL *x, const int32_t 
 }
 
 #if defined(__AVX2__) && !defined(LANES) /* for float, once */
-/* Planes: tables of up to REGISTER_ENTRIES segments are held in registers, and a look-up is a permutation. */
+/* Tables of up to REGISTER_ENTRIES segments (REGISTER_PAIRS where offsets are needed too) are held in registers, and a look-up is
+ * a permutation. */
 #ifdef __AVX512F__
 #define LANES 16
 #define PARTS 5
 #define REGISTER_ENTRIES 66
+#define REGISTER_PAIRS 66
 #define V(name) _mm512_##name
 #define where(a, is, b, then, otherwise) _mm512_mask_mov_epi32(otherwise, _mm512_cmp_ps_mask(a, b, is), then)
 #define store_places(p, s) _mm512_storeu_si512(p, s)
@@ -395,6 +397,7 @@ INLINE lanes look_up(const lanes *table, indices s, int parts) { /* 5 bits of s 
 #define LANES 8
 #define PARTS 4
 #define REGISTER_ENTRIES 32
+#define REGISTER_PAIRS 16 /* beyond, two look-ups by permutation take longer than one of a pair in memory */
 #define V(name) _mm256_##name
 #define where(a, is, b, then, otherwise) _mm256_blendv_epi8(otherwise, then, _mm256_castps_si256(_mm256_cmp_ps(a, b, is)))
 #define store_places(p, s) _mm256_storeu_si256((__m256i *)(p), s)
@@ -546,8 +549,7 @@ INLINE void map_tiles(const job *j, int64_t begin, double *sums, int backward, i
 }
 
 static void map_rows(const job *j, int64_t begin, double *sums) {
-    /* without AVX-512, two look-ups by permutation take longer than one of a pair in memory */
-    const int in_memory = j->segments > REGISTER_ENTRIES || (LANES == 8 && !j->grad);
+    const int in_memory = j->segments > (j->grad ? REGISTER_ENTRIES : REGISTER_PAIRS);
 #define CASE(parts)                                                       \
     case parts:                                                           \
         if (j->grad) map_tiles(j, begin, sums, 1, 0, parts);              \
@@ -588,7 +590,7 @@ static void FOR_REAL(block)(const job *j, int64_t at, int n, int64_t p, double *
     REAL *out = !j->y ? NULL : direct ? (REAL *)j->y + at : out_buffer;
     int done = 0;
 #ifdef LANES
-    if (!rows && sizeof(REAL) == sizeof(float) && j->segments <= REGISTER_ENTRIES)
+    if (!rows && sizeof(REAL) == sizeof(float) && j->segments <= (grad ? REGISTER_ENTRIES : REGISTER_PAIRS))
         done = map_vectors(j, p, (const float *)x, (const float *)grad, n, (float *)out, place);
 #endif
     for (int i = done, m; i < n; i += m, p = 0) {

@@ -218,3 +218,33 @@ def test_compiles_without_warnings(variant, tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert not done.returncode, done.stderr
+
+
+def _free_memory():
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return 0
+
+
+@pytest.mark.skipif(_free_memory() < 14 * 2**30, reason="needs 14 GB of free memory")
+@pytest.mark.parametrize(("shape", "dim"), [((2, 2**30 + 5), 0), ((2**30 + 5, 2), 1)])
+def test_more_than_two_to_the_31_elements(shape, dim):
+    """In planes and in rows; the ends of a tensor whose offsets do not fit 32 bits are right, and so are its moments."""
+    kernel = cpu.load(CPU_VARIANTS[0])
+    x = torch.zeros(shape, dtype=torch.bfloat16)
+    last = x.narrow(1 - dim, shape[1 - dim] - 5, 5)
+    last.copy_(torch.randn(last.shape))
+    parameters = unit(2, 16)
+    y = kernel.forward(x, *parameters, dim)
+    assert torch.equal(y.narrow(1 - dim, shape[1 - dim] - 5, 5), kernel.forward(last.contiguous(), *parameters, dim))
+    del y
+    mean, m2 = kernel.moments(x, 2, dim)
+    exact = last.double()
+    count = shape[1 - dim]
+    torch.testing.assert_close(mean.double(), exact.sum(1 - dim) / count, rtol=1e-6, atol=0)
+    torch.testing.assert_close(m2.double(), exact.square().sum(1 - dim), rtol=1e-6, atol=1e-6)
+    _, grads = kernel.backward(x, x, *parameters, dim, False, True)
+    _, expected = kernel.backward(last.contiguous(), last.contiguous(), *parameters, dim, False, True)
+    for a, b in zip(grads, expected, strict=True):
+        torch.testing.assert_close(a, b)

@@ -82,6 +82,7 @@ def test_starts_as_any_function():
         ({"bounds": 3.0}, "two numbers such as"),
         ({"bounds": (1, 2, 3)}, "two numbers such as"),
         ({"bounds": (1.0, 4.0)}, r"bends at 0, outside of bounds=\(1, 4\)\. Write bounds that contain 0"),
+        ({"channel_dim": None}, "channel_dim must be a whole number.*not None"),
         ({"init": "relu6"}, "bends at 6, outside.*contain 0, 6"),
         ({"init": "rleu"}, "init 'rleu' is not known. Write one of relu, relu6"),
     ],

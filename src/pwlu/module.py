@@ -48,6 +48,8 @@ class PWLU(nn.Module):
         super().__init__()
         _check_whole_number("channels", channels, "1 for one function for everything, or the size of channel_dim")
         _check_whole_number("intervals", intervals, "8 to 16 work well")
+        if not isinstance(channel_dim, int):
+            raise ValueError(f"PWLU: channel_dim must be a whole number (1 for images, -1 for the last), not {channel_dim!r}")
         self.channels, self.intervals, self.channel_dim, self.init = channels, intervals, channel_dim, init
         self.bounds = fit_bounds(_check_bounds(bounds), intervals, find_start(init).kinks, init)
         options: dict[str, Any] = {"device": device, "dtype": dtype}

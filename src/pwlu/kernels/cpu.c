@@ -185,6 +185,7 @@ static void narrow(int dtype, const float *from, uint16_t *to, int n) {
 #undef LARGEST
 
 static int start(job *j, int summing) {
+    if (j->segments > INT32_MAX / 2 / j->channels) return 2; /* places in the table are of 32 bits */
     plan(j, summing);
     const size_t real = j->dtype == FLOAT64 ? sizeof(double) : sizeof(float), positions = (size_t)j->positions;
     const size_t entries = 2 * (size_t)(j->channels * j->segments), sums = summing ? (size_t)j->units * entries : 0;
@@ -204,7 +205,7 @@ static int start(job *j, int summing) {
 #define JOB(...) \
     {.dtype = dtype, .outer = outer, .channels = channels, .inner = inner, .threads = threads, .parallel = parallel, __VA_ARGS__}
 
-/* Each returns 0, or 1 when there was no memory for its scratch. No tensor may be empty. */
+/* Each returns 0, or 1 when there was no memory for its scratch, or 2 for too large a table. No tensor may be empty. */
 EXPORT int pwlu_forward(parallel_fn parallel, unsigned threads, int dtype, const void *x, void *y, GEOMETRY,
                         int64_t intervals, const void *left, const void *right, const void *heights,
                         const void *left_slope, const void *right_slope) {

@@ -139,8 +139,10 @@ def _geometry(x: Tensor, channels: int, channel_dim: int) -> tuple[int, int, int
 
 
 def _check(status: int) -> None:
-    if status:
+    if status == 1:
         raise MemoryError("pwlu's CPU kernel could not allocate its scratch memory (channels x intervals x threads)")
+    if status:
+        raise ValueError("pwlu's CPU kernel takes up to 2^30 table entries, channels x (intervals + 2): use fewer of either")
 
 
 def usable_variants() -> list[str]:

@@ -13,7 +13,7 @@ help:
 	@echo "make bench   time the operators beside ReLU, SiLU and PReLU"
 	@echo "make clean   remove .venv and everything built"
 
-$(VENV)/installed: pyproject.toml setup.py src/pwlu/kernels/build.py
+$(VENV)/installed: pyproject.toml setup.py src/pwlu/kernels/build.py src/pwlu/kernels/cpu.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@

@@ -50,8 +50,7 @@ def check(
     x: Tensor, left: Tensor, right: Tensor, heights: Tensor, left_slope: Tensor, right_slope: Tensor, channel_dim: int
 ) -> None:
     """Raise TypeError or ValueError, saying what was expected, what came and what to write instead."""
-    if x.dtype not in _FLOATS:
-        raise TypeError(f"pwlu: x must be float32, bfloat16, float16 or float64, not {x.dtype}. Write pwlu(x.float(), ...)")
+    check_input(x)
     if heights.ndim != 2 or heights.shape[1] < 2:
         raise ValueError(
             f"pwlu: heights must have the shape (channels, intervals + 1) with at least 1 interval, not {tuple(heights.shape)}"
@@ -62,12 +61,10 @@ def check(
             raise ValueError(
                 f"pwlu: {name} must have the shape ({channels},), one a row of heights, not {tuple(parameter.shape)}"
             )
-        if parameter.device != x.device:
-            _mixed_devices(name, parameter, x)
+        check_device(name, parameter, x)
         if parameter.dtype not in _FLOATS:
             raise TypeError(f"pwlu: {name} must be of a floating-point type (float32, say), not {parameter.dtype}")
-    if heights.device != x.device:
-        _mixed_devices("heights", heights, x)
+    check_device("heights", heights, x)
     if heights.dtype not in _FLOATS:
         raise TypeError(f"pwlu: heights must be of a floating-point type (float32, say), not {heights.dtype}")
     if channels > 1:
@@ -90,5 +87,15 @@ def check_channels(x: Tensor, channels: int, channel_dim: int) -> None:
         )
 
 
-def _mixed_devices(name: str, parameter: Tensor, x: Tensor) -> None:
-    raise ValueError(f"pwlu: {name} is on {parameter.device} and x on {x.device}. Move the module: act.to('{x.device}')")
+def check_input(x: Tensor) -> None:
+    """Raise unless x is a tensor of a floating-point type."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"pwlu: x must be a tensor, not {type(x).__name__}. Write torch.as_tensor(x)")
+    if x.dtype not in _FLOATS:
+        raise TypeError(f"pwlu: x must be float32, bfloat16, float16 or float64, not {x.dtype}. Write pwlu(x.float(), ...)")
+
+
+def check_device(name: str, parameter: Tensor, x: Tensor) -> None:
+    """Raise unless both are on one device."""
+    if parameter.device != x.device:
+        raise ValueError(f"pwlu: {name} is on {parameter.device} and x on {x.device}. Move the module: act.to('{x.device}')")

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from pwlu import functional, ops, reference
 from pwlu.module import PWLU
@@ -16,7 +17,8 @@ class FusedPWLU(nn.Module):
     It has no parameters, and backward through it is an error. Traced or exported, it consists of aten operators alone
     and runs where pwlu is not installed.
 
-    Buffers: ``left`` (C,), ``inv_step`` (C,), ``slopes`` (C, N+2), ``offsets`` (C, N+2).
+    Buffers: ``left`` (C,), ``inv_step`` (C,), ``slopes`` (C, N+2), ``offsets`` (C, N+2), in float32 (float64 for a unit in
+    float64) whatever the model's type: offsets rounded to 16 bits would no longer meet at the knots. Fuse last, after ``.half()``.
     """
 
     channels: int
@@ -39,6 +41,8 @@ class FusedPWLU(nn.Module):
                 return reference.lookup(x, *tables, self.channel_dim)
         if _recorded(x):
             return reference.lookup(x, *tables, self.channel_dim)
+        functional.check_input(x)
+        functional.check_device("left", self.left, x)
         if self.channels > 1:
             functional.check_channels(x, self.channels, self.channel_dim)
         return ops.lookup(x, *tables, self.channel_dim)
@@ -47,7 +51,7 @@ class FusedPWLU(nn.Module):
         return f"channels={self.channels}, intervals={self.intervals}, channel_dim={self.channel_dim}"
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        if prefix + "heights" in state_dict and prefix + "slopes" not in state_dict:
+        if any(prefix + name in state_dict for name in ("right", "heights", "left_slope", "right_slope")):
             *_, error_msgs = rest
             error_msgs.append(
                 f"{prefix or 'the state'} holds the parameters of a PWLU, this model is fused. Load them into the model "
@@ -65,7 +69,7 @@ def _recorded(x: Tensor) -> bool:
     # the flag, because in torch 2.11 is_exporting() is true for whatever torch.compile sees
     if torch.compiler.is_dynamo_compiling() and not torch.compiler._is_exporting_flag:
         return not (torch.is_grad_enabled() and x.requires_grad)
-    return torch.compiler.is_compiling()
+    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None  # make_fx is such a mode
 
 
 @torch.no_grad()
@@ -84,18 +88,23 @@ def fuse_(model: nn.Module) -> list[str]:
         )
     if strange := [name for name, unit in units.items() if type(unit) is not PWLU]:
         raise TypeError(f"fuse_: {', '.join(strange)} is of a subclass of PWLU, whose forward may do more than the table can")
-    for unit in units.values():
-        _fuse(unit)
+    tables = {name: _tables(unit) for name, unit in units.items()}  # all that can fail comes before the first change
+    for name, unit in units.items():
+        _fuse(unit, tables[name])
     return list(units)
 
 
-def _fuse(unit: PWLU) -> None:
-    device, dtype = unit.heights.device, unit.heights.dtype
+def _tables(unit: PWLU) -> dict[str, Tensor]:
+    device, dtype = unit.heights.device, reference.compute_dtype(unit.heights)
     left, *others = (p.detach().to("cpu", torch.float64) for p in unit.unit_parameters())
-    names = ("left", "inv_step", "slopes", "offsets")
-    tables = (left, *reference.tables(left, *others))
+    inv_step, slopes, offsets = reference.tables(left, *others)
+    tables = {"left": left, "inv_step": inv_step, "slopes": slopes, "offsets": offsets}
+    return {name: table.to(device, dtype) for name, table in tables.items()}
+
+
+def _fuse(unit: PWLU, tables: dict[str, Tensor]) -> None:
     for name in ("left", "right", "heights", "left_slope", "right_slope", "bounds", "init"):
         delattr(unit, name)
-    for name, table in zip(names, tables, strict=True):
-        unit.register_buffer(name, table.to(device, dtype))
+    for name, table in tables.items():
+        unit.register_buffer(name, table)
     unit.__class__ = FusedPWLU  # type: ignore[assignment]

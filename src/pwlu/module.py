@@ -1,6 +1,6 @@
 """The module: a learnable activation."""
 
-import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +19,8 @@ class PWLU(nn.Module):
     Args:
         channels: C functions, one for each entry of dimension ``channel_dim``; 1 means one function for everything.
         intervals: N; the paper recommends 8 to 16.
-        bounds: where the N intervals begin and end. Where the start has a kink (ReLU at 0), they move by up to half an
-            interval so that a knot lies on it.
+        bounds: where the N intervals begin and end. Where the start has a kink (ReLU at 0), they move a little, by up to half
+            an interval (one, if there are two kinks as in ReLU6), so that a knot lies on it.
         init: the function to start as: a name such as ``"relu"``, ``"silu"``, ``"identity"`` (see
             ``pwlu.starts.STARTS``) or a function from tensor to tensor.
         channel_dim: 1 for images (B, C, H, W), -1 for sequences (B, T, C).
@@ -46,12 +46,11 @@ class PWLU(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_whole_number("channels", channels, "1 for one function for everything, or the size of channel_dim")
-        _check_whole_number("intervals", intervals, "8 to 16 work well")
-        if not isinstance(channel_dim, int):
-            raise ValueError(f"PWLU: channel_dim must be a whole number (1 for images, -1 for the last), not {channel_dim!r}")
-        self.channels, self.intervals, self.channel_dim, self.init = channels, intervals, channel_dim, init
-        self.bounds = fit_bounds(_check_bounds(bounds), intervals, find_start(init).kinks, init)
+        self.channels = _whole_number("channels", channels, "1 for one function for everything, or the size of channel_dim", 1)
+        self.intervals = _whole_number("intervals", intervals, "8 to 16 work well", 1)
+        self.channel_dim = _whole_number("channel_dim", channel_dim, "1 for images, -1 for the last")
+        self.init = init
+        self.bounds = fit_bounds(_check_bounds(bounds, dtype), self.intervals, find_start(init).kinks, init)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.left = nn.Parameter(torch.empty(channels, **options))
         self.right = nn.Parameter(torch.empty(channels, **options))
@@ -63,7 +62,7 @@ class PWLU(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Back to the start: ``init`` between ``bounds``."""
-        left, right = (torch.full((self.channels,), b, dtype=torch.float64) for b in self.bounds)
+        left, right = (torch.full((self.channels,), b, dtype=torch.float64, device="cpu") for b in self.bounds)
         values = reference.start(find_start(self.init).function, left, right, self.intervals)
         for parameter, value in zip(self.unit_parameters(), (left, right, *values), strict=True):
             parameter.copy_(value)
@@ -84,7 +83,7 @@ class PWLU(nn.Module):
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        if prefix + "slopes" in state_dict and prefix + "heights" not in state_dict:
+        if any(prefix + name in state_dict for name in ("inv_step", "slopes", "offsets")):
             *_, error_msgs = rest
             error_msgs.append(
                 f"{prefix or 'the state'} holds a fused PWLU, this model an unfused one. The parameters cannot be had back "
@@ -94,16 +93,23 @@ class PWLU(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def _check_whole_number(name: str, value: Any, hint: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"PWLU: {name} must be a whole number of at least 1 ({hint}), not {value!r}")
+def _whole_number(name: str, value: Any, hint: str, least: int | None = None) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or (least is not None and number < least):
+        at_least = "" if least is None else f" of at least {least}"
+        raise ValueError(f"PWLU: {name} must be a whole number{at_least} ({hint}), not {value!r}")
+    return number
 
 
-def _check_bounds(bounds: Any) -> tuple[float, float]:
+def _check_bounds(bounds: Any, dtype: torch.dtype | None) -> tuple[float, float]:
     try:
         left, right = (float(b) for b in bounds)
     except (TypeError, ValueError):
         raise ValueError(f"PWLU: bounds must be two numbers such as (-3.0, 3.0), not {bounds!r}") from None
-    if not (math.isfinite(left) and math.isfinite(right) and left < right):
+    ends = torch.tensor([left, right], dtype=dtype, device="cpu")  # as they will be stored
+    if not (ends.diff().isfinite().item() and ends[0] < ends[1]):
         raise ValueError(f"PWLU: bounds must be finite with left < right, such as (-3.0, 3.0), not ({left:g}, {right:g})")
     return left, right

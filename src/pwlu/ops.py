@@ -173,8 +173,8 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
         raise RuntimeError(
-            "backward through a fused PWLU: pwlu.fuse_ is for inference alone. Train the model as it was before "
-            "pwlu.fuse_ (keep a copy: fused = pwlu.fuse_(copy.deepcopy(model)))."
+            "a derivative of a fused PWLU: pwlu.fuse_ is for inference alone. Train the model as it was before "
+            "pwlu.fuse_, and fuse a copy: fused = copy.deepcopy(model); pwlu.fuse_(fused)."
         )
 
 
@@ -194,9 +194,9 @@ def _autograd_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...
 
 
 def _autograd_lookup(*arguments: Any) -> Tensor:
+    if torch.autograd.forward_ad._current_level >= 0 or (_wanted(arguments) and _transformed()):
+        _Lookup.backward(None, arguments[0])
     if _wanted(arguments):
-        if _transformed():
-            _Lookup.backward(None, arguments[0])
         return _Lookup.apply(*arguments)
     return _below_autograd(lookup, *arguments)
 

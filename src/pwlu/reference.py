@@ -231,7 +231,9 @@ def lookup(x: Tensor, left: Tensor, inv_step: Tensor, slopes: Tensor, offsets: T
     Equal to the definition, which is continuous, up to rounding. It has aten operators alone, so that what is
     exported runs anywhere.
     """
-    value = finite(x.to(compute_dtype(x)))
+    dtype = compute_dtype(x)
+    value = finite(x.to(dtype))
+    left, inv_step, slopes, offsets = (t.to(dtype) for t in (left, inv_step, slopes, offsets))
     position = ((value - along(left, x, channel_dim)) * along(inv_step, x, channel_dim)).floor()
     j = position.nan_to_num(nan=0.0).clamp(-1, slopes.shape[1] - 2).long() + 1
     return (value * pick(slopes, j, x, channel_dim) + pick(offsets, j, x, channel_dim)).to(x.dtype)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Start(NamedTuple):
@@ -40,9 +40,12 @@ STARTS: dict[str, Start] = {
 
 
 def find_start(init: str | Callable[[Tensor], Tensor]) -> Start:
-    """The start of that name; a callable is taken as it is, without kinks."""
+    """The start of that name; a function that is none of ours is taken as it is, without kinks."""
+    if isinstance(init, nn.Module):
+        raise ValueError(f"pwlu: init must be a name or a function, not a module: write 'silu' or F.silu, not {init}")
     if not isinstance(init, str):
-        return Start(init)
+        same = F.relu if init is torch.relu else init
+        return next((start for start in STARTS.values() if start.function is same), Start(init))
     if init not in STARTS:
         raise ValueError(f"pwlu: init {init!r} is not known. Write one of {', '.join(STARTS)}, or pass a function")
     return STARTS[init]
@@ -53,7 +56,7 @@ def fit_bounds(bounds: tuple[float, float], intervals: int, kinks: tuple[float, 
 
     One kink: the bounds slide by up to half an interval. Two: the interval becomes the nearest width of which their
     distance is a multiple, then the bounds slide. Bounds that leave a kink outside are an error, because the unit would
-    then not start as the function it was asked for.
+    then not start as the function it was asked for; so are two kinks too close together for these intervals.
     """
     left, right = bounds
     step = (right - left) / intervals
@@ -72,4 +75,10 @@ def fit_bounds(bounds: tuple[float, float], intervals: int, kinks: tuple[float, 
         before = round((kinks[0] - left) / step)  # intervals left of the first kink
         most = intervals - (round((kinks[1] - kinks[0]) / step) if len(kinks) == 2 else 0)
         left = kinks[0] - min(max(before, 0), most) * step
-    return left, left + intervals * step
+    fitted = left, left + intervals * step
+    if max(abs(a - b) for a, b in zip(fitted, bounds, strict=True)) > (bounds[1] - bounds[0]) / intervals * 1.001:
+        raise ValueError(
+            f"pwlu: {intervals} intervals between bounds=({bounds[0]:g}, {bounds[1]:g}) are too wide to have a knot on each kink of "
+            f"init={init!r}, at {', '.join(f'{k:g}' for k in kinks)}. Write more intervals or narrower bounds"
+        )
+    return fitted

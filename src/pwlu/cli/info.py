@@ -1,11 +1,12 @@
 """``pwlu info``: what is installed here and which code serves which device."""
 
 import argparse
+import os
 import platform
 
 import torch
 
-from pwlu.kernels import build, cpu
+from pwlu.kernels import cpu
 from pwlu.version import __version__
 
 
@@ -40,9 +41,8 @@ def _cpu() -> str:
         return f"none: {error}"
     if kernel is not None:
         return f"C kernel, variant {kernel.variant} ({why}): {kernel.path.name}"
-    compiler = build.compiler()
-    remedy = f"the compiler is {compiler[0]}" if compiler else "install a C compiler (gcc or clang), then start again"
-    return f"plain torch (pwlu.reference), many times slower ({why}); {remedy}"
+    remedy = "unset PWLU_CPU_KERNEL" if "PWLU_CPU_KERNEL" in os.environ else "install a C compiler (gcc or clang) or mend CC"
+    return f"plain torch (pwlu.reference), many times slower ({why}); for the fast kernel {remedy}, then start again"
 
 
 def _accelerators() -> list[str]:

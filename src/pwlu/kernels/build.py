@@ -3,6 +3,7 @@
 Imports the standard library alone, because ``setup.py`` loads this file before torch is there.
 """
 
+import atexit
 import hashlib
 import os
 import platform
@@ -43,36 +44,46 @@ def flags(variant: str, msvc: bool = False) -> list[str]:
 
 def cache_folder() -> Path:
     """Where libraries built on first use are kept: ``$PWLU_CACHE``, else the user's cache folder."""
-    if named := os.environ.get("PWLU_CACHE"):
-        return Path(named)
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "pwlu"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pwlu"
+    if named := os.environ.get("PWLU_CACHE") or os.environ.get("XDG_CACHE_HOME"):
+        return Path(named) if "PWLU_CACHE" in os.environ else Path(named) / "pwlu"
+    try:
+        home = Path.home()
+    except RuntimeError as error:  # a user without a home
+        raise OSError(f"no folder for a cache ({error}); set PWLU_CACHE") from error
+    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "pwlu"
 
 
 def compiler() -> list[str] | None:
-    """The C compiler's command: ``$CC``, else the one Python was built with, else cc, gcc or clang."""
-    candidates = [os.environ.get("CC"), sysconfig.get_config_var("CC"), "cc", "gcc", "clang"]
-    for candidate in filter(None, candidates):
-        command = shlex.split(candidate)
-        if command and shutil.which(command[0]):
-            return command
+    """The C compiler's command: ``$CC``, else the one Python was built with, else cc, gcc or clang.
+
+    OSError if ``$CC`` names none: what was asked for by name is not replaced in silence.
+    """
+    if named := os.environ.get("CC"):
+        try:
+            command = [named] if shutil.which(named) else shlex.split(named)
+        except ValueError:
+            command = []
+        if not command or not shutil.which(command[0]):
+            raise OSError(f"the compiler CC={named!r} was not found")
+        return command
+    for candidate in (sysconfig.get_config_var("CC") or "cc", "cc", "gcc", "clang"):
+        if shutil.which(shlex.split(candidate)[0]):
+            return shlex.split(candidate)
     return None
 
 
-def build(variant: str) -> Path:
-    """Compile ``cpu.c`` into the cache, unless it is there, and return the library's path.
+def build(variant: str, afresh: bool = False) -> Path:
+    """Compile ``cpu.c`` into the cache, unless it is there (and not to be made afresh), and return the library's path.
 
-    The file's name says what it was made from, and it appears by an atomic rename, so processes that
-    start at once cannot see half a library. Raises OSError, saying why, when it cannot be built.
+    The file's name says what it was made from and for, and it appears by an atomic rename, so processes that start at once
+    cannot see half a library. Raises OSError, saying why, when it cannot be built.
     """
-    command = compiler()
-    options = flags(variant)
-    key = hashlib.sha256(shlex.join([*(command or []), *options]).encode()).hexdigest()[:12]
-    name = f"cpu-{variant}-{source_id():08x}-{key}.so"
+    made_for = [*flags(variant), sysconfig.get_platform(), *platform.libc_ver()]
+    name = f"cpu-{variant}-{source_id():08x}-{hashlib.sha256(shlex.join(made_for).encode()).hexdigest()[:12]}.so"
     folder = cache_folder()
-    if (folder / name).exists():
+    if (folder / name).exists() and not afresh:
         return folder / name
+    command = compiler()
     if command is None:
         raise OSError("no C compiler was found (looked for $CC, cc, gcc, clang)")
     try:
@@ -80,12 +91,10 @@ def build(variant: str) -> Path:
         scratch = Path(tempfile.mkdtemp(dir=folder))
     except OSError:  # a cache that cannot be written: this process still gets its kernel
         folder = scratch = Path(tempfile.mkdtemp(prefix="pwlu-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
-        done = subprocess.run(
-            [*command, *options, "-shared", "-fPIC", str(SOURCE), "-o", str(scratch / "library"), "-lm"],
-            capture_output=True,
-            text=True,
-        )
+        arguments = [*flags(variant), "-shared", "-fPIC", str(SOURCE), "-o", str(scratch / "library"), "-lm"]
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, errors="replace")
         if done.returncode:
             raise OSError(f"{command[0]} failed on {SOURCE.name}: {done.stderr.strip()[-500:]}")
         os.replace(scratch / "library", folder / name)

@@ -18,6 +18,10 @@
  */
 #ifndef REAL
 
+#ifdef _MSC_VER
+#pragma fp_contract(off) /* /fp:precise alone allowed contraction before 2022 */
+#endif
+
 #include <float.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -185,7 +189,8 @@ static void narrow(int dtype, const float *from, uint16_t *to, int n) {
 #undef LARGEST
 
 static int start(job *j, int summing) {
-    if (j->segments > INT32_MAX / 2 / j->channels) return 2; /* places in the table are of 32 bits */
+    /* places in the table are of 32 bits, and the number of intervals must be exact as a float */
+    if (size_of(j) < 1 || j->segments < 1 || j->segments > 1 << 24 || j->segments > INT32_MAX / 2 / j->channels) return 2;
     plan(j, summing);
     const size_t real = j->dtype == FLOAT64 ? sizeof(double) : sizeof(float), positions = (size_t)j->positions;
     const size_t entries = 2 * (size_t)(j->channels * j->segments), sums = summing ? (size_t)j->units * entries : 0;
@@ -195,6 +200,7 @@ static int start(job *j, int summing) {
     j->split = (char *)j->table + real * entries;
     j->left = (char *)j->split + real * (entries + TILE), j->scale = (char *)j->left + real * positions;
     j->right = (char *)j->scale + real * positions, j->base = (int32_t *)((char *)j->right + real * positions);
+    memset((char *)j->split + real * entries, 0, real * TILE); /* loaded, though never selected */
     if (j->dtype == FLOAT64) execute_double(j, summing);
     else execute_float(j, summing);
     free(scratch);
@@ -205,7 +211,7 @@ static int start(job *j, int summing) {
 #define JOB(...) \
     {.dtype = dtype, .outer = outer, .channels = channels, .inner = inner, .threads = threads, .parallel = parallel, __VA_ARGS__}
 
-/* Each returns 0, or 1 when there was no memory for its scratch, or 2 for too large a table. No tensor may be empty. */
+/* Each returns 0, or 1 when there was no memory for its scratch, or 2 for an empty tensor or too large a table. */
 EXPORT int pwlu_forward(parallel_fn parallel, unsigned threads, int dtype, const void *x, void *y, GEOMETRY,
                         int64_t intervals, const void *left, const void *right, const void *heights,
                         const void *left_slope, const void *right_slope) {

@@ -30,9 +30,14 @@ _PARALLEL = ctypes.CFUNCTYPE(None, _POINTER, _POINTER, _UNSIGNED, _UNSIGNED)
 def python_threads(worker: int, data: int, threads: int, _flags: int) -> None:
     """GOMP_parallel with threads of Python, for platforms whose OpenMP lacks it; C code runs without the GIL."""
     work = _WORKER(worker)
-    helpers = [threading.Thread(target=work, args=(data,)) for _ in range(threads - 1)]
-    for helper in helpers:
-        helper.start()
+    helpers = []
+    for _ in range(threads - 1):
+        helper = threading.Thread(target=work, args=(data,))
+        try:
+            helper.start()
+        except RuntimeError:  # no more threads: those there are do the work
+            break
+        helpers.append(helper)
     work(data)
     for helper in helpers:
         helper.join()
@@ -55,6 +60,8 @@ class Kernel:
     def __init__(self, variant: str, path: Path, parallel: Any = None) -> None:
         self.variant, self.path = variant, path
         library = ctypes.CDLL(str(path))
+        if not hasattr(library, "pwlu_source_id"):
+            raise OSError(f"{path.name} is no library of pwlu")
         library.pwlu_source_id.restype = ctypes.c_uint32
         if library.pwlu_source_id() != build.source_id():
             raise OSError(f"{path.name} was built from another version of {build.SOURCE.name}")
@@ -80,42 +87,47 @@ class Kernel:
         self, function: Callable[..., int], x: Tensor, parameters: list[Tensor], intervals: int, channel_dim: int
     ) -> Tensor:
         y = torch.empty_like(x)
+        channels = _check(x, parameters, intervals, channel_dim)
         if not x.numel():
             return y
-        channels = parameters[0].shape[0]
         x, parameters = _laid_out_as(y, x), _for_compute(x, parameters)
         addresses = [p.data_ptr() for p in parameters]
         start, geometry = self._start(x), _geometry(x, channels, channel_dim)
-        _check(function(*start, x.data_ptr(), y.data_ptr(), *geometry, intervals, *addresses))
+        _raise(function(*start, x.data_ptr(), y.data_ptr(), *geometry, intervals, *addresses))
         return y
 
     def backward(self, grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, list[Tensor] | None]:
         """As ``reference.backward``: the gradients of x and of the parameters, each None unless asked for."""
         *parameters, channel_dim, need_input, need_parameters = rest
-        grad_x = torch.empty_like(x)
+        intervals = parameters[2].shape[1] - 1
+        channels = _check(x, parameters, intervals, channel_dim)
+        if grad.shape != x.shape or grad.device != x.device:
+            raise ValueError(f"pwlu: grad must have the shape {tuple(x.shape)} of x and its device, not {tuple(grad.shape)}")
+        grad_x = torch.empty_like(x) if need_input else None
         if not x.numel():
-            return (grad_x if need_input else None), ([torch.zeros_like(p) for p in parameters] if need_parameters else None)
-        channels, intervals = parameters[0].shape[0], parameters[2].shape[1] - 1
-        x, grad = _laid_out_as(grad_x, x), _laid_out_as(grad_x, grad.to(x.dtype))
+            return grad_x, [p.new_zeros(p.shape) for p in parameters] if need_parameters else None
+        like = torch.empty_like(x, device="meta") if grad_x is None else grad_x
+        x, grad = _laid_out_as(like, x), _laid_out_as(like, grad.to(x.dtype))
         originals, parameters = parameters, _for_compute(x, parameters)
         gradients = [torch.empty_like(p) for p in parameters] if need_parameters else None
         addresses = [p.data_ptr() for p in parameters]
         addresses += [g.data_ptr() for g in gradients] if gradients else [0] * 5
         start, geometry = self._start(x), _geometry(x, channels, channel_dim)
-        target = grad_x.data_ptr() if need_input else 0
-        _check(self._backward(*start, grad.data_ptr(), x.data_ptr(), target, *geometry, intervals, *addresses))
+        target = 0 if grad_x is None else grad_x.data_ptr()
+        _raise(self._backward(*start, grad.data_ptr(), x.data_ptr(), target, *geometry, intervals, *addresses))
         if gradients and any(p.dtype != parameters[0].dtype for p in originals):
             gradients = [g.to(p.dtype) for g, p in zip(gradients, originals, strict=True)]
-        return grad_x if need_input else None, gradients
+        return grad_x, gradients
 
     def moments(self, x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, Tensor]:
         """As ``reference.moments``."""
+        _check_channels(x, channels, channel_dim)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         mean, m2 = x.new_zeros(channels, dtype=dtype), x.new_zeros(channels, dtype=dtype)
         if x.numel():
-            x = _laid_out_as(torch.empty_like(x), x)
+            x = _laid_out_as(torch.empty_like(x, device="meta"), x)
             start, geometry = self._start(x), _geometry(x, channels, channel_dim)
-            _check(self._moments(*start, x.data_ptr(), *geometry, mean.data_ptr(), m2.data_ptr()))
+            _raise(self._moments(*start, x.data_ptr(), *geometry, mean.data_ptr(), m2.data_ptr()))
         return mean, m2
 
     def _start(self, x: Tensor) -> tuple[ctypes.c_void_p, int, int]:
@@ -124,7 +136,7 @@ class Kernel:
 
 def _laid_out_as(like: Tensor, x: Tensor) -> Tensor:
     """x in the memory layout of `like`, which is dense: x itself wherever possible."""
-    return x if x.stride() == like.stride() else torch.empty_like(like, dtype=x.dtype).copy_(x)
+    return x if x.stride() == like.stride() else torch.empty_strided(like.shape, like.stride(), dtype=x.dtype).copy_(x)
 
 
 def _for_compute(x: Tensor, parameters: list[Tensor]) -> list[Tensor]:
@@ -138,11 +150,35 @@ def _geometry(x: Tensor, channels: int, channel_dim: int) -> tuple[int, int, int
     return x.numel() // (channels * inner), channels, inner
 
 
-def _check(status: int) -> None:
+def _check(x: Tensor, tables: list[Tensor], intervals: int, channel_dim: int) -> int:
+    """The number of channels, once shapes are such that C stays inside of its arrays, whoever called the operator."""
+    channels = tables[0].shape[0]
+    one, many = (channels,), (channels, tables[2].shape[-1])
+    expected = (one, one, many, one, one) if len(tables) == 5 else (one, one, many, many)
+    for table, shape in zip(tables, expected, strict=True):
+        if table.shape != shape or table.device != x.device or intervals < 1:
+            raise ValueError(
+                f"pwlu: expected parameters of the shapes {expected} with at least 1 interval on {x.device}, "
+                f"not {tuple(table.shape)} on {table.device}"
+            )
+    _check_channels(x, channels, channel_dim)
+    return channels
+
+
+def _check_channels(x: Tensor, channels: int, channel_dim: int) -> None:
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"pwlu: x must be float32, bfloat16, float16 or float64, not {x.dtype}")
+    if channels < 1 or (channels > 1 and (not -x.ndim <= channel_dim < x.ndim or x.shape[channel_dim] != channels)):
+        raise ValueError(f"pwlu: x of shape {tuple(x.shape)} does not have {channels} channels in dimension {channel_dim}")
+
+
+def _raise(status: int) -> None:
     if status == 1:
         raise MemoryError("pwlu's CPU kernel could not allocate its scratch memory (channels x intervals x threads)")
     if status:
-        raise ValueError("pwlu's CPU kernel takes up to 2^30 table entries, channels x (intervals + 2): use fewer of either")
+        raise ValueError(
+            "pwlu's CPU kernel takes up to 2^24 intervals, and 2^30 table entries, channels x (intervals + 2): use fewer of either"
+        )
 
 
 def usable_variants() -> list[str]:
@@ -162,7 +198,10 @@ def load(variant: str) -> Kernel:
             return Kernel(variant, installed)
         except OSError:  # a stale or foreign file: build anew
             continue
-    return Kernel(variant, build.build(variant))
+    try:
+        return Kernel(variant, build.build(variant))
+    except OSError:  # damaged, or made on another machine that shares the cache
+        return Kernel(variant, build.build(variant, afresh=True))
 
 
 @functools.cache
@@ -181,7 +220,7 @@ def choose() -> tuple[Kernel | None, str]:
         except OSError as error:
             reasons.append(f"{variant}: {error}")
         else:
-            return kernel, "; ".join(["the fastest this processor can run", *reasons])
+            return kernel, "; ".join(["the fastest torch reports for this processor", *reasons])
     return None, "; ".join(reasons)
 
 

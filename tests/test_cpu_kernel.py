@@ -4,12 +4,14 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU_VARIANTS, DTYPES, assert_within, oracle, parameter_dtype, unit
+from helpers import CPU_VARIANTS, DTYPES, NAMES, assert_within, oracle, parameter_dtype, unit
 
+import pwlu
 from pwlu.kernels import build, cpu
 
 HERE = Path(__file__).parent
@@ -53,13 +55,13 @@ def test_many_threads(kernel, threads, shape, dim, count):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "dim"), [((3, 5, 40), 1), ((64, 37), 1)])
-def test_variants_agree_bit_for_bit(dtype, shape, dim):
+def test_outputs_of_all_variants_are_the_same_bits(dtype, shape, dim):
     x, grad = (torch.randn(shape).to(dtype) for _ in range(2))
     parameters = unit(shape[dim], 16, parameter_dtype(dtype))
     first, *others = (cpu.load(variant) for variant in CPU_VARIANTS)
     for other in others:
-        for a, b in zip(results(first, x, grad, parameters, dim)[:2], results(other, x, grad, parameters, dim), strict=False):
-            assert torch.equal(a, b)
+        ours, theirs = (results(kernel, x, grad, parameters, dim)[:2] for kernel in (first, other))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_parameter_gradients_have_the_accuracy_of_doubles(kernel):
@@ -111,6 +113,7 @@ def test_parameters_of_any_dtype_and_layout(kernel):
     assert torch.equal(kernel.forward(x, *half, 1), kernel.forward(x, *(p.float() for p in half), 1))
 
 
+# what to break, and in which variant: the portable code, or that of vector registers
 MUTATIONS = {
     "an interval too far": ("(int32_t)clipped + 1;", "(int32_t)(clipped + (REAL)0.001) + 1;"),
     "contracted arithmetic": ("(x[i] - left[k]) * scale[k];", "x[i] * scale[k] - left[k] * scale[k];"),
@@ -124,6 +127,19 @@ MUTATIONS = {
         "gradients[2][c * (n + 1) + i] = (REAL)(height + g - share);",
         "gradients[2][c * (n + 1) + i] = (REAL)(height + g);",
     ),
+    "vectors: an interval too far": (
+        "V(min_ps)(V(max_ps)(t, zero), last)),",
+        "V(min_ps)(V(max_ps)(V(add_ps)(t, V(set1_ps)(0.001f)), zero), last)),",
+    ),
+    "vectors: NaN goes to the last interval": ("V(max_ps)(t, zero), last)", "V(max_ps)(zero, t), last)"),
+    "vectors: a part of the table forgotten": ("if (parts > 2) ", "if (parts > 9) "),
+    "vectors: tiles not transposed back": (
+        "    transpose(v);\n    for (int r = 0; r < LANES; r++) {\n        if (backward)",
+        "    for (int r = 0; r < LANES; r++) {\n        if (backward)",
+    ),
+    "a look-up that is off by one": ("(lookup ? t >= end", "(lookup ? t > end"),
+    "a mean without its shift": ("[first_position(j, c)] + mean);", "[first_position(j, c)] + mean * 1.001);"),
+    "squares that are off": ("const double m2 = total[1] - total[0] * mean;", "const double m2 = total[1];"),
     "a gradient that is slightly off": (
         "(share + (double)i * g) / (double)n;",
         "(share + (double)i * g) / (double)n * 1.00002;",
@@ -137,22 +153,18 @@ def test_the_comparisons_can_fail(mutation, tmp_path):
     """A kernel with a small mistake in it must not pass what the real one passes."""
     old, new = MUTATIONS[mutation]
     source = build.SOURCE.read_text()
-    assert source.count(old) == 1, f"cpu.c no longer contains {old!r} once"
+    assert source.count(old) == (2 if "parts > 2" in old else 1), f"cpu.c no longer contains {old!r}"
+    variant = CPU_VARIANTS[0] if mutation.startswith("vectors") else "portable"
+    if mutation.startswith("vectors") and variant == "portable":
+        pytest.skip("this processor has no variant with vector registers")
     (tmp_path / "cpu.c").write_text(source.replace(old, new))
     library = tmp_path / "mutant.so"
-    command = [
-        *build.compiler(),
-        *build.flags("portable"),
-        "-shared",
-        "-fPIC",
-        str(tmp_path / "cpu.c"),
-        "-o",
-        str(library),
-        "-lm",
-    ]
+    options = [*build.flags(variant), "-shared", "-fPIC"]
+    command = [*build.compiler(), *options, str(tmp_path / "cpu.c"), "-o", str(library), "-lm"]
     subprocess.run(command, check=True)
+    mutant = cpu.Kernel("mutant", library)
     with pytest.raises(AssertionError):
-        _pass_all(cpu.Kernel("mutant", library))
+        _pass_all(mutant)
 
 
 def test_the_comparisons_pass(kernel):
@@ -160,17 +172,88 @@ def test_the_comparisons_pass(kernel):
 
 
 def _pass_all(kernel):
-    for shape, dim in [((3, 5, 117), 1), ((515, 9), 1)]:
-        parameters = unit(shape[dim], 16)
-        steps = torch.randint(-8, 24, shape)
-        x = parameters[0].reshape([-1 if d == dim else 1 for d in range(len(shape))])
-        width = (parameters[1] - parameters[0]).reshape(x.shape)
-        x = torch.where(torch.rand(shape) < 0.5, x + width * steps / 16, 3 * torch.randn(shape))  # many on the knots
+    """Planes, rows and tiles; half of the elements on knots; tables that fill one register and several; a NaN."""
+    for shape, dim, intervals in [
+        ((3, 5, 117), 1, 16),
+        ((515, 9), 1, 16),
+        ((80, 70), 1, 16),
+        ((3, 5, 117), 1, 40),
+        ((80, 70), 1, 20),
+    ]:
+        parameters = unit(shape[dim], intervals)
+        along = [-1 if d == dim else 1 for d in range(len(shape))]
+        left, width = parameters[0].reshape(along), (parameters[1] - parameters[0]).reshape(along)
+        knots = left + width * torch.randint(-8, 24, shape) / 16
+        x = torch.where(torch.rand(shape) < 0.5, knots, 3 * torch.randn(shape))
         grad = torch.randn(shape)
         y, bound, gradients, bounds = oracle(x, parameters, dim, grad, double_sums=True)
-        actual = results(kernel, x, grad, parameters, dim)
-        for a, e, b in zip(actual, [y, *gradients], [bound, *bounds], strict=False):
+        forward, *others, mean, m2 = results(kernel, x, grad, parameters, dim)
+        for a, e, b in zip([forward, *others], [y, *gradients], [bound, *bounds], strict=True):
             assert_within(a, e, b)
+        values = x.double().movedim(dim, 0).flatten(1)
+        assert_within(mean, values.mean(1), 1e-6 * values.abs().amax(1))
+        deviations = values.var(1, correction=0) * values.shape[1]
+        assert_within(m2, deviations, 1e-6 * deviations)
+
+        x[0].view(-1)[0] = torch.nan
+        first = kernel.forward(x, *parameters, dim)
+        assert first.isnan().sum() == 1
+        slope, _ = kernel.backward(torch.ones_like(x), x, *parameters, dim, True, False)
+        inside = (parameters[2][0, 1] - parameters[2][0, 0]) / (width.view(-1)[0] / intervals)
+        assert_within(slope[0].view(-1)[:1], inside.double()[None], 1e-5 * inside.abs()[None])
+
+        # a look-up whose offsets are the numbers of the segments and whose slopes are 0
+        scale = intervals / (parameters[1] - parameters[0])
+        offsets = torch.arange(-1.0, intervals + 1).expand(shape[dim], -1).contiguous()
+        found = kernel.lookup(knots, parameters[0], scale, torch.zeros_like(offsets), offsets, dim)
+        position = ((knots - left) * scale.reshape(along)).floor().clamp(-1, intervals)
+        assert torch.equal(found, position)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"heights": torch.zeros(3, 1)}, "at least 1 interval"),
+        ({"heights": torch.zeros(1, 5)}, r"expected parameters of the shapes"),
+        ({"left": torch.zeros(30_000)}, r"expected parameters of the shapes"),
+        ({"x": torch.zeros(2, 4)}, r"does not have 3 channels in dimension 1"),
+        ({"x": torch.zeros(1, 2)}, r"does not have 3 channels in dimension 1"),
+        ({"x": torch.zeros(3)}, r"does not have 3 channels in dimension 1"),
+        ({"grad": torch.zeros(2)}, r"grad must have the shape"),
+        ({"x": torch.zeros(2, 3).long(), "grad": torch.zeros(2, 3).long()}, r"x must be float32"),
+    ],
+)
+def test_shapes_are_checked_before_c_sees_them(change, text):
+    """Whoever calls the operators: a traced model does not come through functional.pwlu."""
+    parts = dict(zip(NAMES, unit(3, 4), strict=True)) | {"x": torch.zeros(2, 3), "grad": torch.zeros(2, 3)} | change
+    parameters = [parts[name] for name in NAMES]
+    with pytest.raises((ValueError, TypeError), match=text):
+        torch.ops.pwlu.backward(parts["grad"], parts["x"], *parameters, 1, True, True)
+    if "grad" not in change or "x" in change:
+        with pytest.raises((ValueError, TypeError), match=text):
+            torch.ops.pwlu.forward(parts["x"], *parameters, 1)
+    if "x" in change:
+        with pytest.raises((ValueError, TypeError), match=text):
+            torch.ops.pwlu.moments(parts["x"], 3, 1)
+
+
+def test_a_traced_model_refuses_wrong_channels():
+    traced = torch.jit.trace(torch.nn.Sequential(pwlu.PWLU(64)), torch.randn(2, 64))
+    assert traced(torch.randn(5, 64)).shape == (5, 64)
+    with pytest.raises(Exception, match="does not have 64 channels"):
+        traced(torch.randn(2, 65))
+
+
+def test_threads_that_cannot_be_started(threads, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    threads(4)
+    kernel = cpu.load(CPU_VARIANTS[0])
+    stand_in = cpu.Kernel(kernel.variant, kernel.path, parallel=cpu.python_threads)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    x, parameters = torch.randn(40, 8, 33, 33), unit(8, 16)
+    assert torch.equal(stand_in.forward(x, *parameters, 1), kernel.forward(x, *parameters, 1))
 
 
 @needs_compiler

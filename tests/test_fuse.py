@@ -7,8 +7,9 @@ import textwrap
 
 import pytest
 import torch
-from helpers import DTYPES
+from helpers import DTYPES, assert_within, oracle
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import pwlu
 
@@ -46,6 +47,60 @@ def test_equal_to_rounding(dtype):
         worst = (model(x).double() - exact).abs().max()  # what rounding does to the unfused model
         difference = (fused(x).double() - exact).abs().max()
     assert difference <= 3 * worst + torch.finfo(dtype).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("intervals", [16, 64])
+@pytest.mark.parametrize("bounds", [(-3.0, 3.0), (97.0, 103.0)])
+def test_one_unit_equals_itself(dtype, intervals, bounds):
+    """Steep functions far from 0: rounding the tables to 16 bits would show."""
+    act = pwlu.PWLU(5, intervals, bounds, init=torch.sin)
+    with torch.no_grad():
+        act.heights.normal_()
+    act.to(dtype).eval()
+    fused = copy.deepcopy(act)
+    pwlu.fuse_(fused)
+    x = (sum(bounds) / 2 + 2 * torch.randn(500, 5)).to(dtype)
+    with torch.no_grad():
+        y, bound = oracle(x, [p.detach() for p in act.unit_parameters()], 1)
+        assert_within(fused(x), y, 2 * bound)
+
+
+def test_bad_input_of_a_fused_unit(pair):
+    with pytest.raises(TypeError, match="x must be float32"):
+        pair[1][1](torch.ones(2, 6).long())
+    with pytest.raises(ValueError, match="left is on cpu and x on meta"):
+        pair[1][1](torch.ones(2, 6, device="meta"))
+    with pytest.raises(TypeError, match="x must be a tensor, not list"):
+        pair[1][1]([1.0])
+
+
+def test_forward_mode_is_refused(pair):
+    x = torch.randn(2, 6)
+    with pytest.raises(RuntimeError, match="fuse_ is for inference alone"):
+        torch.func.jvp(pair[1][1], (x,), (x,))
+    with pytest.raises(RuntimeError, match="fuse_ is for inference alone"):
+        torch.func.jacfwd(pair[1][1])(x)
+
+
+def test_make_fx_records_aten_operators_alone(pair):
+    graph = make_fx(pair[1])(torch.randn(2, 3, 12, 12)).graph
+    assert not [n for n in graph.nodes if "pwlu" in str(n.target)]
+
+
+def test_all_or_none_are_fused():
+    model = nn.Sequential(pwlu.PWLU(3), pwlu.PWLU(3, device="meta"))
+    with pytest.raises(NotImplementedError, match="meta"):
+        pwlu.fuse_(model)
+    assert all(type(m) is pwlu.PWLU for m in model)
+
+
+def test_the_hint_of_the_error_works():
+    model = nn.Sequential(pwlu.PWLU())
+    fused = copy.deepcopy(model)
+    pwlu.fuse_(fused)
+    assert isinstance(fused[0], pwlu.FusedPWLU)
+    assert isinstance(model[0], pwlu.PWLU)
 
 
 def test_layouts_survive(pair):

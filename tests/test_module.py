@@ -51,9 +51,16 @@ def test_a_knot_lies_on_every_kink(bounds, intervals, kinks, expected):
 
 
 @pytest.mark.parametrize("intervals", [1, 3, 5, 15])
-def test_odd_numbers_of_intervals_start_as_relu_too(intervals):
+@pytest.mark.parametrize("init", ["relu", F.relu, torch.relu])
+def test_odd_numbers_of_intervals_start_as_relu_too(intervals, init):
     x = 5 * torch.randn(1000)
-    torch.testing.assert_close(pwlu.PWLU(intervals=intervals)(x), F.relu(x), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(pwlu.PWLU(intervals=intervals, init=init)(x), F.relu(x), rtol=1e-6, atol=1e-6)
+
+
+def test_the_default_device_does_not_matter():
+    with torch.device("meta"):
+        act = pwlu.PWLU(2, device="cpu")
+    assert torch.equal(act(torch.ones(1, 2)), torch.ones(1, 2))
 
 
 def test_relu6_has_its_kinks_on_knots():
@@ -84,6 +91,10 @@ def test_starts_as_any_function():
         ({"bounds": (1.0, 4.0)}, r"bends at 0, outside of bounds=\(1, 4\)\. Write bounds that contain 0"),
         ({"channel_dim": None}, "channel_dim must be a whole number.*not None"),
         ({"init": "relu6"}, "bends at 6, outside.*contain 0, 6"),
+        ({"init": "relu6", "bounds": (-100, 100)}, "too wide for a knot on each kink.*Write more intervals"),
+        ({"init": nn.SiLU()}, "a name or a function, not a module: write 'silu'"),
+        ({"bounds": (-1e39, 1e39)}, "finite"),
+        ({"bounds": (-3.0, 1e6), "dtype": torch.float16}, "finite"),
         ({"init": "rleu"}, "init 'rleu' is not known. Write one of relu, relu6"),
     ],
 )

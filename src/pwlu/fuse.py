@@ -18,7 +18,7 @@ class FusedPWLU(nn.Module):
     and runs where pwlu is not installed.
 
     Buffers: ``left`` (C,), ``inv_step`` (C,), ``slopes`` (C, N+2), ``offsets`` (C, N+2), in float32 (float64 for a unit in
-    float64) whatever the model's type: offsets rounded to 16 bits would no longer meet at the knots. Fuse last, after ``.half()``.
+    float64) whatever the model's type: lines rounded to 16 bits would no longer meet at the knots. So fuse after ``.half()``.
     """
 
     channels: int

@@ -53,7 +53,8 @@ def scale_and_open(left: Tensor, right: Tensor, intervals: int) -> tuple[Tensor,
     Bounds that crossed or fell together leave r negative or infinite. The definition, read from top to bottom, then
     has the two outer pieces alone, which meet at B_L.
     """
-    scale = intervals / (right - left)
+    width = right - left
+    scale = torch.full_like(width, intervals) / width  # of two tensors: `number / tensor` rounds twice in torch
     is_open = (scale > 0) & (scale <= torch.finfo(scale.dtype).max)
     return torch.where(is_open, scale, torch.ones_like(scale)), is_open
 

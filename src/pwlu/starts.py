@@ -78,7 +78,7 @@ def fit_bounds(bounds: tuple[float, float], intervals: int, kinks: tuple[float, 
     fitted = left, left + intervals * step
     if max(abs(a - b) for a, b in zip(fitted, bounds, strict=True)) > (bounds[1] - bounds[0]) / intervals * 1.001:
         raise ValueError(
-            f"pwlu: {intervals} intervals between bounds=({bounds[0]:g}, {bounds[1]:g}) are too wide to have a knot on each kink of "
-            f"init={init!r}, at {', '.join(f'{k:g}' for k in kinks)}. Write more intervals or narrower bounds"
+            f"pwlu: {intervals} intervals between bounds=({bounds[0]:g}, {bounds[1]:g}) are too wide for a knot on each kink "
+            f"of init={init!r}, at {', '.join(f'{k:g}' for k in kinks)}. Write more intervals or narrower bounds"
         )
     return fitted

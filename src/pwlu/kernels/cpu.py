@@ -177,7 +177,7 @@ def _raise(status: int) -> None:
         raise MemoryError("pwlu's CPU kernel could not allocate its scratch memory (channels x intervals x threads)")
     if status:
         raise ValueError(
-            "pwlu's CPU kernel takes up to 2^24 intervals, and 2^30 table entries, channels x (intervals + 2): use fewer of either"
+            "pwlu's CPU kernel takes up to 2^24 intervals and 2^30 table entries, channels x (intervals + 2): use fewer"
         )
 
 

@@ -75,7 +75,7 @@ typedef struct job {
     void *left, *scale, *right;     /* REAL (positions): B_L, r = N/(B_R - B_L), B_R; of moments: the shift */
     int32_t *base;                  /* rows, (positions): where a position's channel begins in `table` and `sums` */
     void *table;                    /* REAL (channels, segments, 2): slope and offset */
-    void *split;                    /* rows, REAL (channels, 2, segments): the table as vectors read it, TILE longer */
+    void *split;                    /* REAL (channels, 2, segments): the table as vectors read it, TILE longer */
     double *sums;                   /* (units, channels, segments, 2): of g and g x; of moments: x - shift, its square */
     int64_t positions;              /* channels; in rows channels * inner */
     int64_t chunk;                  /* elements a unit */
@@ -441,14 +441,19 @@ INLINE indices locate_lanes(lanes v, lanes left, lanes scale, lanes right, int i
     return where(compared, _CMP_LT_OQ, lookup ? zero : left, V(set1_epi32)(0), s);
 }
 
+INLINE void load_table(const job *j, int64_t place, lanes *slopes, lanes *offsets, int parts) {
+    const float *table = (const float *)j->split + place;
+    for (int k = 0; k < PARTS; k++) {
+        slopes[k] = k < parts ? V(loadu_ps)(table + LANES * k) : V(set1_ps)(0);
+        offsets[k] = k < parts ? V(loadu_ps)(table + j->segments + LANES * k) : V(set1_ps)(0);
+    }
+}
+
 /* `locate` and `apply` in one, but for the last n % LANES elements; returns how many were done. */
 INLINE int map_lanes(const job *j, int64_t c, const float *x, const float *grad, int n, float *out, int32_t *place, int lookup,
                      int parts) {
-    float spread[2][PARTS * LANES] = {{0}};
     lanes slopes[PARTS], offsets[PARTS];
-    const float *table = (const float *)j->table + 2 * c * j->segments;
-    for (int64_t s = 0; s < j->segments; s++) spread[0][s] = table[2 * s], spread[1][s] = table[2 * s + 1];
-    for (int k = 0; k < PARTS; k++) slopes[k] = V(loadu_ps)(spread[0] + LANES * k), offsets[k] = V(loadu_ps)(spread[1] + LANES * k);
+    load_table(j, 2 * c * j->segments, slopes, offsets, parts);
     const lanes left = V(set1_ps)(((const float *)j->left)[c]), scale = V(set1_ps)(((const float *)j->scale)[c]);
     const lanes right = V(set1_ps)(((const float *)j->right)[c]);
     const int intervals = (int)j->intervals;
@@ -507,11 +512,7 @@ INLINE void map_tile(const job *j, int64_t p, int64_t at, int32_t *place, int ba
     if (!j->y || !parts) return;
     transpose(v);
     for (int c = 0; c < LANES; c++) {
-        const float *table = (const float *)j->split + j->base[p + c];
-        for (int k = 0; k < PARTS; k++) {
-            slopes[k] = k < parts ? V(loadu_ps)(table + LANES * k) : V(set1_ps)(0);
-            offsets[k] = k < parts ? V(loadu_ps)(table + j->segments + LANES * k) : V(set1_ps)(0);
-        }
+        load_table(j, j->base[p + c], slopes, offsets, parts);
         if (backward) {
             v[c] = look_up(slopes, as_indices(v[c]), parts);
             continue;
@@ -641,6 +642,7 @@ static void FOR_REAL(map)(job *j, int64_t unit) {
 
 static void FOR_REAL(sum)(job *j, int64_t unit) {
     const int64_t end = smaller(size_of(j), (unit + 1) * j->chunk), column = 2 * j->segments;
+    const int copies = j->inner >= 8 * j->segments; /* else clearing and adding them would take longer than they save */
     double *sums = j->sums + unit * j->channels * column, *columns = malloc(sizeof(double) * COLUMNS * (size_t)column);
     if (!columns) {
         j->failed = 1;
@@ -651,10 +653,10 @@ static void FOR_REAL(sum)(job *j, int64_t unit) {
     else for (int64_t at = unit * j->chunk, stop; at < end; at = stop) {
         const int64_t plane = at / j->inner;
         stop = smaller(end, (plane + 1) * j->inner);
-        memset(columns, 0, sizeof(double) * COLUMNS * (size_t)column);
-        FOR_REAL(span)(j, at, stop, plane % j->channels, columns, column);
         double *total = sums + plane % j->channels * column;
-        for (int k = 0; k < COLUMNS; k++)
+        if (copies) memset(columns, 0, sizeof(double) * COLUMNS * (size_t)column);
+        FOR_REAL(span)(j, at, stop, plane % j->channels, copies ? columns : total, copies ? column : 0);
+        for (int k = 0; copies && k < COLUMNS; k++)
             for (int64_t s = 0; s < column; s++) total[s] += columns[k * column + s];
     }
     free(columns);
@@ -705,7 +707,7 @@ static void FOR_REAL(prepare)(job *j, int64_t unit) {
         const REAL *table = (const REAL *)j->table + 2 * c * j->segments;
         REAL *split = (REAL *)j->split + 2 * c * j->segments;
         if (j->intervals) FOR_REAL(prepare_channel)(j, c);
-        if (j->intervals && in_rows(j))
+        if (j->intervals)
             for (int64_t s = 0; s < j->segments; s++) split[s] = table[2 * s], split[j->segments + s] = table[2 * s + 1];
         if (!j->intervals) ((REAL *)j->left)[c] = *FOR_REAL(read)(j, j->x, c * j->inner, 1, (REAL *)j->left + c);
     }

@@ -156,9 +156,9 @@ def _check(x: Tensor, tables: list[Tensor], intervals: int, channel_dim: int) ->
     one, many = (channels,), (channels, tables[2].shape[-1])
     expected = (one, one, many, one, one) if len(tables) == 5 else (one, one, many, many)
     for table, shape in zip(tables, expected, strict=True):
-        if table.shape != shape or table.device != x.device or intervals < 1:
+        if table.shape != shape or not table.is_cpu or intervals < 1:
             raise ValueError(
-                f"pwlu: expected parameters of the shapes {expected} with at least 1 interval on {x.device}, "
+                f"pwlu: expected parameters of the shapes {expected} with at least 1 interval on the CPU, "
                 f"not {tuple(table.shape)} on {table.device}"
             )
     _check_channels(x, channels, channel_dim)

@@ -1,6 +1,7 @@
 """The form for inference."""
 
 import copy
+import re
 import subprocess
 import sys
 import textwrap
@@ -96,10 +97,15 @@ def test_all_or_none_are_fused():
 
 
 def test_the_hint_of_the_error_works():
-    model = nn.Sequential(pwlu.PWLU())
-    fused = copy.deepcopy(model)
-    pwlu.fuse_(fused)
-    assert isinstance(fused[0], pwlu.FusedPWLU)
+    """What the message tells people to write is run as it stands there."""
+    model = nn.Sequential(pwlu.PWLU()).eval()
+    trapped = copy.deepcopy(model)
+    pwlu.fuse_(trapped)
+    with pytest.raises(RuntimeError) as error:
+        trapped(torch.ones(3, requires_grad=True)).sum().backward()
+    names = {"model": model, "copy": copy, "pwlu": pwlu}
+    exec(re.search(r"fuse a copy: (.*)\.$", str(error.value)).group(1), names)
+    assert isinstance(names["fused"][0], pwlu.FusedPWLU)
     assert isinstance(model[0], pwlu.PWLU)
 
 

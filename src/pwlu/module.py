@@ -52,11 +52,11 @@ class PWLU(nn.Module):
         self.init = init
         self.bounds = fit_bounds(_check_bounds(bounds, dtype), self.intervals, find_start(init).kinks, init)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.left = nn.Parameter(torch.empty(channels, **options))
-        self.right = nn.Parameter(torch.empty(channels, **options))
-        self.heights = nn.Parameter(torch.empty(channels, intervals + 1, **options))
-        self.left_slope = nn.Parameter(torch.empty(channels, **options))
-        self.right_slope = nn.Parameter(torch.empty(channels, **options))
+        self.left = nn.Parameter(torch.empty(self.channels, **options))
+        self.right = nn.Parameter(torch.empty(self.channels, **options))
+        self.heights = nn.Parameter(torch.empty(self.channels, self.intervals + 1, **options))
+        self.left_slope = nn.Parameter(torch.empty(self.channels, **options))
+        self.right_slope = nn.Parameter(torch.empty(self.channels, **options))
         self.reset_parameters()
 
     @torch.no_grad()

@@ -23,7 +23,7 @@ def registered() -> Callable[..., Tensor]:
     """pwlu::forward again, its derivative registered in the usual, slower way."""
     library = torch.library.Library("pwlu_overhead", "DEF")
     library.define(f"forward(Tensor x, {ops._PARAMETERS}, int channel_dim) -> Tensor")
-    library.impl("forward", ops._cpu_forward, "CPU")
+    library.impl("forward", ops._kernel_forward, "CPU")
     operator = torch.ops.pwlu_overhead.forward.default
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

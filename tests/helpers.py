@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from pwlu import ops, reference
-from pwlu.kernels import cpu
+from pwlu.kernels import cpu, cuda
 
 NAMES = ("left", "right", "heights", "left_slope", "right_slope")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -34,21 +34,25 @@ def implementations(device):
         forward=ops._default_forward,
         backward=lambda grad, x, *rest: _optional(ops._default_backward(grad, x, *rest), *rest[-2:]),
         lookup=ops._default_lookup,
-        moments=reference.moments,
+        moments=ops._default_moments,
+        observe=ops._default_observe,
     )
     operator = SimpleNamespace(
         forward=ops.forward,
         backward=lambda grad, x, *rest: _optional(ops.backward(grad, x, *rest), *rest[-2:]),
         lookup=ops.lookup,
-        moments=lambda *arguments: ops.moments(*arguments)[1:],
+        moments=ops.moments,
+        observe=ops.observe,
     )
     found = {"reference": default, "operator": operator}
-    if torch.device(device).type == "cpu":
+    if device.type == "cpu":
         found |= {variant: cpu.load(variant) for variant in CPU_VARIANTS}
+    if device.type == "cuda":
+        found["cuda"] = cuda.kernel(torch.cuda.current_device())
     return found
 
 
-IMPLEMENTATIONS = ("reference", "operator", *CPU_VARIANTS)
+IMPLEMENTATIONS = ("reference", "operator", *CPU_VARIANTS, "cuda")
 
 
 def _optional(gradients, need_input, need_parameters):

@@ -1,5 +1,7 @@
 """Every implementation of the operators against the oracle: values, intervals, layouts, dtypes, edge cases."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import (
@@ -106,10 +108,15 @@ def test_any_input_people_have(problem, code, device):
     assert_within(actual, y, 2 * oracle(x, parameters, dim)[1])
 
     check_moments(code, x, channels, dim)
+    observed, *moments = code.observe(x, *parameters, dim)
+    assert torch.equal(observed, code.forward(x, *parameters, dim))
+    assert observed.stride() == torch.empty_like(x).stride()
+    check_moments(SimpleNamespace(moments=lambda *_: moments), x, channels, dim)
 
 
 def check_moments(code, x, channels, dim):
-    mean, m2 = code.moments(x, channels, dim)
+    count, mean, m2 = code.moments(x, channels, dim)
+    assert count.item() == x.numel() // channels
     assert mean.dtype == m2.dtype == reference.compute_dtype(x)
     values = (x.reshape(1, -1) if channels == 1 else x.movedim(dim, 0).reshape(channels, -1)).double()
     if not values.numel():

@@ -49,12 +49,13 @@ def test_opcheck(shape, dim, channels, dtype, device):
     opcheck(ops.backward, (torch.randn_like(x), x, *fixed, dim, False, True))
     opcheck(ops.lookup, (x, fixed[0], *reference.tables(*fixed), dim))
     opcheck(ops.moments, (x, channels, dim))
+    opcheck(ops.observe, (x, *fixed, dim))
 
 
 @torchs_own_warning
 def test_opcheck_of_plain_torch(monkeypatch):
     """What serves devices without a kernel keeps the same contract."""
-    monkeypatch.setattr(ops, "_cpu_kernel", lambda: None)
+    monkeypatch.setattr(ops, "_kernel", lambda x: None)
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     parameters = unit(3, 4)
     opcheck(ops.forward, (x.requires_grad_(), *(p.requires_grad_() for p in parameters), 1))
@@ -62,6 +63,7 @@ def test_opcheck_of_plain_torch(monkeypatch):
     opcheck(ops.backward, (torch.randn_like(x), x, *parameters, 1, True, True))
     opcheck(ops.lookup, (x, parameters[0], *reference.tables(*parameters), 1))
     opcheck(ops.moments, (x, 3, 1))
+    opcheck(ops.observe, (x, *parameters, 1))
 
 
 @torchs_own_warning

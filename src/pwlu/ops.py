@@ -4,6 +4,8 @@
     backward(grad, x, left, ..., right_slope, channel_dim, need_input, need_parameters) -> gradients in that order
     lookup(x, left, inv_step, slopes, offsets, channel_dim) -> y                      the fused form, for inference
     moments(x, channels, channel_dim) -> (count, mean, M2)
+    observe(x, left, ..., right_slope, channel_dim) -> (y, count, mean, M2)
+                          forward and moments in one pass over x; the parameters' gradients are zero, for they stand still
 
 Outputs have the memory layout of ``torch.empty_like(x)``. In ``backward`` an empty tensor stands for a gradient that
 was not asked for. Every device is served by plain torch unless it has a kernel; kernels are imported when first used.
@@ -27,6 +29,7 @@ _SCHEMAS = (
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "lookup(Tensor x, Tensor left, Tensor inv_step, Tensor slopes, Tensor offsets, int channel_dim) -> Tensor",
     "moments(Tensor x, int channels, int channel_dim) -> (Tensor, Tensor, Tensor)",
+    f"observe(Tensor x, {_PARAMETERS}, int channel_dim) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 _library = torch.library.Library("pwlu", "DEF")
 for _schema in _SCHEMAS:
@@ -35,6 +38,7 @@ forward = torch.ops.pwlu.forward.default
 backward = torch.ops.pwlu.backward.default
 lookup = torch.ops.pwlu.lookup.default
 moments = torch.ops.pwlu.moments.default
+observe = torch.ops.pwlu.observe.default
 
 
 # Every device: plain torch.
@@ -73,37 +77,51 @@ def _default_moments(x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor
     return (_count(x, channels), *reference.moments(x, channels, channel_dim))
 
 
-# The CPU: a compiled kernel where there is one.
+def _default_observe(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return (_default_forward(x, *rest), *_default_moments(x, rest[0].shape[0], rest[-1]))
 
 
-def _cpu_kernel() -> Any:
+# CPU and CUDA: a kernel where there is one and it takes such arguments (it returns None if it does not).
+
+
+def _kernel(x: Tensor) -> Any:
+    if x.is_cuda:
+        from pwlu.kernels import cuda
+
+        return cuda.kernel(x.device.index)
     from pwlu.kernels import cpu
 
     return cpu.kernel()
 
 
-def _cpu_forward(x: Tensor, *rest: Any) -> Tensor:
-    kernel = _cpu_kernel()
-    return kernel.forward(x, *rest) if kernel else _default_forward(x, *rest)
+def _kernel_forward(x: Tensor, *rest: Any) -> Tensor:
+    kernel = _kernel(x)
+    y = kernel and kernel.forward(x, *rest)
+    return _default_forward(x, *rest) if y is None else y
 
 
-def _cpu_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    kernel = _cpu_kernel()
-    if kernel is None:
-        return _default_backward(grad, x, *rest)
-    return _gradients(x, *kernel.backward(grad, x, *rest))
+def _kernel_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    kernel = _kernel(x)
+    found = kernel and kernel.backward(grad, x, *rest)
+    return _default_backward(grad, x, *rest) if found is None else _gradients(x, *found)
 
 
-def _cpu_lookup(x: Tensor, *rest: Any) -> Tensor:
-    kernel = _cpu_kernel()
-    return kernel.lookup(x, *rest) if kernel else _default_lookup(x, *rest)
+def _kernel_lookup(x: Tensor, *rest: Any) -> Tensor:
+    kernel = _kernel(x)
+    y = kernel and kernel.lookup(x, *rest)
+    return _default_lookup(x, *rest) if y is None else y
 
 
-def _cpu_moments(x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, ...]:
-    kernel = _cpu_kernel()
-    if kernel is None:
-        return _default_moments(x, channels, channel_dim)
-    return (_count(x, channels), *kernel.moments(x, channels, channel_dim))
+def _kernel_moments(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    kernel = _kernel(x)
+    found = kernel and kernel.moments(x, *rest)
+    return _default_moments(x, *rest) if found is None else found
+
+
+def _kernel_observe(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    kernel = _kernel(x)
+    found = kernel and kernel.observe(x, *rest)
+    return _default_observe(x, *rest) if found is None else found
 
 
 # Shapes, for tracing and the meta device.
@@ -122,6 +140,10 @@ def _fake_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 def _fake_moments(x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, ...]:
     mean, m2 = (x.new_empty(channels, dtype=reference.compute_dtype(x)) for _ in range(2))
     return torch.empty((), dtype=torch.int64, device=x.device), mean, m2
+
+
+def _fake_observe(x: Tensor, left: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return (torch.empty_like(x), *_fake_moments(x, left.shape[0], rest[-1]))
 
 
 # Derivatives.
@@ -161,6 +183,25 @@ class _Forward(torch.autograd.Function):
         # gradients are enabled here only if a second derivative is wanted; else the way through Autograd is saved
         grads = backward(*arguments) if torch.is_grad_enabled() else _below_autograd(backward, *arguments)
         return (*(g if need else None for g, need in zip(grads, (need_input, *needs), strict=True)), None)
+
+
+class _Observe(torch.autograd.Function):
+    """y and the moments of x: the parameters stand still, so their gradients are zero, but not missing."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        *inputs, ctx.channel_dim = arguments
+        ctx.save_for_backward(*inputs)
+        results = _below_autograd(observe, *arguments)
+        ctx.mark_non_differentiable(*results[1:])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_moments: Any) -> tuple[Tensor | None, ...]:
+        need_input, *needs, _ = ctx.needs_input_grad
+        x, *parameters = ctx.saved_tensors
+        grad_x = backward(grad, x, *parameters, ctx.channel_dim, True, False)[0] if need_input else None
+        return (grad_x, *(torch.zeros_like(p) if need else None for p, need in zip(parameters, needs, strict=True)), None)
 
 
 class _Lookup(torch.autograd.Function):
@@ -206,15 +247,27 @@ def _autograd_moments(*arguments: Any) -> tuple[Tensor, ...]:
     return _below_autograd(moments, *arguments)
 
 
+def _autograd_observe(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    if _transformed():
+        *parameters, channel_dim = rest
+        still = [p.detach() for p in parameters]
+        return (reference.forward(x, *still, channel_dim), *_default_moments(x.detach(), still[0].shape[0], channel_dim))
+    if _wanted((x, *rest)):
+        return _Observe.apply(x, *rest)
+    return _below_autograd(observe, x, *rest)
+
+
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "forward": (_default_forward, _cpu_forward, _fake_like_x, _autograd_forward),
-    "backward": (_default_backward, _cpu_backward, _fake_backward, _autograd_backward),
-    "lookup": (_default_lookup, _cpu_lookup, _fake_like_x, _autograd_lookup),
-    "moments": (_default_moments, _cpu_moments, _fake_moments, _autograd_moments),
+    "forward": (_default_forward, _kernel_forward, _fake_like_x, _autograd_forward),
+    "backward": (_default_backward, _kernel_backward, _fake_backward, _autograd_backward),
+    "lookup": (_default_lookup, _kernel_lookup, _fake_like_x, _autograd_lookup),
+    "moments": (_default_moments, _kernel_moments, _fake_moments, _autograd_moments),
+    "observe": (_default_observe, _kernel_observe, _fake_observe, _autograd_observe),
 }
-for _name, (_default, _cpu, _fake, _autograd) in _IMPLEMENTATIONS.items():
+for _name, (_default, _by_kernel, _fake, _autograd) in _IMPLEMENTATIONS.items():
     _library.impl(_name, _default, "CompositeExplicitAutograd")
-    _library.impl(_name, _cpu, "CPU")
+    _library.impl(_name, _by_kernel, "CPU")
+    _library.impl(_name, _by_kernel, "CUDA")
     _library.impl(_name, _autograd, "Autograd")
     _library.impl(_name, _default, "FuncTorchBatchedDecomposition")
     torch.library.register_fake(f"pwlu::{_name}", _fake, lib=_library)

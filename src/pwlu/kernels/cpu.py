@@ -1,8 +1,4 @@
-"""The CPU kernel: finds or builds the compiled ``cpu.c`` and calls it on torch tensors.
-
-A tensor reaches C as its address and three numbers, (outer, channels, inner) in memory order. Every dense layout
-has such a form: inner is the stride of the channel dimension.
-"""
+"""The CPU kernel: finds or builds the compiled ``cpu.c`` and calls it on torch tensors."""
 
 import ctypes
 import functools
@@ -16,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pwlu.kernels import build
+from pwlu.kernels import build, layout
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _POINTER, _LONG, _UNSIGNED = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint
@@ -87,12 +83,12 @@ class Kernel:
         self, function: Callable[..., int], x: Tensor, parameters: list[Tensor], intervals: int, channel_dim: int
     ) -> Tensor:
         y = torch.empty_like(x)
-        channels = _check(x, parameters, intervals, channel_dim)
+        channels = layout.check(x, parameters, intervals, channel_dim)
         if not x.numel():
             return y
-        x, parameters = _laid_out_as(y, x), _for_compute(x, parameters)
+        x, parameters = layout.laid_out_as(y, x), _for_compute(x, parameters)
         addresses = [p.data_ptr() for p in parameters]
-        start, geometry = self._start(x), _geometry(x, channels, channel_dim)
+        start, geometry = self._start(x), layout.geometry(x, channels, channel_dim)
         _raise(function(*start, x.data_ptr(), y.data_ptr(), *geometry, intervals, *addresses))
         return y
 
@@ -100,76 +96,47 @@ class Kernel:
         """As ``reference.backward``: the gradients of x and of the parameters, each None unless asked for."""
         *parameters, channel_dim, need_input, need_parameters = rest
         intervals = parameters[2].shape[1] - 1
-        channels = _check(x, parameters, intervals, channel_dim)
-        if grad.shape != x.shape or grad.device != x.device:
-            raise ValueError(f"pwlu: grad must have the shape {tuple(x.shape)} of x and its device, not {tuple(grad.shape)}")
+        channels = layout.check(x, parameters, intervals, channel_dim)
+        layout.check_grad(grad, x)
         grad_x = torch.empty_like(x) if need_input else None
         if not x.numel():
             return grad_x, [p.new_zeros(p.shape) for p in parameters] if need_parameters else None
         like = torch.empty_like(x, device="meta") if grad_x is None else grad_x
-        x, grad = _laid_out_as(like, x), _laid_out_as(like, grad.to(x.dtype))
+        x, grad = layout.laid_out_as(like, x), layout.laid_out_as(like, grad.to(x.dtype))
         originals, parameters = parameters, _for_compute(x, parameters)
         gradients = [torch.empty_like(p) for p in parameters] if need_parameters else None
         addresses = [p.data_ptr() for p in parameters]
         addresses += [g.data_ptr() for g in gradients] if gradients else [0] * 5
-        start, geometry = self._start(x), _geometry(x, channels, channel_dim)
+        start, geometry = self._start(x), layout.geometry(x, channels, channel_dim)
         target = 0 if grad_x is None else grad_x.data_ptr()
         _raise(self._backward(*start, grad.data_ptr(), x.data_ptr(), target, *geometry, intervals, *addresses))
         if gradients and any(p.dtype != parameters[0].dtype for p in originals):
             gradients = [g.to(p.dtype) for g, p in zip(gradients, originals, strict=True)]
         return grad_x, gradients
 
-    def moments(self, x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, Tensor]:
-        """As ``reference.moments``."""
-        _check_channels(x, channels, channel_dim)
+    def observe(self, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        """y, count, mean and M2."""
+        return (self.forward(x, *rest), *self.moments(x, rest[0].shape[0], rest[-1]))
+
+    def moments(self, x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, ...]:
+        """Count, mean and M2."""
+        layout.check_channels(x, channels, channel_dim)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         mean, m2 = x.new_zeros(channels, dtype=dtype), x.new_zeros(channels, dtype=dtype)
         if x.numel():
-            x = _laid_out_as(torch.empty_like(x, device="meta"), x)
-            start, geometry = self._start(x), _geometry(x, channels, channel_dim)
+            x = layout.dense(x)
+            start, geometry = self._start(x), layout.geometry(x, channels, channel_dim)
             _raise(self._moments(*start, x.data_ptr(), *geometry, mean.data_ptr(), m2.data_ptr()))
-        return mean, m2
+        return torch.tensor(x.numel() // channels, device="cpu"), mean, m2
 
     def _start(self, x: Tensor) -> tuple[ctypes.c_void_p, int, int]:
         return self._parallel, torch.get_num_threads(), _DTYPES[x.dtype]
-
-
-def _laid_out_as(like: Tensor, x: Tensor) -> Tensor:
-    """x in the memory layout of `like`, which is dense: x itself wherever possible."""
-    return x if x.stride() == like.stride() else torch.empty_strided(like.shape, like.stride(), dtype=x.dtype).copy_(x)
 
 
 def _for_compute(x: Tensor, parameters: list[Tensor]) -> list[Tensor]:
     """Parameters as C reads them: float64 for float64 x, else float32, and contiguous."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return [p if p.dtype == dtype and p.is_contiguous() else p.to(dtype).contiguous() for p in parameters]
-
-
-def _geometry(x: Tensor, channels: int, channel_dim: int) -> tuple[int, int, int]:
-    inner = x.numel() if channels == 1 else x.stride(channel_dim)
-    return x.numel() // (channels * inner), channels, inner
-
-
-def _check(x: Tensor, tables: list[Tensor], intervals: int, channel_dim: int) -> int:
-    """The number of channels, once shapes are such that C stays inside of its arrays, whoever called the operator."""
-    channels = tables[0].shape[0]
-    one, many = (channels,), (channels, tables[2].shape[-1])
-    expected = (one, one, many, one, one) if len(tables) == 5 else (one, one, many, many)
-    for table, shape in zip(tables, expected, strict=True):
-        if table.shape != shape or not table.is_cpu or intervals < 1:
-            raise ValueError(
-                f"pwlu: expected parameters of the shapes {expected} with at least 1 interval on the CPU, "
-                f"not {tuple(table.shape)} on {table.device}"
-            )
-    _check_channels(x, channels, channel_dim)
-    return channels
-
-
-def _check_channels(x: Tensor, channels: int, channel_dim: int) -> None:
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"pwlu: x must be float32, bfloat16, float16 or float64, not {x.dtype}")
-    if channels < 1 or (channels > 1 and (not -x.ndim <= channel_dim < x.ndim or x.shape[channel_dim] != channels)):
-        raise ValueError(f"pwlu: x of shape {tuple(x.shape)} does not have {channels} channels in dimension {channel_dim}")
 
 
 def _raise(status: int) -> None:

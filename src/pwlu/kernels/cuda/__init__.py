@@ -1,0 +1,235 @@
+"""The CUDA kernels: finds out whether a device can run them, and calls them on torch tensors."""
+
+import functools
+import os
+import threading
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pwlu.kernels import layout
+from pwlu.kernels.cuda import compile as kernels
+from pwlu.kernels.cuda.driver import Loaded
+from pwlu.kernels.cuda.plan import Plan, Processor, plan_backward, plan_finish, plan_finish_moments, plan_map
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_OLDEST = (7, 5)
+
+
+class Kernel:
+    """The kernels on one device. The methods take the operators' arguments; None means: not for these, use plain torch.
+
+    That is so for float64, and for so many intervals that their sums do not fit into the device's shared memory.
+    """
+
+    def __init__(self, index: int) -> None:
+        found = torch.cuda.get_device_properties(index)
+        self.index = index
+        self.processor = Processor(
+            f"sm_{found.major}{found.minor}",
+            found.multi_processor_count,
+            found.max_threads_per_multi_processor,
+            found.shared_memory_per_multiprocessor,
+            found.shared_memory_per_block_optin,
+        )
+        self._loaded: dict[str, Loaded] = {}
+        self._lock = threading.Lock()
+        self._map_plan = functools.cache(functools.partial(plan_map, processor=self.processor))
+        self._backward_plan = functools.cache(functools.partial(plan_backward, processor=self.processor))
+        self._finish_plan = functools.cache(functools.partial(plan_finish, processor=self.processor))
+        self._finish_moments_plan = functools.cache(plan_finish_moments)
+
+    def load(self, name: str) -> Loaded:
+        """The kernel of that name, compiled and loaded once."""
+        with self._lock:
+            if name not in self._loaded:
+                processor = self.processor
+                self._loaded[name] = Loaded(name, self.index, processor.architecture, processor.shared_of_block)
+        return self._loaded[name]
+
+    def _launch(self, plan: Plan, *addresses: int) -> None:
+        kernel = self._loaded.get(plan.kernel) or self.load(plan.kernel)
+        if torch._C._cuda_getDevice() == self.index:
+            kernel(plan, *addresses)
+        else:
+            with torch.cuda.device(self.index):
+                kernel(plan, *addresses)
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor | None:
+        """As ``reference.forward``."""
+        *parameters, channel_dim = rest
+        found = self._map("forward", x, parameters, parameters[2].shape[-1] - 1, channel_dim)
+        return None if found is None else found[0]
+
+    def lookup(self, x: Tensor, *rest: Any) -> Tensor | None:
+        """As ``reference.lookup``."""
+        *tables, channel_dim = rest
+        found = self._map("lookup", x, tables, tables[2].shape[-1] - 2, channel_dim)
+        return None if found is None else found[0]
+
+    def observe(self, x: Tensor, *rest: Any) -> tuple[Tensor, ...] | None:
+        """y, count, mean and M2, reading x once."""
+        *parameters, channel_dim = rest
+        return self._map("observe", x, parameters, parameters[2].shape[-1] - 1, channel_dim)
+
+    def moments(self, x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, ...] | None:
+        """Count, mean and M2."""
+        layout.check_channels(x, channels, channel_dim)
+        found = self._map("moments", x, [], 1, channel_dim, channels)
+        return None if found is None else found[1:]
+
+    def _map(
+        self, what: str, x: Tensor, parameters: list[Tensor], intervals: int, channel_dim: int, channels: int = 0
+    ) -> tuple[Tensor, ...] | None:
+        if x.dtype not in _KINDS:
+            return None
+        if parameters:
+            channels = layout.check(x, parameters, intervals, channel_dim)
+        y = torch.empty_like(x) if parameters else x
+        results = self._room_for_moments(x, channels) if what in ("observe", "moments") else ()
+        if not x.numel():
+            return (y, *(r.zero_() for r in results))
+        kind, parameters = _for_kernel(parameters)
+        x = layout.laid_out_as(y, x) if parameters else layout.dense(x)
+        addresses = [x.data_ptr(), 0, y.data_ptr() if parameters else 0]
+        aligned = not (addresses[0] | addresses[2]) & 15
+        plan = self._map_plan(what, _NAMES[x.dtype], layout.geometry(x, channels, channel_dim), intervals, kind, aligned)
+        if plan is None:
+            return None
+        addresses += [p.data_ptr() for p in parameters]
+        addresses += [0] * (13 - len(addresses))
+        if not results:
+            self._launch(plan, *addresses, 0, 0, 0, 0)
+            return (y,)
+        partial = x.new_empty(plan.splits * channels * 3, dtype=torch.float32)
+        addresses += [partial.data_ptr(), *(r.data_ptr() for r in results)]
+        self._launch(plan, *addresses)
+        self._launch(self._finish_moments_plan(plan, channels), *addresses)
+        return (y, *results)
+
+    @staticmethod
+    def _room_for_moments(x: Tensor, channels: int) -> tuple[Tensor, ...]:
+        count = torch.empty((), dtype=torch.int64, device=x.device)
+        return count, *(x.new_empty(channels, dtype=torch.float32) for _ in range(2))
+
+    def backward(self, grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, list[Tensor] | None] | None:
+        """As ``reference.backward``: the gradients of x and of the parameters, each None unless asked for."""
+        *parameters, channel_dim, need_input, need_parameters = rest
+        if x.dtype not in _KINDS:
+            return None
+        intervals = parameters[2].shape[-1] - 1
+        channels = layout.check(x, parameters, intervals, channel_dim)
+        layout.check_grad(grad, x)
+        grad_x = torch.empty_like(x) if need_input else None
+        if not x.numel():
+            return grad_x, [torch.zeros_like(p) for p in parameters] if need_parameters else None
+        x = layout.dense(x) if grad_x is None else layout.laid_out_as(grad_x, x)
+        grad = layout.laid_out_as(x, grad.to(x.dtype))
+        originals = parameters
+        kind, parameters = _for_kernel(parameters)
+        target = 0 if grad_x is None else grad_x.data_ptr()
+        addresses = [x.data_ptr(), grad.data_ptr(), target]
+        aligned = not (addresses[0] | addresses[1] | target) & 15
+        form = layout.geometry(x, channels, channel_dim)
+        plan = self._backward_plan(need_parameters, _NAMES[x.dtype], form, intervals, kind, aligned)
+        if plan is None:
+            return None
+        addresses += [p.data_ptr() for p in parameters]
+        if not need_parameters:
+            self._launch(plan, *addresses, *[0] * 9)
+            return grad_x, None
+        gradients = [torch.empty_like(p) for p in parameters]
+        addresses += [g.data_ptr() for g in gradients]
+        if plan.splits == 1:
+            self._launch(plan, *addresses, 0, 0, 0, 0)
+        else:
+            partial = x.new_empty(plan.splits * channels * (intervals + 2) * 2, dtype=torch.float32)
+            addresses += [partial.data_ptr(), 0, 0, 0]
+            self._launch(plan, *addresses)
+            self._launch(self._finish_plan(plan, channels, intervals), *addresses)
+        if parameters is not originals:
+            gradients = [g.to(p.dtype) for g, p in zip(gradients, originals, strict=True)]
+        return grad_x, gradients
+
+
+def _for_kernel(parameters: list[Tensor]) -> tuple[int, list[Tensor]]:
+    """Their type as a kernel knows it, and the parameters: themselves, wherever they are contiguous and of one such type."""
+    if not parameters:
+        return 0, parameters
+    dtype = parameters[0].dtype
+    if dtype in _KINDS and all(p.dtype == dtype and p.is_contiguous() for p in parameters):
+        return _KINDS[dtype], parameters
+    return 0, [p.to(torch.float32).contiguous() for p in parameters]
+
+
+@functools.cache
+def choose(index: int) -> tuple[Kernel | None, str]:
+    """The kernels that serve the device, or None for plain torch, and why.
+
+    ``PWLU_CUDA_KERNEL=reference`` asks for plain torch, ``PWLU_CUDA_KERNEL=cuda`` for the kernels: that they cannot run is then
+    an error.
+    """
+    named = os.environ.get("PWLU_CUDA_KERNEL")
+    if named not in (None, "", "cuda", "reference"):
+        raise OSError(f"unknown CUDA kernel PWLU_CUDA_KERNEL={named!r}: there are cuda and reference")
+    if named == "reference":
+        return None, "PWLU_CUDA_KERNEL=reference"
+    try:
+        return _try(index), "compiled by NVRTC at first use"
+    except _Impossible as error:
+        if named == "cuda":
+            raise OSError(f"PWLU_CUDA_KERNEL=cuda, but {error}") from error
+        return None, str(error)
+
+
+class _Impossible(Exception):
+    """Why a device cannot run the kernels."""
+
+
+def _try(index: int) -> Kernel:
+    if torch.version.hip:
+        raise _Impossible("this is a build of torch for AMD; the kernels are for NVIDIA")
+    if torch.cuda.get_device_capability(index) < _OLDEST:
+        raise _Impossible(f"{torch.cuda.get_device_name(index)} is older than compute capability 7.5")
+    try:
+        import cuda.core  # noqa: F401
+    except ImportError as error:
+        raise _Impossible(f"cuda-core is missing ({error}): pip install 'pwlu[cuda]'") from error
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "pwlu: its first use on this device falls into the capture of a CUDA graph, where nothing can be loaded. "
+            f"Run the model once before the capture, or call pwlu.warm_up(device='cuda:{index}') first."
+        )
+    kernel = Kernel(index)
+    try:
+        kernel.load("finish_moments")  # the smallest: if it compiles and loads, the others do
+    except Exception as error:  # whatever NVRTC, its absence, or the driver may raise
+        raise _Impossible(f"NVRTC or the driver failed: {type(error).__name__}: {error}") from error
+    return kernel
+
+
+@functools.cache
+def kernel(index: int) -> Kernel | None:
+    """As :func:`choose`, saying once, in a warning, when there is none."""
+    chosen, why = choose(index)
+    if chosen is None and not os.environ.get("PWLU_CUDA_KERNEL"):
+        warnings.warn(
+            f"pwlu runs without its CUDA kernels, correct but many times slower ({why}). "
+            "`pwlu info` shows the state; PWLU_CUDA_KERNEL=reference silences this.",
+            stacklevel=2,
+        )
+    return chosen
+
+
+def warm_up(index: int, dtypes: tuple[torch.dtype, ...]) -> int:
+    """Compile and load all kernels for these types; return how many there are."""
+    chosen = kernel(index)
+    if chosen is None:
+        return 0
+    wanted = [n for n in kernels.functions() if n.startswith("finish") or any(f"_{_NAMES[d]}_" in n for d in dtypes)]
+    for name in wanted:
+        chosen.load(name)
+    return len(wanted)

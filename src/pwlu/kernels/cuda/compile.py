@@ -1,0 +1,77 @@
+"""The CUDA sources, the kernels they hold, and NVRTC, which compiles them where no compiler is installed.
+
+NVRTC comes with torch, and NVIDIA's cuda-core calls it and keeps what it made on disk. The key is made of source, options,
+architecture and NVRTC's version, and files appear by an atomic rename. No GPU is needed to compile.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pwlu.kernels import build
+
+SOURCES = ("element.cuh", "map.cu", "backward.cu", "finish.cu")
+TYPES = {"float32": "float", "bfloat16": "Bfloat16", "float16": "Float16"}
+
+# Elements a thread reads at once, most first. Backward in rows needs shared memory for every one of them.
+VECTORS = {"float32": (4, 1), "bfloat16": (8, 4, 1), "float16": (8, 4, 1)}
+ROW_VECTORS = {"float32": (2, 1), "bfloat16": (4, 1), "float16": (4, 1)}
+MAPS = {"forward": "FORWARD", "lookup": "LOOKUP", "observe": "FORWARD | MOMENTS", "moments": "MOMENTS"}
+MAP_THREADS, BACKWARD_THREADS, FINISH_THREADS = 256, 128, 512
+
+_OWN_CACHE_SIZE = 64 << 20
+
+
+class Function(NamedTuple):
+    """A kernel: its name, the template it is made from, and the most threads a block of it may have."""
+
+    name: str
+    template: str
+    threads: int
+
+    def declaration(self) -> str:
+        """The lines that make the template a kernel with a name."""
+        bounds = f"__launch_bounds__({self.threads})"
+        return f'extern "C" __global__ void {bounds} {self.name}(const Arguments a) {{ {self.template}(a); }}\n'
+
+
+def functions() -> dict[str, Function]:
+    """Every kernel there is, by name: ``{operation}_{planes|rows}_{dtype}_{elements at once}``."""
+    found = [Function(f"finish_{what}", f"reduce_{what}", FINISH_THREADS) for what in ("gradients", "moments")]
+    for dtype, of_c in TYPES.items():
+        for width in VECTORS[dtype]:
+            for what, kind in MAPS.items():
+                for form in ("planes", "rows"):
+                    template = f"map_{form}<{of_c}, {width}, {kind}>"
+                    found.append(Function(f"{what}_{form}_{dtype}_{width}", template, MAP_THREADS))
+        for what, sums in (("backward", "true"), ("backward_input", "false")):
+            for form, widths in (("planes", VECTORS), ("rows", ROW_VECTORS)):
+                for width in widths[dtype]:
+                    template = f"backward_{form}<{of_c}, {width}, {sums}>"
+                    found.append(Function(f"{what}_{form}_{dtype}_{width}", template, BACKWARD_THREADS))
+    return {function.name: function for function in found}
+
+
+def source(chosen: list[Function]) -> str:
+    """One program that holds the chosen kernels."""
+    folder = Path(__file__).parent
+    return "".join((folder / name).read_text() for name in SOURCES) + "".join(f.declaration() for f in chosen)
+
+
+def compile_functions(chosen: list[Function], architecture: str, keep: bool = True) -> Any:
+    """Machine code of the chosen kernels for an architecture such as ``sm_90``: a ``cuda.core.ObjectCode``.
+
+    Taken from the cache, and put there, unless told otherwise; a cache that cannot be used is no error.
+    """
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(arch=architecture, std="c++17")
+    text = source(chosen)
+    if keep:
+        from cuda.core.utils import FileStreamProgramCache
+
+        try:
+            with FileStreamProgramCache(build.cache_folder() / "cuda", max_size_bytes=_OWN_CACHE_SIZE) as cache:
+                return Program(text, "c++", options).compile("cubin", cache=cache)
+        except OSError:  # read only, full, or no home: compile for this process alone
+            pass
+    return Program(text, "c++", options).compile("cubin")

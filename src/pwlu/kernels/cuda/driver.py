@@ -1,0 +1,89 @@
+"""The few calls of the CUDA driver that running a kernel needs: load it, and launch it on torch's current stream.
+
+Launches go through ctypes: cuda-core's own launch checks and converts every argument, which takes longer than a small kernel runs.
+"""
+
+import ctypes
+import functools
+import struct
+import sys
+import threading
+from typing import Any
+
+import torch
+
+from pwlu.kernels.cuda import compile as kernels
+from pwlu.kernels.cuda.plan import NUMBERS_BYTES, Plan
+
+_POINTER, _UNSIGNED = ctypes.c_void_p, ctypes.c_uint
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_INVALID_CONTEXT = 201
+
+ADDRESSES = 17  # the pointers at the head of struct Arguments
+_PACK = struct.Struct(f"{ADDRESSES}P{NUMBERS_BYTES}s")
+
+
+@functools.cache
+def _library() -> Any:
+    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    library.cuLaunchKernel.argtypes = [_POINTER, *[_UNSIGNED] * 7, *[_POINTER] * 3]
+    library.cuKernelSetAttribute.argtypes = [ctypes.c_int, ctypes.c_int, _POINTER, ctypes.c_int]
+    library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    return library
+
+
+class _Buffers(threading.local):
+    """Room for the arguments of a launch, a thread's own; the driver copies them before it returns."""
+
+    def __init__(self) -> None:
+        self.arguments = ctypes.create_string_buffer(_PACK.size)
+        self.pointers = (_POINTER * 1)(ctypes.addressof(self.arguments))
+
+
+_buffers = _Buffers()
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _library().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"pwlu: CUDA could not {what}: {(text.value or b'unknown error').decode()} ({status})")
+
+
+def bind(index: int) -> None:
+    """Make the context torch uses for that device current: a thread that never called CUDA has none."""
+    from cuda.core import Device
+
+    Device(index).set_current()
+
+
+class Loaded:
+    """One kernel on one device. Calling it launches it."""
+
+    def __init__(self, name: str, index: int, architecture: str, shared_of_block: int) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"pwlu: the first use of kernel {name} falls into the capture of a CUDA graph, where nothing can be loaded. "
+                f"Run the model once before the capture, or call pwlu.warm_up(device='cuda:{index}') first."
+            )
+        self.index = index
+        with torch.cuda.device(index):
+            bind(index)
+            self._code = kernels.compile_functions([kernels.functions()[name]], architecture)  # unloaded with this object
+            self._kernel = self._code.get_kernel(name)
+            self._handle = int(self._kernel.handle)
+            most = shared_of_block - self._kernel.attributes.shared_size_bytes
+            _check(_library().cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, most, self._handle, index), f"prepare {name}")
+
+    def __call__(self, plan: Plan, *addresses: int) -> None:
+        """Launch on the current stream of the device, which is the current one."""
+        buffers = _buffers
+        _PACK.pack_into(buffers.arguments, 0, *addresses, plan.numbers)
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        launch = _library().cuLaunchKernel
+        status = launch(self._handle, plan.blocks, 1, 1, plan.threads, 1, 1, plan.shared, stream, buffers.pointers, None)
+        if status == _INVALID_CONTEXT:
+            bind(self.index)
+            status = launch(self._handle, plan.blocks, 1, 1, plan.threads, 1, 1, plan.shared, stream, buffers.pointers, None)
+        if status:
+            _check(status, f"launch {plan.kernel} with {plan.blocks} blocks of {plan.threads} threads")

@@ -1,0 +1,60 @@
+"""Tensors as kernels see them: an address and three numbers, (outer, channels, inner) in memory order.
+
+Every dense layout has such a form: inner is the stride of the channel dimension.
+"""
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def laid_out_as(like: Tensor, x: Tensor) -> Tensor:
+    """x in the memory layout of `like`, which is dense: x itself wherever possible."""
+    if x.stride() == like.stride():
+        return x
+    return torch.empty_strided(like.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
+def dense(x: Tensor) -> Tensor:
+    """x in the layout of ``torch.empty_like(x)``: x itself wherever possible."""
+    return x if x.is_contiguous() else laid_out_as(torch.empty_like(x, device="meta"), x)
+
+
+def geometry(x: Tensor, channels: int, channel_dim: int) -> tuple[int, int, int]:
+    """(outer, channels, inner) of a dense x that is not empty."""
+    inner = x.numel() if channels == 1 else x.stride(channel_dim)
+    return x.numel() // (channels * inner), channels, inner
+
+
+def check(x: Tensor, tables: list[Tensor], intervals: int, channel_dim: int) -> int:
+    """The number of channels, once shapes are such that a kernel stays inside of its arrays, whoever called the operator."""
+    channels = tables[0].shape[0] if tables[0].ndim else 0
+    one = (channels,)
+    wide = (channels, intervals + (1 if len(tables) == 5 else 2))
+    shapes = (one, one, wide, one, one) if len(tables) == 5 else (one, one, wide, wide)
+    device = x.device
+    for table, shape in zip(tables, shapes, strict=True):
+        if table.shape != shape or table.device != device or intervals < 1:
+            expected = "(C,), (C,), (C, N+1), (C,), (C,)" if len(tables) == 5 else "(C,), (C,), (C, N+2), (C, N+2)"
+            found = ", ".join(f"{tuple(t.shape)} on {t.device}" for t in tables)
+            raise ValueError(f"pwlu: expected parameters {expected} with at least 1 interval on {device}, not {found}")
+    check_channels(x, channels, channel_dim)
+    return channels
+
+
+def check_channels(x: Tensor, channels: int, channel_dim: int) -> None:
+    """Raise unless x is of a type kernels know and has `channels` entries along `channel_dim`."""
+    if x.dtype not in FLOATS:
+        raise TypeError(f"pwlu: x must be float32, bfloat16, float16 or float64, not {x.dtype}")
+    if channels < 1 or (channels > 1 and (not -x.ndim <= channel_dim < x.ndim or x.shape[channel_dim] != channels)):
+        raise ValueError(f"pwlu: x of shape {tuple(x.shape)} does not have {channels} channels in dimension {channel_dim}")
+
+
+def check_grad(grad: Tensor, x: Tensor) -> None:
+    """Raise unless grad can be the gradient of something of x's shape."""
+    if grad.shape != x.shape or grad.device != x.device:
+        raise ValueError(
+            f"pwlu: grad must have the shape {tuple(x.shape)} and device {x.device} of x, "
+            f"not {tuple(grad.shape)} on {grad.device}"
+        )

@@ -1,11 +1,18 @@
 """Options and fixtures of all tests."""
 
+import helpers
 import pytest
 import torch
 
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="the device the tests of operators run on: cpu, cuda, mps, ...")
+
+
+def pytest_generate_tests(metafunc):
+    if "code" in metafunc.fixturenames:  # every implementation there is for the device
+        names = helpers.names_of_implementations(torch.device(metafunc.config.getoption("--device")))
+        metafunc.parametrize("code", names, indirect=True)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import Tensor
 from pwlu.kernels import layout
 from pwlu.kernels.cuda import compile as kernels
 from pwlu.kernels.cuda.driver import Loaded
-from pwlu.kernels.cuda.plan import Plan, Processor, plan_backward, plan_finish, plan_finish_moments, plan_map
+from pwlu.kernels.cuda.plan import Gpu, Plan, Processor, plan_backward, plan_finish, plan_finish_moments, plan_map
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -37,9 +37,10 @@ class Kernel:
         )
         self._loaded: dict[str, Loaded] = {}
         self._lock = threading.Lock()
-        self._map_plan = functools.cache(functools.partial(plan_map, processor=self.processor))
-        self._backward_plan = functools.cache(functools.partial(plan_backward, processor=self.processor))
-        self._finish_plan = functools.cache(functools.partial(plan_finish, processor=self.processor))
+        gpu = Gpu(self.processor, lambda name, threads, shared: self.load(name).resident(threads, shared))
+        self._map_plan = functools.cache(functools.partial(plan_map, gpu=gpu))
+        self._backward_plan = functools.cache(functools.partial(plan_backward, gpu=gpu))
+        self._finish_plan = functools.cache(plan_finish)
         self._finish_moments_plan = functools.cache(plan_finish_moments)
 
     def load(self, name: str) -> Loaded:
@@ -123,16 +124,15 @@ class Kernel:
         intervals = parameters[2].shape[-1] - 1
         channels = layout.check(x, parameters, intervals, channel_dim)
         layout.check_grad(grad, x)
-        grad_x = torch.empty_like(x) if need_input else None
+        grad_x = torch.empty_like(x)  # the kernels always write it
         if not x.numel():
-            return grad_x, [torch.zeros_like(p) for p in parameters] if need_parameters else None
-        x = layout.dense(x) if grad_x is None else layout.laid_out_as(grad_x, x)
+            return grad_x if need_input else None, [torch.zeros_like(p) for p in parameters] if need_parameters else None
+        x = layout.laid_out_as(grad_x, x)
         grad = layout.laid_out_as(x, grad.to(x.dtype))
         originals = parameters
         kind, parameters = _for_kernel(parameters)
-        target = 0 if grad_x is None else grad_x.data_ptr()
-        addresses = [x.data_ptr(), grad.data_ptr(), target]
-        aligned = not (addresses[0] | addresses[1] | target) & 15
+        addresses = [x.data_ptr(), grad.data_ptr(), grad_x.data_ptr()]
+        aligned = not (addresses[0] | addresses[1] | addresses[2]) & 15
         form = layout.geometry(x, channels, channel_dim)
         plan = self._backward_plan(need_parameters, _NAMES[x.dtype], form, intervals, kind, aligned)
         if plan is None:
@@ -146,13 +146,13 @@ class Kernel:
         if plan.splits == 1:
             self._launch(plan, *addresses, 0, 0, 0, 0)
         else:
-            partial = x.new_empty(plan.splits * channels * (intervals + 2) * 2, dtype=torch.float32)
+            partial = x.new_empty(plan.splits * channels * (intervals + 3) * 2, dtype=torch.float32)
             addresses += [partial.data_ptr(), 0, 0, 0]
             self._launch(plan, *addresses)
             self._launch(self._finish_plan(plan, channels, intervals), *addresses)
         if parameters is not originals:
             gradients = [g.to(p.dtype) for g, p in zip(gradients, originals, strict=True)]
-        return grad_x, gradients
+        return grad_x if need_input else None, gradients
 
 
 def _for_kernel(parameters: list[Tensor]) -> tuple[int, list[Tensor]]:

@@ -1,21 +1,29 @@
-// The gradient of x, and for each channel and segment two sums: G of g, and P of g times the element's position there.
-// Every thread adds to columns of its own in shared memory, [segment][thread]: no atomics, no bank conflicts, and the same
-// bits every time. The position is the share (x - B_i)/d inside and u = x - B_L outside.
+// The gradient of x, and for each channel and line two sums: G of g, and P of g t.
+// Every thread adds to columns of its own in shared memory, [line][thread]: no atomics, no bank conflicts, and the same
+// bits every time.
 
-#define BACKWARD_UNROLL 4
+#define BACKWARD_ROWS 2  // rows a thread works on at a time
 
-// The gradients of one channel's parameters from its sums, by one warp. `sum(k)` returns (G, P) of segment k.
+// The gradients of one channel's parameters from its sums, by one warp. `sum(k)` returns (G, P) of line k.
 template <typename Sum>
 __device__ void finish(const Arguments &a, int channel, const Sum &sum) {
   const int n = a.intervals, lane = threadIdx.x % 32;
   const i64 at = (i64)channel * (n + 1);
-  const double left = read(a.parameters[0], channel, a.kind), right = read(a.parameters[1], channel, a.kind);
-  const double2 below = sum(0), above = sum(n + 1);
+  const auto inside = [&](int i) {  // G, and P counted from knot i: the sum of g (x - B_i)/d
+    double2 pair = sum(i + 1);
+    if (i == n - 1) {
+      const double2 more = sum(n + 1);
+      pair.x += more.x, pair.y += more.y;
+    }
+    pair.y -= i * pair.x;
+    return pair;
+  };
+  const double2 below = sum(0), above = sum(n + 2);
   double of_left = 0.0, of_right = 0.0;
   for (int i = lane; i <= n; i += 32) {
-    const double2 before = i > 0 ? sum(i) : make_double2(below.x, below.x);  // what the interval left of knot i gives it
-    const double2 after = i < n ? sum(i + 1) : make_double2(above.x, 0.0);
-    write(a.gradients[2], at + i, a.kind, before.y + (after.x - after.y));
+    const double before = i > 0 ? inside(i - 1).y : below.x;  // what the line before knot i gives to its height
+    const double2 after = i < n ? inside(i) : make_double2(above.x, 0.0);
+    write(a.gradients[2], at + i, a.kind, before + (after.x - after.y));
     if (i < n) {
       const double rise = (double)read(a.parameters[2], at + i + 1, a.kind) - read(a.parameters[2], at + i, a.kind);
       of_left += rise * (after.y + (i - n) * after.x);
@@ -29,87 +37,87 @@ __device__ void finish(const Arguments &a, int channel, const Sum &sum) {
   }
   if (lane == 0) {
     const Bounds b(a, channel);
-    const double width = b.right > b.left ? right - left : n;  // crossed bounds: no element lies inside, the sums are 0
-    write(a.gradients[0], channel, a.kind, of_left / width - read(a.parameters[3], channel, a.kind) * below.x);
-    write(a.gradients[1], channel, a.kind, of_right / width - read(a.parameters[4], channel, a.kind) * above.x);
-    write(a.gradients[3], channel, a.kind, below.y);
-    write(a.gradients[4], channel, a.kind, above.y - (right - left) * above.x);
+    const double width = (double)read(a.parameters[1], channel, a.kind) - b.left;
+    const bool open = b.right > b.left;  // else t is x - B_L, and no element lies inside
+    const double scale = open ? n / width : 1.0, share = open ? 1.0 / width : 0.0;
+    write(a.gradients[0], channel, a.kind, of_left * share - read(a.parameters[3], channel, a.kind) * below.x);
+    write(a.gradients[1], channel, a.kind, of_right * share - read(a.parameters[4], channel, a.kind) * above.x);
+    write(a.gradients[3], channel, a.kind, below.y / scale);
+    write(a.gradients[4], channel, a.kind, above.y / scale - width * above.x);
   }
 }
 
 __device__ double2 widen(float2 pair) { return make_double2(pair.x, pair.y); }
 
-// One element: its gradient, and its place and terms in the sums.
-template <bool SUMS>
-__device__ float of_element(float raw, float g, const Bounds &b, int intervals, const float *slopes, int stride, int &k, float &p) {
-  float u, share;
-  k = b.segment(finite(raw), intervals, u, share);
-  if (SUMS) p = g * ((unsigned)(k - 1) < (unsigned)intervals ? share : u);
-  return g * slopes[k * stride];
+// One element: the gradient of x, and what the sums need. `slopes` and `stride` as lines_from made them.
+template <bool CARE>
+__device__ float derivative(float x, float g, const Bounds &b, unsigned slopes, unsigned stride, float intervals, float &t,
+                            unsigned &bits) {
+  const Place place = CARE ? b.place_with_care(x, intervals) : b.place(x, intervals);
+  t = place.t, bits = place.bits();
+  return g * load(bits * stride + slopes);
 }
 
 // A block works on one channel.
 template <typename T, int W, bool SUMS>
 __device__ void backward_planes(const Arguments &a) {
-  extern __shared__ float2 columns[];  // [segment][thread], then the slopes
-  const int segments = a.intervals + 2, threads = blockDim.x;
-  float *slopes = reinterpret_cast<float *>(columns + (SUMS ? segments * threads : 0));
-  const int channel = blockIdx.x % a.channels, split = blockIdx.x / a.channels;
-  const Stretch stretch(a, channel, split);
-  const Bounds b(a, channel);
-  for (int k = threadIdx.x; k < segments; k += threads) slopes[k] = line(a, channel, k, b).x;
-  float2 *mine = columns + threadIdx.x;
-  if (SUMS)
-    for (int k = 0; k < segments; ++k) mine[k * threads] = make_float2(0.0f, 0.0f);
-  __syncthreads();
+  extern __shared__ float2 columns[];  // [line][thread], then the slopes
+  const int lines = LINES(a.intervals), threads = blockDim.x, channel = blockIdx.x;
+  float *slopes = reinterpret_cast<float *>(columns + (SUMS ? lines * threads : 0));
+  const Stretch<W> stretch(a);
   const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x);
   const Vector<T, W> *__restrict__ grad = static_cast<const Vector<T, W> *>(a.grad);
   Vector<T, W> *__restrict__ out = static_cast<Vector<T, W> *>(a.out);
-  for (int i = threadIdx.x; i < stretch.count; i += BACKWARD_UNROLL * threads) {
-    Vector<T, W> in[BACKWARD_UNROLL], given[BACKWARD_UNROLL];
-    i64 at[BACKWARD_UNROLL];
-#pragma unroll
-    for (int u = 0; u < BACKWARD_UNROLL; ++u) {
-      at[u] = stretch.at(i + u * threads);
-      if (i + u * threads < stretch.count) in[u] = x[at[u]], given[u] = grad[at[u]];
+  Vector<T, W> ahead, given;  // on their way from memory while those before are worked on
+  i64 at = stretch.at(threadIdx.x);
+  if (threadIdx.x < stretch.count) ahead = x[at], given = grad[at];
+  const Bounds b(a, channel);
+  const float intervals = (float)a.intervals, limit = b.limit();
+  for (int k = threadIdx.x; k < lines; k += threads) slopes[k] = line(a, channel, k, b).x;
+  const unsigned own = address_of(columns + threadIdx.x), stride = 8 * threads, column = lines_from(own, stride);
+  if (SUMS)
+    for (int k = 0; k < lines; ++k) store_pair(own + k * stride, make_float2(0.0f, 0.0f));
+  __syncthreads();
+  const unsigned table = lines_from(address_of(slopes), 4);
+  for (int i = threadIdx.x; i < stretch.count; i += threads) {
+    float values[W], g[W], t[W];
+    unsigned k[W];
+    ahead.decode(values);
+    given.decode(g);
+    const i64 here = at;
+    if (i + threads < stretch.count) {
+      at = stretch.at(i + threads);
+      ahead = x[at], given = grad[at];
     }
+    if (are_tame(values, limit)) {
 #pragma unroll
-    for (int u = 0; u < BACKWARD_UNROLL; ++u) {
-      if (i + u * threads >= stretch.count) break;
-      float values[W], g[W];
-      in[u].decode(values);
-      given[u].decode(g);
+      for (int j = 0; j < W; ++j) values[j] = derivative<false>(values[j], g[j], b, table, 4, intervals, t[j], k[j]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < W; ++j) values[j] = derivative<true>(values[j], g[j], b, table, 4, intervals, t[j], k[j]);
+    }
+    Vector<T, W> result;
+    result.encode(values);
+    out[here] = result;
+    if (SUMS) {
 #pragma unroll
       for (int j = 0; j < W; ++j) {
-        int k;
-        float p;
-        values[j] = of_element<SUMS>(values[j], g[j], b, a.intervals, slopes, 1, k, p);
-        if (SUMS) {
-          float2 pair = mine[k * threads];
-          pair.x += g[j], pair.y += p;
-          mine[k * threads] = pair;
-        }
-      }
-      if (out) {
-        Vector<T, W> result;
-        result.encode(values);
-        out[at[u]] = result;
+        const unsigned address = k[j] * stride + column;
+        const float2 sum = load_pair(address);
+        store_pair(address, make_float2(sum.x + g[j], fmaf(g[j], t[j], sum.y)));
       }
     }
   }
   if (!SUMS) return;
   __syncthreads();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int k = warp; k < segments; k += threads / 32) {
+  const i64 split = (i64)blockIdx.y * gridDim.z + blockIdx.z;
+  for (int k = warp; k < lines; k += threads / 32) {
     float2 sum = make_float2(0.0f, 0.0f);
     for (int i = lane; i < threads; i += 32) sum.x += columns[k * threads + i].x, sum.y += columns[k * threads + i].y;
-#pragma unroll
-    for (int step = 16; step; step >>= 1) {
-      sum.x += __shfl_xor_sync(~0u, sum.x, step);
-      sum.y += __shfl_xor_sync(~0u, sum.y, step);
-    }
+    sum.x = warp_sum(sum.x), sum.y = warp_sum(sum.y);
     if (lane == 0) {
-      if (a.splits > 1) static_cast<float2 *>(a.partial)[(i64)blockIdx.x * segments + k] = sum;
+      if (a.splits > 1) static_cast<float2 *>(a.partial)[(split * lines + k) * a.channels + channel] = sum;
       else columns[k * threads] = sum;
     }
   }
@@ -118,82 +126,120 @@ __device__ void backward_planes(const Arguments &a) {
   if (warp == 0) finish(a, channel, [&](int k) { return widen(columns[k * threads]); });
 }
 
-// A block works on a panel of `width` vectors of channels, over some rows; a thread on one vector of channels.
-template <typename T, int W, bool SUMS>
+// A block works on a panel of a row's vectors, over some rows; a thread on one vector of each, with a column for every channel of it.
+template <typename T, int W, bool SUMS, bool MIXED>
 __device__ void backward_rows(const Arguments &a) {
-  extern __shared__ float2 columns[];  // [segment][j][thread], then the slopes, [segment][j][thread of the row]
-  const int segments = a.intervals + 2, threads = blockDim.x;
-  const int panel = blockIdx.x % a.panels, split = blockIdx.x / a.panels;
-  const int across = threadIdx.x % a.width, down = threadIdx.x / a.width, rows = threads / a.width;
-  const int stride = W * a.width;
-  float *slopes = reinterpret_cast<float *>(columns + (SUMS ? segments * W * threads : 0));
-  const int channel = (panel * a.width + across) * W;
-  const bool active = channel < a.channels && down < rows;
-  float2 *mine = columns + threadIdx.x;
-  if (SUMS)
-    for (int k = 0; k < segments * W; ++k) mine[k * threads] = make_float2(0.0f, 0.0f);
+  constexpr int OWN = MIXED ? (W > 1 ? 2 : 1) : W;  // columns of a thread
+  extern __shared__ float2 columns[];                // [line][own column][thread], then the slopes, [line][place]
+  const int lines = LINES(a.intervals), threads = blockDim.x;
+  const Panel<W, MIXED> panel(a);
+  const int rows = panel.rows, places = panel.places;
+  const i64 stride = rows * panel.step;
+  const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x) + panel.start;
+  const Vector<T, W> *__restrict__ grad = static_cast<const Vector<T, W> *>(a.grad) + panel.start;
+  Vector<T, W> *__restrict__ out = static_cast<Vector<T, W> *>(a.out) + panel.start;
+  Vector<T, W> ahead[BACKWARD_ROWS], given[BACKWARD_ROWS];
+#pragma unroll
+  for (int u = 0; u < BACKWARD_ROWS; ++u)
+    if (panel.down + u * rows < panel.count) ahead[u] = x[u * stride], given[u] = grad[u * stride];
+
+  float *slopes = reinterpret_cast<float *>(columns + (SUMS ? lines * OWN * threads : 0));
+  float *room = SUMS ? reinterpret_cast<float *>(columns) : slopes + lines * places;  // columns are not in use yet
   Bounds b[W];
-  if (active) {
+  float limit = 1e30f;
 #pragma unroll
-    for (int j = 0; j < W; ++j) {
-      b[j] = Bounds(a, channel + j);
-      for (int k = down; k < segments; k += rows) slopes[k * stride + j * a.width + across] = line(a, channel + j, k, b[j]).x;
-    }
+  for (int j = 0; j < W; ++j) {
+    b[j] = Bounds(a, panel.channel[j]);
+    limit = fminf(limit, b[j].limit());
   }
+  lines_of_panel(a, panel, room, [&](int k, int place, float2 entry) { slopes[k * places + place] = entry.x; });
   __syncthreads();
-  const i64 first = split * a.rows_of_split;
-  const int count = active ? (int)min(a.rows_of_split, a.outer - first) : 0;
-  const i64 step = a.channels / W, start = first * step + channel / W;
-  const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x) + start;
-  const Vector<T, W> *__restrict__ grad = static_cast<const Vector<T, W> *>(a.grad) + start;
-  Vector<T, W> *__restrict__ out = a.out ? static_cast<Vector<T, W> *>(a.out) + start : nullptr;
-  constexpr int UNROLL = W == 1 ? 2 * BACKWARD_UNROLL : BACKWARD_UNROLL;
-  for (int i = down; i < count; i += UNROLL * rows) {
-    Vector<T, W> in[UNROLL], given[UNROLL];
+  const unsigned own_address = address_of(columns + threadIdx.x), column_bytes = 8 * OWN * threads, line_bytes = 4 * places;
+  if (SUMS)
+    for (int k = 0; k < lines * OWN; ++k) store_pair(own_address + k * 8 * threads, make_float2(0.0f, 0.0f));
+  unsigned column[W], table[W];
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u)
-      if (i + u * rows < count) in[u] = x[(i + u * rows) * step], given[u] = grad[(i + u * rows) * step];
+  for (int j = 0; j < W; ++j) {
+    const int own_column = MIXED ? panel.channel[j] - panel.channel[0] : j;
+    column[j] = lines_from(own_address + own_column * 8 * threads, column_bytes);
+    table[j] = lines_from(address_of(slopes + panel.place[j]), line_bytes);
+  }
+  const float intervals = (float)a.intervals;
+  for (int i = panel.down; i < panel.count; i += BACKWARD_ROWS * rows) {
+    float values[BACKWARD_ROWS][W], g[BACKWARD_ROWS][W], t[BACKWARD_ROWS][W];
+    unsigned k[BACKWARD_ROWS][W];
+    x += BACKWARD_ROWS * stride, grad += BACKWARD_ROWS * stride;
+    bool tame = true;
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      if (i + u * rows >= count) break;
-      float values[W], g[W], p[W];
-      int k[W];
-      in[u].decode(values);
-      given[u].decode(g);
+    for (int u = 0; u < BACKWARD_ROWS; ++u) {
+      ahead[u].decode(values[u]);
+      given[u].decode(g[u]);
+      if (u > 0 && i + u * rows >= panel.count) {  // no such row: zeros change no sum
 #pragma unroll
-      for (int j = 0; j < W; ++j)
-        values[j] = of_element<SUMS>(values[j], g[j], b[j], a.intervals, slopes + j * a.width + across, stride, k[j], p[j]);
-      if (SUMS) {  // the W columns are different ones, so all are read before the first is written
-        float2 pairs[W];
-#pragma unroll
-        for (int j = 0; j < W; ++j) pairs[j] = mine[(k[j] * W + j) * threads];
-#pragma unroll
-        for (int j = 0; j < W; ++j) mine[(k[j] * W + j) * threads] = make_float2(pairs[j].x + g[j], pairs[j].y + p[j]);
+        for (int j = 0; j < W; ++j) values[u][j] = 0.0f, g[u][j] = 0.0f;
       }
-      if (out) {
-        Vector<T, W> result;
-        result.encode(values);
-        out[(i + u * rows) * step] = result;
+      if (i + (BACKWARD_ROWS + u) * rows < panel.count) ahead[u] = x[u * stride], given[u] = grad[u * stride];
+      tame = tame && are_tame(values[u], limit);
+    }
+    if (tame) {
+#pragma unroll
+      for (int u = 0; u < BACKWARD_ROWS; ++u)
+#pragma unroll
+        for (int j = 0; j < W; ++j)
+          values[u][j] = derivative<false>(values[u][j], g[u][j], b[j], table[j], line_bytes, intervals, t[u][j],
+                                           k[u][j]);
+    } else {
+#pragma unroll
+      for (int u = 0; u < BACKWARD_ROWS; ++u)
+#pragma unroll
+        for (int j = 0; j < W; ++j)
+          values[u][j] = derivative<true>(values[u][j], g[u][j], b[j], table[j], line_bytes, intervals, t[u][j],
+                                          k[u][j]);
+    }
+#pragma unroll
+    for (int u = 0; u < BACKWARD_ROWS; ++u) {
+      Vector<T, W> result;
+      result.encode(values[u]);
+      if (u == 0 || i + u * rows < panel.count) out[u * stride] = result;
+      if (SUMS && MIXED) {
+#pragma unroll
+        for (int j = 0; j < W; ++j) {
+          const unsigned address = k[u][j] * column_bytes + column[j];
+          const float2 sum = load_pair(address);
+          store_pair(address, make_float2(sum.x + g[u][j], fmaf(g[u][j], t[u][j], sum.y)));
+        }
+      } else if (SUMS) {  // W different columns, so all are read before the first is written
+        float2 sum[W];
+#pragma unroll
+        for (int j = 0; j < W; ++j) sum[j] = load_pair(k[u][j] * column_bytes + column[j]);
+#pragma unroll
+        for (int j = 0; j < W; ++j)
+          store_pair(k[u][j] * column_bytes + column[j], make_float2(sum[j].x + g[u][j], fmaf(g[u][j], t[u][j], sum[j].y)));
       }
     }
+    out += BACKWARD_ROWS * stride;
   }
   if (!SUMS) return;
   __syncthreads();
-  for (int i = threadIdx.x; i < segments * stride; i += threads) {
-    const int column = i % a.width, k = i / a.width;  // k counts segments and j
-    float2 sum = columns[k * threads + column];
-    for (int row = 1; row < rows; ++row) {
-      const float2 other = columns[k * threads + row * a.width + column];
-      sum.x += other.x, sum.y += other.y;
-    }
-    const int owner = (panel * a.width + column) * W + k % W;
-    if (a.splits == 1) columns[k * threads + column] = sum;
-    else if (owner < a.channels) static_cast<float2 *>(a.partial)[((i64)split * a.channels + owner) * segments + k / W] = sum;
+  // The threads' columns are added up in the place of the first thread that has the channel.
+  const int width = a.width, inner = MIXED ? (int)a.inner : 1;
+  const auto first_of = [&](int c) { return c * inner / W; };                                      // vector
+  const auto own = [&](int c, int vector) { return MIXED ? c - vector * W / inner : c % W; };  // column
+  for (int i = threadIdx.x; i < lines * panel.channels; i += threads) {
+    const int k = i / panel.channels, c = i % panel.channels, last = MIXED ? ((c + 1) * inner - 1) / W : c / W;
+    float2 sum = make_float2(0.0f, 0.0f);
+    for (int vector = first_of(c); vector <= last; ++vector)
+      for (int row = 0; row < rows; ++row) {
+        const float2 part = columns[(k * OWN + own(c, vector)) * threads + row * width + vector];
+        sum.x += part.x, sum.y += part.y;
+      }
+    if (a.splits > 1)
+      static_cast<float2 *>(a.partial)[((i64)blockIdx.y * lines + k) * a.channels + panel.first_channel + c] = sum;
+    else columns[(k * OWN + own(c, first_of(c))) * threads + first_of(c)] = sum;
   }
   if (a.splits > 1) return;
   __syncthreads();
-  for (int i = threadIdx.x / 32; i < stride; i += threads / 32) {
-    const int column = i / W, j = i % W, owner = (panel * a.width + column) * W + j;
-    if (owner < a.channels) finish(a, owner, [&](int k) { return widen(columns[(k * W + j) * threads + column]); });
-  }
+  for (int c = threadIdx.x / 32; c < panel.channels; c += threads / 32)
+    finish(a, panel.first_channel + c,
+           [&](int k) { return widen(columns[(k * OWN + own(c, first_of(c))) * threads + first_of(c)]); });
 }

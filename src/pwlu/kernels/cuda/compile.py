@@ -14,8 +14,9 @@ TYPES = {"float32": "float", "bfloat16": "Bfloat16", "float16": "Float16"}
 
 # Elements a thread reads at once, most first. Backward in rows needs shared memory for every one of them.
 VECTORS = {"float32": (4, 1), "bfloat16": (8, 4, 1), "float16": (8, 4, 1)}
-ROW_VECTORS = {"float32": (2, 1), "bfloat16": (4, 1), "float16": (4, 1)}
+ROW_VECTORS = {"float32": (2, 1), "bfloat16": (4, 2, 1), "float16": (4, 2, 1)}
 MAPS = {"forward": "FORWARD", "lookup": "LOOKUP", "observe": "FORWARD | MOMENTS", "moments": "MOMENTS"}
+FORMS = {"planes": ("planes", ""), "rows": ("rows", ", false"), "mixed": ("rows", ", true")}
 MAP_THREADS, BACKWARD_THREADS, FINISH_THREADS = 256, 128, 512
 
 _OWN_CACHE_SIZE = 64 << 20
@@ -40,13 +41,13 @@ def functions() -> dict[str, Function]:
     for dtype, of_c in TYPES.items():
         for width in VECTORS[dtype]:
             for what, kind in MAPS.items():
-                for form in ("planes", "rows"):
-                    template = f"map_{form}<{of_c}, {width}, {kind}>"
+                for form, rest in FORMS.items():
+                    template = f"map_{rest[0]}<{of_c}, {width}, {kind}{rest[1]}>"
                     found.append(Function(f"{what}_{form}_{dtype}_{width}", template, MAP_THREADS))
         for what, sums in (("backward", "true"), ("backward_input", "false")):
-            for form, widths in (("planes", VECTORS), ("rows", ROW_VECTORS)):
-                for width in widths[dtype]:
-                    template = f"backward_{form}<{of_c}, {width}, {sums}>"
+            for form, rest in FORMS.items():
+                for width in (ROW_VECTORS if form == "rows" else VECTORS)[dtype]:
+                    template = f"backward_{rest[0]}<{of_c}, {width}, {sums}{rest[1]}>"
                     found.append(Function(f"{what}_{form}_{dtype}_{width}", template, BACKWARD_THREADS))
     return {function.name: function for function in found}
 

@@ -75,15 +75,21 @@ class Loaded:
             most = shared_of_block - self._kernel.attributes.shared_size_bytes
             _check(_library().cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, most, self._handle, index), f"prepare {name}")
 
+    def resident(self, threads: int, shared: int) -> int:
+        """Blocks of it that a multiprocessor runs at a time."""
+        with torch.cuda.device(self.index):
+            bind(self.index)
+            return int(self._kernel.occupancy.max_active_blocks_per_multiprocessor(threads, shared))
+
     def __call__(self, plan: Plan, *addresses: int) -> None:
         """Launch on the current stream of the device, which is the current one."""
         buffers = _buffers
         _PACK.pack_into(buffers.arguments, 0, *addresses, plan.numbers)
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         launch = _library().cuLaunchKernel
-        status = launch(self._handle, plan.blocks, 1, 1, plan.threads, 1, 1, plan.shared, stream, buffers.pointers, None)
+        status = launch(self._handle, *plan.blocks, plan.threads, 1, 1, plan.shared, stream, buffers.pointers, None)
         if status == _INVALID_CONTEXT:
             bind(self.index)
-            status = launch(self._handle, plan.blocks, 1, 1, plan.threads, 1, 1, plan.shared, stream, buffers.pointers, None)
+            status = launch(self._handle, *plan.blocks, plan.threads, 1, 1, plan.shared, stream, buffers.pointers, None)
         if status:
             _check(status, f"launch {plan.kernel} with {plan.blocks} blocks of {plan.threads} threads")

@@ -4,19 +4,38 @@
 typedef unsigned short u16;
 typedef long long i64;
 
-// What every kernel gets, packed by launch.py in this order. A tensor is (outer, channels, inner) in memory order.
+// Shared memory by 32-bit addresses, which one multiply-add can compute. The compiler does not see what these touch: between them and
+// ordinary accesses to the same memory there is a __syncthreads.
+__device__ unsigned address_of(const void *shared) { return (unsigned)__cvta_generic_to_shared(shared); }
+__device__ float load(unsigned address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
+  return value;
+}
+__device__ float2 load_pair(unsigned address) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address));
+  return pair;
+}
+__device__ void store_pair(unsigned address, float2 pair) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" : : "r"(address), "f"(pair.x), "f"(pair.y));
+}
+
+// What every kernel gets, packed by driver.py in this order. A tensor is (outer, channels, inner) in memory order.
 struct Arguments {
   const void *x, *grad;
-  void *out;  // y or the gradient of x; null if nobody wants that gradient
+  void *out;  // y or the gradient of x
   // forward and backward: left, right, heights (C, N+1), left_slope, right_slope; lookup: left, 1/d, slopes, offsets (C, N+2)
   const void *parameters[5];
   void *gradients[5];
-  void *partial;  // what every block adds to the sums: (splits, C, ...)
+  void *partial;  // what every block adds to the sums
   void *count, *mean, *m2;
-  i64 outer, inner, rows_of_split, per_channel;      // inner in vectors; rows: how many a block takes; elements of a channel
-  int channels, intervals, splits, kind;             // kind: the parameters' type, 0 float32, 1 bfloat16, 2 float16
-  int planes, pieces, width, panels;                 // planes: a block takes `planes` planes, or one of `pieces` of a plane
-  unsigned piece_units, magic, shift, reserved;      // division by inner
+  i64 outer, inner, per_channel;             // per_channel: elements of a channel
+  i64 of_split;                              // rows: how many a block takes
+  int channels, intervals, splits, kind;     // kind: the parameters' type, 0 float32, 1 bfloat16, 2 float16
+  int planes, width, places;                 // planes: how many a block takes; rows: see Panel
+  int together, groups;                      // see finish.cu
+  unsigned piece, magic, shift;              // vectors of a block's piece of a plane; division by those of a plane
 };
 
 struct Bfloat16 {
@@ -102,79 +121,193 @@ __device__ void write(void *array, i64 at, int kind, double value) {
 }
 
 // An infinite input counts as the largest finite number; NaN stays NaN.
-__device__ float finite(float x) {
-  const float largest = __uint_as_float(0x7f7fffffu);
-  return fabsf(x) > largest ? copysignf(largest, x) : x;
-}
+#define LARGEST __uint_as_float(0x7f7fffffu)
+__device__ float finite(float x) { return fabsf(x) > LARGEST ? copysignf(LARGEST, x) : x; }
 
 // 1.5 * 2^23: added with rounding down, it leaves floor(t) in the last bits of the sum, at the price of one addition.
-#define FLOOR_MAGIC 12582912.0f
-#define FLOOR_BITS 0x4b400000
+#define MAGIC 12582912.0f
+#define MAGIC_BITS 0x4b400000
+
+// Lines are numbered 0 (left), 1..N (intervals), N + 1 and N + 2 (right). Line N + 1 is the last interval's once more, for
+// those x below B_R whose t is rounded up to N: that saves a comparison for every element.
+#define LINES(intervals) ((intervals) + 3)
+
+// Where an element lies: u = x - B_L, t = u N/(B_R - B_L), and its line: bits + 1 - MAGIC_BITS.
+struct Place {
+  float u, t, shifted;
+  __device__ unsigned bits() const { return __float_as_uint(shifted); }
+};
+
+// The address of line k is bits * stride + this, where line 0 is at `address`.
+__device__ unsigned lines_from(unsigned address, unsigned stride) { return address - (MAGIC_BITS - 1u) * stride; }
 
 struct Bounds {
   float left, right, scale;  // right is left, and scale 1, where nothing lies between the bounds
 
-  __device__ Bounds() {}
+  __device__ Bounds() : left(0.0f), right(0.0f), scale(1.0f) {}
   __device__ Bounds(const Arguments &a, int channel) {
     left = read(a.parameters[0], channel, a.kind);
     right = read(a.parameters[1], channel, a.kind);
     scale = __fdiv_rn((float)a.intervals, __fsub_rn(right, left));
-    if (!(scale > 0.0f && scale <= __uint_as_float(0x7f7fffffu))) {
+    if (!(scale > 0.0f && scale <= LARGEST)) {
       right = left;
       scale = 1.0f;
     }
   }
 
-  // The segment of x, 0 (left) .. N + 1 (right), the distance u = x - B_L and, inside, the share (x - B_i)/d; x is finite or NaN.
-  __device__ int segment(float x, int intervals, float &u, float &share) const {
-    u = __fsub_rn(x, left);
-    const float t = __fmul_rn(u, scale);
-    const float shifted = __fadd_rd(fminf(fmaxf(t, 0.0f), (float)(intervals - 1)), FLOOR_MAGIC);  // NaN: interval 0
-    share = t - (shifted - FLOOR_MAGIC);
-    int k = __float_as_int(shifted) - (FLOOR_BITS - 1);
-    if (x < left) k = 0;
-    if (x >= right) k = intervals + 1;
-    return k;
+  // Elements below this in size need no care: nothing overflows, nothing is infinite or NaN.
+  __device__ float limit() const { return 1e30f / fmaxf(scale, 1.0f); }
+
+  // The rules of reference.segments.
+  __device__ Place place(float x, float intervals) const {
+    Place p;
+    p.u = __fsub_rn(x, left);
+    p.t = __fmul_rn(p.u, scale);
+    p.shifted = __fadd_rd(p.t, MAGIC);
+    if (x < left) p.shifted = MAGIC - 1.0f;
+    if (x >= right) p.shifted = MAGIC + 1.0f + intervals;
+    return p;
+  }
+
+  // The same for any x: infinity counts as the largest number, NaN belongs to interval 0.
+  __device__ Place place_with_care(float raw, float intervals) const {
+    const float x = finite(raw);
+    Place p;
+    p.u = __fsub_rn(x, left);
+    p.t = finite(__fmul_rn(p.u, scale));
+    p.shifted = __fadd_rd(fminf(fmaxf(p.t, 0.0f), intervals - 1.0f), MAGIC);
+    if (x < left) p.shifted = MAGIC - 1.0f;
+    if (x >= right) p.shifted = MAGIC + 1.0f + intervals;
+    return p;
   }
 };
 
-// The line of segment k: y = u S + P with u = x - B_L. In these coordinates knots need not be computed.
-__device__ float2 line(const Arguments &a, int channel, int k, const Bounds &b) {
-  const int n = a.intervals;
-  const i64 at = (i64)channel * (n + 1);
-  if (k == 0) return make_float2(read(a.parameters[3], channel, a.kind), read(a.parameters[2], at, a.kind));
-  if (k == n + 1) {
-    const float slope = read(a.parameters[4], channel, a.kind);
-    const float width = read(a.parameters[1], channel, a.kind) - b.left;
-    return make_float2(slope, read(a.parameters[2], at + n, a.kind) - width * slope);
-  }
-  const float start = read(a.parameters[2], at + k - 1, a.kind), rise = read(a.parameters[2], at + k, a.kind) - start;
-  return make_float2(rise * b.scale, start - (float)(k - 1) * rise);
+// Whether all of them are below the limit in size; not so if one is NaN.
+template <int W>
+__device__ bool are_tame(const float (&values)[W], float limit) {
+  float size = fabsf(values[0]);
+#pragma unroll
+  for (int j = 1; j < W; ++j) size += fabsf(values[j]);
+  return size < limit;
 }
 
-// The planes of one channel that a block works on, as one sequence of vectors.
+// Line k, from the heights around it: y = u S + P with u = x - B_L. In these coordinates knots need not be computed.
+__device__ float2 line(const Arguments &a, int channel, int k, const Bounds &b, float before, float after) {
+  if (k == 0) return make_float2(read(a.parameters[3], channel, a.kind), after);
+  if (k == a.intervals + 2) {
+    const float slope = read(a.parameters[4], channel, a.kind);
+    return make_float2(slope, before - (read(a.parameters[1], channel, a.kind) - b.left) * slope);
+  }
+  const int i = min(k, a.intervals) - 1;
+  return make_float2((after - before) * b.scale, before - (float)i * (after - before));
+}
+
+// The knots before and after line k; the first or last one twice for those outside.
+__device__ int knot_before(const Arguments &a, int k) { return k > a.intervals + 1 ? a.intervals : max(min(k, a.intervals) - 1, 0); }
+__device__ int knot_after(const Arguments &a, int k) { return min(k, a.intervals); }
+
+__device__ float2 line(const Arguments &a, int channel, int k, const Bounds &b) {
+  const i64 at = (i64)channel * (a.intervals + 1);
+  return line(a, channel, k, b, read(a.parameters[2], at + knot_before(a, k), a.kind),
+              read(a.parameters[2], at + knot_after(a, k), a.kind));
+}
+
+// The planes of one channel that a block works on, as one sequence of vectors. Blocks are (channel, some planes, a piece of each).
+template <int W>
 struct Stretch {
   i64 base, stride;
   int count;
-  unsigned units, magic, shift;
-  bool many;
+  unsigned units, magic, shift;  // vectors of a plane, and division by that; of one plane, or a piece, magic is 0
 
-  __device__ Stretch(const Arguments &a, int channel, int split) {
-    const i64 first = (i64)(split / a.pieces) * a.planes;
-    const i64 start = (i64)(split % a.pieces) * a.piece_units;
-    const i64 planes = min((i64)a.planes, a.outer - first);
-    const i64 length = min((i64)a.piece_units, a.inner - start);
-    base = (first * a.channels + channel) * a.inner + start;
-    stride = a.channels * a.inner;
-    count = length > 0 ? (int)(planes * length) : 0;
-    units = (unsigned)length, magic = a.magic, shift = a.shift;
-    many = a.planes > 1;
+  __device__ Stretch(const Arguments &a) {
+    const i64 first = (i64)blockIdx.y * a.planes, start = (i64)blockIdx.z * a.piece, of_plane = a.inner / W;
+    const i64 planes = min((i64)a.planes, a.outer - first), length = max(min((i64)a.piece, of_plane - start), (i64)0);
+    base = (first * a.channels + blockIdx.x) * of_plane + start;
+    stride = a.channels * of_plane;
+    count = (int)(planes * length);
+    units = (unsigned)of_plane, magic = a.magic, shift = a.shift;
   }
 
   // Where vector i lies.
   __device__ i64 at(unsigned i) const {
-    if (!many) return base + i;
+    if (magic == 0) return base + i;
     const unsigned plane = (__umulhi(i, magic) + i) >> shift;
     return base + plane * stride + (i - plane * units);
   }
 };
+
+// The vector of a row that a thread works on. Blocks are (panel of `width` vectors, some rows). A row holds all channels, `inner`
+// elements each, and a panel whole channels. If inner is 1 (channels_last), the W elements of a vector belong to as many
+// channels, else (MIXED) to two at most. The tables of a panel's channels are kept in shared memory as [line][place]: channel c of the
+// panel has the place c or, if inner is 1, one that lets neighbouring threads read neighbouring places.
+#define PANEL 32  // most vectors across if inner is 1
+template <int W, bool MIXED>
+struct Panel {
+  int across, down, rows, first_channel, channels, places, count;
+  int channel[W], place[W];  // of each element
+  i64 step, start;           // vectors from row to row, and to this thread's first one
+
+  __device__ Panel(const Arguments &a) {
+    across = threadIdx.x % a.width, down = threadIdx.x / a.width, rows = blockDim.x / a.width;
+    const unsigned inner = (unsigned)a.inner, length = a.channels * inner;  // of a row
+    const unsigned begin = blockIdx.x * a.width * W, mine = begin + across * W;
+    const bool active = mine < length && down < rows;
+    first_channel = MIXED ? begin / inner : begin;
+    channels = min(MIXED ? a.width * W / inner : a.width * W, a.channels - first_channel);
+    places = MIXED ? a.places : W * PANEL;
+    unsigned within = MIXED ? across * W / inner : across * W, rest = MIXED ? across * W - within * inner : 0;
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      channel[j] = active ? first_channel + (int)within : first_channel;
+      place[j] = MIXED ? (active ? within : 0) : j * PANEL + across;
+      if (!MIXED || ++rest == inner) ++within, rest = 0;
+    }
+    const i64 first = blockIdx.y * a.of_split;
+    count = active ? (int)min(a.of_split, a.outer - first) : 0;
+    step = length / W;
+    start = (first + down) * step + mine / W;
+  }
+  __device__ int place_of(int c) const { return MIXED ? c : c % W * PANEL + c / W; }
+};
+
+// Copies the rows of a table (C, length) to shared memory in the order they have; there, they get an odd length, so that threads
+// that read down a column meet different banks. Eight loads are under way at a time.
+template <typename Panel>
+__device__ void stage(const Arguments &a, const void *array, const Panel &panel, int length, float *to) {
+  const int total = panel.channels * length, odd = length | 1;
+  const i64 from = (i64)panel.first_channel * length;
+  for (int i = threadIdx.x; i < total; i += 8 * blockDim.x) {
+    float values[8];
+#pragma unroll
+    for (int u = 0; u < 8; ++u) {
+      const int at = i + u * blockDim.x;
+      values[u] = at < total ? read(array, from + at, a.kind) : 0.0f;
+    }
+#pragma unroll
+    for (int u = 0; u < 8; ++u) {
+      const int at = i + u * blockDim.x;
+      if (at < total) to[at / length * odd + at % length] = values[u];
+    }
+  }
+}
+
+// Every line of every channel of a panel, handed to put(line, place, (S, P)). `room`: channels x (N + 2) floats of shared memory.
+template <int W, bool MIXED, typename Put>
+__device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel, float *room, const Put &put) {
+  const int lines = LINES(a.intervals), warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  if (MIXED) {
+    for (int c = warp; c < panel.channels; c += warps) {
+      const Bounds b(a, panel.first_channel + c);
+      for (int k = lane; k < lines; k += 32) put(k, c, line(a, panel.first_channel + c, k, b));
+    }
+  } else {
+    stage(a, a.parameters[2], panel, a.intervals + 1, room);
+    __syncthreads();
+    for (int c = threadIdx.x; c < panel.channels; c += blockDim.x) {
+      const Bounds b(a, panel.first_channel + c);
+      const float *heights = room + c * ((a.intervals + 1) | 1);
+      for (int k = 0; k < lines; ++k)
+        put(k, panel.place_of(c), line(a, panel.first_channel + c, k, b, heights[knot_before(a, k)], heights[knot_after(a, k)]));
+    }
+  }
+}

@@ -1,14 +1,14 @@
-// What maps x to y, collecting moments on the way if asked to: forward, lookup, moments.
+// What maps x to y, collecting moments on the way if asked to: forward, lookup, moments, observe.
 
 enum Kind { FORWARD = 1, LOOKUP = 2, MOMENTS = 4 };
-#define MAP_UNROLL 4
+#define MAP_ROWS 2  // rows a thread works on at a time
 
 // Count, mean and sum of squared deviations of some of a channel's elements.
 struct Moments {
   float count, mean, m2;
 };
 
-// Sums of differences from the first element a thread sees, so that a large mean costs no digits.
+// Sums of differences from a number near the mean, so that a large mean costs no digits.
 struct Shifted {
   float shift, sum, squares;
   __device__ void add(float x) {
@@ -31,29 +31,24 @@ __device__ Moments merge(Moments a, Moments b) {
   return {count, fmaf(difference, share, a.mean), a.m2 + b.m2 + difference * difference * a.count * share};
 }
 
-__device__ Moments merge_over_warp(Moments mine) {
+__device__ float warp_sum(float value) {
 #pragma unroll
-  for (int step = 16; step; step >>= 1) {
-    const Moments other = {__shfl_xor_sync(~0u, mine.count, step), __shfl_xor_sync(~0u, mine.mean, step),
-                           __shfl_xor_sync(~0u, mine.m2, step)};
-    mine = merge(mine, other);
-  }
-  return mine;
+  for (int step = 16; step; step >>= 1) value += __shfl_xor_sync(~0u, value, step);
+  return value;
 }
 
-// y from one element; tables are strided, so that neighbouring channels of a row lie in neighbouring banks.
-template <int KIND>
-__device__ float value(float raw, const Bounds &b, const float2 *table, int stride, int intervals) {
-  const float x = finite(raw);
+// y of one element; `lines` and `stride` as lines_from made them.
+template <int KIND, bool CARE>
+__device__ float value(float raw, const Bounds &b, unsigned lines, unsigned stride, float intervals) {
   if (KIND & LOOKUP) {
-    const float t = __fmul_rn(__fsub_rn(x, b.left), b.scale);
-    const float shifted = __fadd_rd(fminf(fmaxf(t, -1.0f), (float)intervals), FLOOR_MAGIC);
-    const float2 entry = table[(__float_as_int(shifted) - (FLOOR_BITS - 1)) * stride];
+    const float x = CARE ? finite(raw) : raw, t = __fmul_rn(__fsub_rn(x, b.left), b.scale);
+    const float shifted = __fadd_rd(fminf(fmaxf(t, -1.0f), intervals), MAGIC);
+    const float2 entry = load_pair(__float_as_uint(shifted) * stride + lines);
     return fmaf(x, entry.x, entry.y);
   }
-  float u, share;
-  const float2 entry = table[b.segment(x, intervals, u, share) * stride];
-  return fmaf(u, entry.x, entry.y);
+  const Place place = CARE ? b.place_with_care(raw, intervals) : b.place(raw, intervals);
+  const float2 entry = load_pair(place.bits() * stride + lines);
+  return fmaf(place.u, entry.x, entry.y);
 }
 
 template <int KIND>
@@ -65,9 +60,7 @@ __device__ Bounds bounds_of(const Arguments &a, int channel) {
   return b;
 }
 
-template <int KIND>
-__device__ float2 entry_of(const Arguments &a, int channel, int k, const Bounds &b) {
-  if (!(KIND & LOOKUP)) return line(a, channel, k, b);
+__device__ float2 entry_of_lookup(const Arguments &a, int channel, int k) {
   const i64 at = (i64)channel * (a.intervals + 2) + k;
   return make_float2(read(a.parameters[2], at, a.kind), read(a.parameters[3], at, a.kind));
 }
@@ -77,133 +70,172 @@ template <typename T, int W, int KIND>
 __device__ void map_planes(const Arguments &a) {
   extern __shared__ float2 table[];
   __shared__ Moments of_warps[8];
-  const int channel = blockIdx.x % a.channels, split = blockIdx.x / a.channels;
-  const Stretch stretch(a, channel, split);
+  const int channel = blockIdx.x, threads = blockDim.x;
+  const Stretch<W> stretch(a);
   const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x);
   Vector<T, W> *__restrict__ y = static_cast<Vector<T, W> *>(a.out);
+  Vector<T, W> ahead;  // on its way from memory while the one before is worked on
+  i64 at = stretch.at(threadIdx.x);
+  if (threadIdx.x < stretch.count) ahead = x[at];
   Bounds b;
+  float limit = 1e30f;
   if (KIND & (FORWARD | LOOKUP)) {
     b = bounds_of<KIND>(a, channel);
-    for (int k = threadIdx.x; k < a.intervals + 2; k += blockDim.x) table[k] = entry_of<KIND>(a, channel, k, b);
+    if (KIND & FORWARD) limit = b.limit();
+    const int entries = (KIND & LOOKUP) ? a.intervals + 2 : LINES(a.intervals);
+    for (int k = threadIdx.x; k < entries; k += threads)
+      table[k] = (KIND & LOOKUP) ? entry_of_lookup(a, channel, k) : line(a, channel, k, b);
     __syncthreads();
   }
   Shifted shifted = {0.0f, 0.0f, 0.0f};
   int seen = 0;
-  if ((KIND & MOMENTS) && threadIdx.x < stretch.count) {
-    float values[W];
-    x[stretch.at(threadIdx.x)].decode(values);
-    shifted.shift = values[0];
+  if (KIND & MOMENTS) {  // a warp's shift is the mean of the first elements its threads have
+    float first[W];
+    ahead.decode(first);
+    const bool any = threadIdx.x < stretch.count;
+    const float sum = warp_sum(any ? first[0] : 0.0f), count = warp_sum(any ? 1.0f : 0.0f);
+    shifted.shift = sum / fmaxf(count, 1.0f);
   }
-  for (int i = threadIdx.x; i < stretch.count; i += MAP_UNROLL * blockDim.x) {
-    Vector<T, W> in[MAP_UNROLL];
-    i64 at[MAP_UNROLL];
-#pragma unroll
-    for (int u = 0; u < MAP_UNROLL; ++u) {
-      const int mine = i + u * blockDim.x;
-      at[u] = stretch.at(mine);
-      if (mine < stretch.count) in[u] = x[at[u]];
+  const float intervals = (float)a.intervals;
+  const unsigned lines = lines_from(address_of(table), 8);
+  for (int i = threadIdx.x; i < stretch.count; i += threads) {
+    float values[W];
+    ahead.decode(values);
+    const i64 here = at;
+    if (i + threads < stretch.count) {
+      at = stretch.at(i + threads);
+      ahead = x[at];
     }
+    if (KIND & MOMENTS) {
 #pragma unroll
-    for (int u = 0; u < MAP_UNROLL; ++u) {
-      if (i + u * blockDim.x >= stretch.count) break;
-      float values[W];
-      in[u].decode(values);
-      if (KIND & MOMENTS) {
+      for (int j = 0; j < W; ++j) shifted.add(values[j]);
+      seen += W;
+    }
+    if (KIND & (FORWARD | LOOKUP)) {
+      if (are_tame(values, limit)) {
 #pragma unroll
-        for (int j = 0; j < W; ++j) shifted.add(values[j]);
-        seen += W;
+        for (int j = 0; j < W; ++j) values[j] = value<KIND, false>(values[j], b, lines, 8, intervals);
+      } else {
+#pragma unroll
+        for (int j = 0; j < W; ++j) values[j] = value<KIND, true>(values[j], b, lines, 8, intervals);
       }
-      if (KIND & (FORWARD | LOOKUP)) {
-#pragma unroll
-        for (int j = 0; j < W; ++j) values[j] = value<KIND>(values[j], b, table, 1, a.intervals);
-        Vector<T, W> result;
-        result.encode(values);
-        y[at[u]] = result;
-      }
+      Vector<T, W> result;
+      result.encode(values);
+      y[here] = result;
     }
   }
   if (KIND & MOMENTS) {
-    const Moments of_warp = merge_over_warp(shifted.moments((float)seen));
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    shifted.sum = warp_sum(shifted.sum);
+    shifted.squares = warp_sum(shifted.squares);
+    const Moments of_warp = shifted.moments(warp_sum((float)seen));
     if (lane == 0) of_warps[warp] = of_warp;
     __syncthreads();
-    if (warp == 0) {
-      const Moments of_block = merge_over_warp(lane < blockDim.x / 32 ? of_warps[lane] : Moments{0.0f, 0.0f, 0.0f});
-      if (lane == 0) static_cast<Moments *>(a.partial)[blockIdx.x] = of_block;
+    if (threadIdx.x == 0) {
+      Moments sum = of_warps[0];
+      for (int other = 1; other < threads / 32; ++other) sum = merge(sum, of_warps[other]);
+      const i64 split = (i64)blockIdx.y * gridDim.z + blockIdx.z;
+      static_cast<Moments *>(a.partial)[split * a.channels + channel] = sum;
     }
   }
 }
 
-// A block works on a panel of `width` vectors of channels, over some rows; a thread on one vector of channels.
-template <typename T, int W, int KIND>
+// A block works on a panel of a row's vectors, over some rows; a thread on one vector of each.
+template <typename T, int W, int KIND, bool MIXED>
 __device__ void map_rows(const Arguments &a) {
-  extern __shared__ float2 table[];  // [segment][j][thread of the row], then reused for moments
-  const int panel = blockIdx.x % a.panels, split = blockIdx.x / a.panels;
-  const int across = threadIdx.x % a.width, down = threadIdx.x / a.width, rows = blockDim.x / a.width;
-  const int stride = W * a.width;
-  const int channel = (panel * a.width + across) * W;
-  const bool active = channel < a.channels && down < rows;
-  Bounds b[W];
-  if (KIND & (FORWARD | LOOKUP)) {
-    if (active) {
+  extern __shared__ float2 table[];  // [line][place], then room for heights; later, moments
+  const Panel<W, MIXED> panel(a);
+  const int rows = panel.rows;
+  const i64 stride = rows * panel.step;
+  const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x) + panel.start;
+  Vector<T, W> *__restrict__ y = static_cast<Vector<T, W> *>(a.out) + panel.start;
+  Vector<T, W> ahead[MAP_ROWS];
 #pragma unroll
-      for (int j = 0; j < W; ++j) {
-        b[j] = bounds_of<KIND>(a, channel + j);
-        for (int k = down; k < a.intervals + 2; k += rows)
-          table[k * stride + j * a.width + across] = entry_of<KIND>(a, channel + j, k, b[j]);
-      }
+  for (int u = 0; u < MAP_ROWS; ++u)
+    if (panel.down + u * rows < panel.count) ahead[u] = x[u * stride];
+  Bounds b[W];
+  float limit = 1e30f;
+  if (KIND & (FORWARD | LOOKUP)) {
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      b[j] = bounds_of<KIND>(a, panel.channel[j]);
+      if (KIND & FORWARD) limit = fminf(limit, b[j].limit());
     }
-    __syncthreads();
+    const int places = panel.places;
+    if (KIND & LOOKUP) {
+      float *room = reinterpret_cast<float *>(table + (a.intervals + 2) * places);
+      for (int part = 0; part < 2; ++part) {
+        stage(a, a.parameters[2 + part], panel, a.intervals + 2, room);
+        __syncthreads();
+        for (int c = threadIdx.x; c < panel.channels; c += blockDim.x)
+          for (int k = 0; k < a.intervals + 2; ++k)
+            reinterpret_cast<float *>(table + k * places + panel.place_of(c))[part] = room[c * ((a.intervals + 2) | 1) + k];
+        __syncthreads();
+      }
+    } else {
+      float *room = reinterpret_cast<float *>(table + LINES(a.intervals) * places);
+      lines_of_panel(a, panel, room, [&](int k, int place, float2 entry) { table[k * places + place] = entry; });
+      __syncthreads();
+    }
   }
-  const i64 first = split * a.rows_of_split;
-  const int count = active ? (int)min(a.rows_of_split, a.outer - first) : 0;
-  const i64 step = a.channels / W;
-  const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x) + first * step + channel / W;
-  Vector<T, W> *__restrict__ y = static_cast<Vector<T, W> *>(a.out) + first * step + channel / W;
   Shifted shifted[W];
   int seen = 0;
   if (KIND & MOMENTS) {
     float values[W];
-    if (down < count) x[down * step].decode(values);
+    ahead[0].decode(values);
 #pragma unroll
-    for (int j = 0; j < W; ++j) shifted[j] = {down < count ? values[j] : 0.0f, 0.0f, 0.0f};
+    for (int j = 0; j < W; ++j) shifted[j] = {panel.down < panel.count ? values[j] : 0.0f, 0.0f, 0.0f};
   }
-  for (int i = down; i < count; i += MAP_UNROLL * rows) {
-    Vector<T, W> in[MAP_UNROLL];
+  const float intervals = (float)a.intervals;
+  const unsigned stride_of_lines = 8 * panel.places, lines = lines_from(address_of(table), stride_of_lines);
+  for (int i = panel.down; i < panel.count; i += MAP_ROWS * rows) {
+    Vector<T, W> now[MAP_ROWS];
+    x += MAP_ROWS * stride;
 #pragma unroll
-    for (int u = 0; u < MAP_UNROLL; ++u)
-      if (i + u * rows < count) in[u] = x[(i + u * rows) * step];
+    for (int u = 0; u < MAP_ROWS; ++u) {
+      now[u] = ahead[u];
+      if (i + (MAP_ROWS + u) * rows < panel.count) ahead[u] = x[u * stride];
+    }
 #pragma unroll
-    for (int u = 0; u < MAP_UNROLL; ++u) {
-      if (i + u * rows >= count) break;
+    for (int u = 0; u < MAP_ROWS; ++u) {
+      const bool valid = u == 0 || i + u * rows < panel.count;
       float values[W];
-      in[u].decode(values);
-      if (KIND & MOMENTS) {
+      now[u].decode(values);
+      if ((KIND & MOMENTS) && valid) {
 #pragma unroll
         for (int j = 0; j < W; ++j) shifted[j].add(values[j]);
         ++seen;
       }
       if (KIND & (FORWARD | LOOKUP)) {
+        if (are_tame(values, limit)) {
 #pragma unroll
-        for (int j = 0; j < W; ++j)
-          values[j] = value<KIND>(values[j], b[j], table + j * a.width + across, stride, a.intervals);
+          for (int j = 0; j < W; ++j)
+            values[j] = value<KIND, false>(values[j], b[j], lines + 8 * panel.place[j], stride_of_lines, intervals);
+        } else {
+#pragma unroll
+          for (int j = 0; j < W; ++j)
+            values[j] = value<KIND, true>(values[j], b[j], lines + 8 * panel.place[j], stride_of_lines, intervals);
+        }
         Vector<T, W> result;
         result.encode(values);
-        y[(i + u * rows) * step] = result;
+        if (valid) y[u * stride] = result;
       }
     }
+    y += MAP_ROWS * stride;
   }
   if (KIND & MOMENTS) {
     Moments *of_threads = reinterpret_cast<Moments *>(table);  // [j][thread]
+    const int threads = blockDim.x, width = a.width;
     __syncthreads();
 #pragma unroll
-    for (int j = 0; j < W; ++j) of_threads[j * blockDim.x + threadIdx.x] = shifted[j].moments((float)seen);
+    for (int j = 0; j < W; ++j) of_threads[j * threads + threadIdx.x] = shifted[j].moments((float)seen);
     __syncthreads();
-    for (int i = threadIdx.x; i < stride; i += blockDim.x) {
-      const int j = i / a.width, column = i % a.width, mine = (panel * a.width + column) * W + j;
-      Moments sum = of_threads[j * blockDim.x + column];
-      for (int row = 1; row < rows; ++row) sum = merge(sum, of_threads[j * blockDim.x + row * a.width + column]);
-      if (mine < a.channels) static_cast<Moments *>(a.partial)[(i64)split * a.channels + mine] = sum;
+    for (int c = threadIdx.x; c < panel.channels; c += threads) {
+      Moments sum = {0.0f, 0.0f, 0.0f};
+      const int from = MIXED ? c * (int)a.inner : c, to = MIXED ? from + (int)a.inner : c + 1;  // its elements in the panel
+      for (int e = from; e < to; ++e)
+        for (int row = 0; row < rows; ++row) sum = merge(sum, of_threads[e % W * threads + row * width + e / W]);
+      static_cast<Moments *>(a.partial)[(i64)blockIdx.y * a.channels + panel.first_channel + c] = sum;
     }
   }
 }

@@ -1,21 +1,29 @@
 """How the work of an operator is shared out: which kernel, how many blocks and threads, what each of them takes.
 
-Plans follow from shapes and the device alone, so the same call gives the same bits. Nothing here touches a GPU.
+Plans follow from shapes and the device alone, so the same call gives the same bits. Nothing here touches a GPU. A tensor is
+(outer, channels, inner) in memory order; there are three forms:
 
-    planes   the elements of a channel lie in `outer` stretches of `inner` (NCHW, or one channel for everything); a block takes one
-             channel, and of it some planes, or a piece of one
-    rows     neighbours belong to different channels (channels_last, (B, T, C)); a block takes a panel of channels and some rows
+    planes   inner is large (NCHW, or one channel for everything): a block takes one channel, and of it some planes, or a piece of
+             each; vectors do not cross planes
+    rows     inner is 1 (channels_last, (B, T, C)): a block takes a panel of channels and some rows
+    mixed    inner is small or odd (7 x 7): as rows, but neighbours may share a channel
 """
 
+import math
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 from pwlu.kernels.cuda import compile as kernels
 
 _MOST_UNITS = 1 << 30  # a block counts in 32 bits
-_BLOCK_RESERVE = 1024  # shared memory the system keeps for every block
+_MOST_BLOCKS = 65535  # along y and z
+_BLOCK_RESERVE = 1024  # bytes of shared memory that the system keeps for every block
 _MAP_STEPS = 16  # vectors a thread of a map takes when there is enough work for everyone
-_PANEL_BYTES = 40 << 10  # shared memory for the tables of a panel of channels
+_TABLE_BYTES = 48 << 10  # for the tables of a panel
+_PANEL_OVERHEAD = 8.0  # steps it takes to fill the tables of a panel
+_PANEL = 32  # PANEL in element.cuh
+_SMALL_PLANE = 1024  # elements; mixed below, if vectors do not fit
 
 
 class Processor(NamedTuple):
@@ -28,11 +36,22 @@ class Processor(NamedTuple):
     shared_of_block: int
 
 
+class Gpu(NamedTuple):
+    """A GPU and how many blocks of (kernel, threads, shared memory) each of its multiprocessors runs at a time."""
+
+    processor: Processor
+    resident: Callable[[str, int, int], int]
+
+    def slots(self, kernel: str, threads: int, shared: int) -> int:
+        """Blocks of that kind that the GPU runs at a time."""
+        return max(1, self.resident(kernel, threads, shared)) * self.processor.count
+
+
 class Plan(NamedTuple):
-    """One launch. ``numbers`` ends the kernel's arguments; partial results are (splits, channels, ...)."""
+    """One launch. ``numbers`` ends the kernel's arguments; there are `splits` partial results of every channel."""
 
     kernel: str
-    blocks: int
+    blocks: tuple[int, int, int]
     threads: int
     shared: int
     splits: int
@@ -44,26 +63,45 @@ class _Numbers(NamedTuple):
 
     outer: int
     inner: int
-    rows_of_split: int
     per_channel: int
+    of_split: int
     channels: int
     intervals: int
     splits: int
     kind: int
     planes: int = 1
-    pieces: int = 1
     width: int = 1
-    panels: int = 1
-    piece_units: int = 1
+    places: int = 1
+    together: int = 1
+    groups: int = 1
+    piece: int = 1
     magic: int = 0
     shift: int = 0
-    reserved: int = 0
 
     def pack(self) -> bytes:
-        return struct.pack("4q8i4I", *self)
+        return struct.pack(_FORMAT, *self)
 
 
-NUMBERS_BYTES = struct.calcsize("4q8i4I")
+_FORMAT = "4q9i3I"
+NUMBERS_BYTES = struct.calcsize(_FORMAT)
+
+
+class _Work(NamedTuple):
+    """An operator: its kernel's name up to the form, bytes of shared memory, and what a split costs, in steps of a thread."""
+
+    name: str
+    dtype: str
+    vectors: tuple[int, ...]
+    row_vectors: tuple[int, ...]
+    threads: int
+    lines: int
+    table: int  # bytes of a table's entry; 0: no table
+    staging: int  # bytes of a height on its way there, if it has a place of its own
+    column: int  # bytes of a line in a thread's column
+    moments: int  # bytes for every element a thread holds
+    overhead: float  # of a block
+    most_steps: float
+    afterwards: float  # for the sum over splits
 
 
 def divider(divisor: int) -> tuple[int, int]:
@@ -72,143 +110,143 @@ def divider(divisor: int) -> tuple[int, int]:
     return ((1 << 32) * ((1 << shift) - divisor)) // divisor + 1, shift
 
 
-def share_out(blocks: int, steps: float, slots: int, overhead: float, most_steps: float) -> int:
-    """Into how many splits to cut work of `steps` a thread: that which ends first, when `slots` blocks run at a time.
+def by_shared_memory(processor: Processor, _kernel: str, threads: int, shared: int) -> int:
+    """Blocks that a multiprocessor runs at a time, if registers do not limit them; the driver knows better."""
+    return max(1, min(processor.threads // threads, processor.shared // (shared + _BLOCK_RESERVE), 32))
 
-    A round of blocks lasts `overhead` and its share of the steps. The last round may be half empty, and many splits have to be
-    added up afterwards.
+
+def share_out(work: _Work, blocks: int, steps: float, slots: int) -> int:
+    """Into how many splits to cut `steps` of a thread: that which ends first, when `slots` blocks run at a time.
+
+    A round of blocks lasts the overhead and its share of the steps, the last round may be half empty, and adding up more than
+    one split may take another kernel.
     """
-    least = max(1, round(steps / most_steps))
+    least = max(1, round(steps / work.most_steps))
     candidates = {least, *(max(least, slots * rounds // blocks) for rounds in (1, 2, 3, 4, 6, 8))}
     candidates = {min(c, max(least, int(steps))) for c in candidates}  # at least one step each
-    return min(sorted(candidates), key=lambda splits: -(-blocks * splits // slots) * (overhead + steps / splits))
+
+    def cost(splits: int) -> float:
+        rounds = -(-blocks * splits // slots)
+        return rounds * (work.overhead + steps / splits) + (work.afterwards if splits > 1 else 0.0)
+
+    return min(sorted(candidates), key=cost)
 
 
-def _resident(processor: Processor, threads: int, shared: int) -> int:
-    """Blocks of that kind that a GPU runs at a time."""
-    each = min(processor.threads // threads, processor.shared // (shared + _BLOCK_RESERVE), 32)
-    return max(1, each) * processor.count
-
-
-def _threads(processor: Processor, most: int, fixed: int, of_thread: int) -> int | None:
+def _fitting(work: _Work, gpu: Gpu, fixed: int, of_thread: int) -> int | None:
     """The number of threads with the most of them resident; None if no block fits into shared memory."""
-    options = [most, most // 2, most // 4]
-    fitting = [t for t in options if fixed + t * of_thread <= processor.shared_of_block]
-    return max(fitting, key=lambda t: t * _resident(processor, t, fixed + t * of_thread), default=None)
+    options = [t for t in (work.threads, work.threads // 2, work.threads // 4) if t >= 32]
+    options = [t for t in options if fixed + t * of_thread <= gpu.processor.shared_of_block]
+    return max(options, key=lambda t: t * by_shared_memory(gpu.processor, "", t, fixed + t * of_thread), default=None)
 
 
-def _planes(
-    numbers: _Numbers, kernel: str, processor: Processor, threads: int, shared: int, overhead: float, most_steps: float
-) -> Plan:
-    """Numbers come with inner in vectors."""
-    units = numbers.outer * numbers.inner
-    while threads > 32 and 2 * units <= threads:
+def _plan_planes(work: _Work, geometry: tuple[int, int, int], intervals: int, kind: int, vector: int, gpu: Gpu) -> Plan | None:
+    outer, channels, inner = geometry
+    units = inner // vector
+    fixed, of_thread = work.lines * work.table, work.lines * work.column
+    threads = _fitting(work, gpu, fixed, of_thread)
+    if threads is None:
+        return None
+    while threads > 32 and 2 * outer * units <= threads:
         threads //= 2
-    slots = _resident(processor, threads, shared)
-    splits = share_out(numbers.channels, units / threads, slots, overhead, most_steps)
-    splits = max(splits, -(-units // _MOST_UNITS))
-    planes, pieces = max(1, -(-numbers.outer // splits)), -(-splits // numbers.outer)
-    piece_units = -(-numbers.inner // pieces)
-    pieces = -(-numbers.inner // piece_units)
-    while planes * piece_units > _MOST_UNITS:
-        planes = -(-planes // 2)
-    splits = -(-numbers.outer // planes) * pieces
-    magic, shift = divider(numbers.inner) if planes > 1 else (0, 0)
-    numbers = numbers._replace(
-        splits=splits, planes=planes, pieces=pieces, piece_units=piece_units, magic=magic, shift=shift
-    )
-    return Plan(kernel, splits * numbers.channels, threads, shared, splits, numbers.pack())
+    kernel, shared = f"{work.name}_planes_{work.dtype}_{vector}", fixed + threads * of_thread
+    splits = share_out(work, channels, outer * units / threads, gpu.slots(kernel, threads, shared))
+    planes = max(1, -(-outer // min(splits, _MOST_BLOCKS)))
+    pieces = min(-(-splits // outer), _MOST_BLOCKS)
+    pieces = max(pieces, -(-units // _MOST_UNITS))
+    piece = -(-units // pieces)
+    planes = min(planes, max(1, _MOST_UNITS // piece))
+    if -(-outer // planes) > _MOST_BLOCKS:
+        return None
+    blocks = channels, -(-outer // planes), -(-units // piece)
+    magic, shift = divider(units) if planes > 1 else (0, 0)
+    splits = blocks[1] * blocks[2]
+    numbers = _Numbers(outer, inner, outer * inner, 0, channels, intervals, splits, kind, planes=planes)
+    numbers = numbers._replace(piece=piece, magic=magic, shift=shift)
+    return Plan(kernel, blocks, threads, shared, splits, numbers.pack())
 
 
-def _rows(
-    numbers: _Numbers, kernel: str, processor: Processor, threads: int, shared: int, overhead: float, most_steps: float
-) -> Plan:
-    """Numbers come with width and panels."""
-    at_once = threads // numbers.width
-    slots = _resident(processor, threads, shared)
-    splits = share_out(numbers.panels, numbers.outer / at_once, slots, overhead, most_steps)
-    rows = min(-(-numbers.outer // splits), _MOST_UNITS)
-    splits = -(-numbers.outer // rows)
-    numbers = numbers._replace(splits=splits, rows_of_split=rows)
-    return Plan(kernel, splits * numbers.panels, threads, shared, splits, numbers.pack())
+def _plan_rows(work: _Work, geometry: tuple[int, int, int], intervals: int, kind: int, vector: int, gpu: Gpu) -> Plan | None:
+    """Rows or mixed; None if that vector does not fit."""
+    outer, channels, inner = geometry
+    across = channels * inner // vector
+    work = work._replace(overhead=max(work.overhead, _PANEL_OVERHEAD), most_steps=1e9)
+    if inner == 1:
+        form, own, width = "rows", vector, -(-across // -(-across // _PANEL))
+        places = vector * _PANEL
+        staged = width * vector * ((intervals + 2) | 1) * work.staging
+    else:
+        whole = math.lcm(inner, vector) // vector  # vectors of the fewest channels that begin and end with one
+        if whole > work.threads or (vector > 1 and inner < vector - 1):
+            return None
+        form, own, width = "mixed", min(2, vector), whole * max(1, min(work.threads // whole, -(-across // whole)))
+        if 2 * (work.threads // whole * whole) < work.threads:
+            width = whole
+        places, staged = width * vector // inner | 1, 0
+    fixed, of_thread = work.lines * places * work.table + staged, work.lines * own * work.column
+    if work.table and fixed > _TABLE_BYTES and vector > 1:
+        return None
+    threads = _fitting(work, gpu, fixed, of_thread) if inner == 1 else work.threads
+    if threads is None or threads < width:
+        return None
+    shared = max(fixed + threads * of_thread, threads * vector * work.moments)
+    if shared > gpu.processor.shared_of_block:
+        return None
+    kernel, panels = f"{work.name}_{form}_{work.dtype}_{vector}", -(-across // width)
+    splits = share_out(work, panels, outer / (threads // width), gpu.slots(kernel, threads, shared))
+    of_split = min(-(-outer // min(splits, _MOST_BLOCKS)), _MOST_UNITS)
+    splits = -(-outer // of_split)
+    if splits > _MOST_BLOCKS:
+        return None
+    numbers = _Numbers(outer, inner, outer * inner, of_split, channels, intervals, splits, kind, width=width, places=places)
+    return Plan(kernel, (panels, splits, 1), threads, shared, splits, numbers.pack())
 
 
-def _vector(widths: tuple[int, ...], length: int, aligned: bool) -> int:
-    return next(w for w in widths if w == 1 or (aligned and length % w == 0))
+def _plan(work: _Work, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu) -> Plan | None:
+    _, channels, inner = geometry
+    if channels > 1 and inner * channels < 1 << 31 and (inner == 1 or (inner < _SMALL_PLANE and inner % work.vectors[0])):
+        for vector in work.row_vectors if inner == 1 else work.vectors:
+            if vector == 1 or (aligned and channels * inner % vector == 0):
+                found = _plan_rows(work, geometry, intervals, kind, vector, gpu)
+                if found is not None:
+                    return found
+    vector = next(v for v in work.vectors if v == 1 or (aligned and inner % v == 0))
+    return _plan_planes(work, geometry, intervals, kind, vector, gpu)
 
 
 def plan_map(
-    what: str, dtype: str, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, processor: Processor
+    what: str, dtype: str, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu
 ) -> Plan | None:
     """forward, lookup, moments, or observe (forward with moments); None if N is too large for the device."""
-    outer, channels, inner = geometry
-    threads, segments, moments = kernels.MAP_THREADS, intervals + 2, what in ("observe", "moments")
-    has_table = what != "moments"
-    overhead, most_steps = (8.0, 1e9) if moments else (2.0, float(_MAP_STEPS))
-    if inner == 1 and channels > 1:
-        vector = _vector(kernels.VECTORS[dtype], channels, aligned)
-        across = channels // vector
-        of_column = segments * vector * 8 if has_table else 1
-        width = max(1, min(across, 32, _PANEL_BYTES // of_column))
-        panels = -(-across // width)
-        width = -(-across // panels)
-        shared = max(width * segments * vector * 8 if has_table else 0, threads * vector * 12 if moments else 0)
-        if shared > processor.shared_of_block:
-            return None
-        numbers = _Numbers(outer, 1, 0, outer, channels, intervals, 1, kind, width=width, panels=panels)
-        return _rows(numbers, f"{what}_rows_{dtype}_{vector}", processor, threads, shared, overhead, most_steps)
-    vector = _vector(kernels.VECTORS[dtype], inner, aligned)
-    shared = segments * 8 if has_table else 0
-    if shared > processor.shared_of_block:
-        return None
-    numbers = _Numbers(outer, inner // vector, 0, outer * inner, channels, intervals, 1, kind)
-    return _planes(numbers, f"{what}_planes_{dtype}_{vector}", processor, threads, shared, overhead, most_steps)
+    vectors, moments, has_table = kernels.VECTORS[dtype], what in ("observe", "moments"), what != "moments"
+    lines = intervals + (2 if what == "lookup" else 3)
+    sizes = (lines, 8 if has_table else 0, 4 if has_table else 0, 0, 12 if moments else 0)
+    costs = (4.0, 1e9, 0.0) if moments else (2.0, _MAP_STEPS, 0.0)
+    work = _Work(what, dtype, vectors, vectors, kernels.MAP_THREADS, *sizes, *costs)
+    return _plan(work, geometry, intervals, kind, aligned, gpu)
 
 
 def plan_backward(
-    sums: bool, dtype: str, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, processor: Processor
+    sums: bool, dtype: str, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu
 ) -> Plan | None:
     """The gradient of x and, with sums, those of the parameters; None if N is too large for the device."""
-    outer, channels, inner = geometry
-    segments, what = intervals + 2, "backward" if sums else "backward_input"
-    overhead, most_steps = (float(segments), 1e9) if sums else (4.0, float(_MAP_STEPS))
-    most = kernels.BACKWARD_THREADS
-    if inner == 1 and channels > 1:
-        widths = kernels.ROW_VECTORS[dtype]
-        for vector in (w for w in widths if w == 1 or (aligned and channels % w == 0)):
-            across = channels // vector
-            width = max(1, min(across, 32, _PANEL_BYTES // (segments * vector * 4)))
-            panels = -(-across // width)
-            width = -(-across // panels)
-            fixed, of_thread = width * segments * vector * 4, segments * vector * 8 if sums else 0
-            threads = _threads(processor, most, fixed, of_thread)
-            if threads is None:
-                continue
-            numbers = _Numbers(outer, 1, 0, outer, channels, intervals, 1, kind, width=width, panels=panels)
-            shared = fixed + threads * of_thread
-            kernel = f"{what}_rows_{dtype}_{vector}"
-            return _rows(numbers, kernel, processor, threads, shared, overhead / vector, most_steps)
-        return None
-    vector = _vector(kernels.VECTORS[dtype], inner, aligned)
-    fixed, of_thread = segments * 4, segments * 8 if sums else 0
-    threads = _threads(processor, most, fixed, of_thread)
-    if threads is None:
-        return None
-    numbers = _Numbers(outer, inner // vector, 0, outer * inner, channels, intervals, 1, kind)
-    plan = _planes(
-        numbers, f"{what}_planes_{dtype}_{vector}", processor, threads, fixed + threads * of_thread, overhead / vector, most_steps
-    )
-    return plan._replace(shared=fixed + plan.threads * of_thread)
+    vectors, lines = kernels.VECTORS[dtype], intervals + 3
+    sizes = (lines, 4, 0 if sums else 4, 8 if sums else 0, 0)
+    costs = (lines / vectors[0], 1e9, 2.0) if sums else (2.0, _MAP_STEPS, 0.0)
+    name = "backward" if sums else "backward_input"
+    work = _Work(name, dtype, vectors, kernels.ROW_VECTORS[dtype], kernels.BACKWARD_THREADS, *sizes, *costs)
+    return _plan(work, geometry, intervals, kind, aligned, gpu)
 
 
-def plan_finish(plan: Plan, channels: int, intervals: int, processor: Processor) -> Plan:
-    """The sum over a backward's splits: a block a channel."""
-    segments = intervals + 2
-    warps = min(kernels.FINISH_THREADS // 32, max(1, -(-plan.splits // 8)))
-    warps = max(1, min(warps, processor.shared_of_block // (segments * 16)))
-    return Plan("finish_gradients", channels, 32 * warps, warps * segments * 16, plan.splits, plan.numbers)
+def plan_finish(plan: Plan, channels: int, intervals: int) -> Plan:
+    """The sum over a backward's splits."""
+    lines, together = intervals + 3, 4 if channels >= 4 else 1
+    groups = max(1, min(plan.splits, kernels.FINISH_THREADS // (together * lines)))
+    threads = min(kernels.FINISH_THREADS, -(-groups * lines * together // 32) * 32)
+    numbers = _Numbers(*struct.unpack(_FORMAT, plan.numbers))._replace(together=together, groups=groups)
+    shared = groups * lines * together * 16
+    return Plan("finish_gradients", (-(-channels // together), 1, 1), threads, shared, plan.splits, numbers.pack())
 
 
 def plan_finish_moments(plan: Plan, channels: int) -> Plan:
     """The sum over a map's splits: a warp a channel."""
-    return Plan("finish_moments", -(-channels // 4), 128, 0, plan.splits, plan.numbers)
+    return Plan("finish_moments", (-(-channels // 4), 1, 1), 128, 0, plan.splits, plan.numbers)

@@ -2,7 +2,7 @@
 // Every thread adds to columns of its own in shared memory, [line][thread]: no atomics, no bank conflicts, and the same
 // bits every time.
 
-#define BACKWARD_ROWS 2  // rows a thread works on at a time
+#define BACKWARD_ROWS 4  // rows a thread works on at a time
 
 // The gradients of one channel's parameters from its sums, by one warp. `sum(k)` returns (G, P) of line k.
 template <typename Sum>
@@ -58,8 +58,22 @@ __device__ float derivative(float x, float g, const Bounds &b, unsigned slopes, 
   return g * load(bits * stride + slopes);
 }
 
-// A block works on one channel.
-template <typename T, int W, bool SUMS>
+__device__ void add(unsigned address, float g, float t) {
+  const float2 sum = load_pair(address);
+  store_pair(address, make_float2(sum.x + g, fmaf(g, t, sum.y)));
+}
+
+// Two elements whose sums may be the same one, without waiting for the first before the second is read: then the first brings both.
+__device__ void add_two(unsigned first, float g, float t, unsigned second, float h, float s) {
+  const float2 a = load_pair(first), b = load_pair(second);
+  float2 sum = make_float2(a.x + g, fmaf(g, t, a.y));
+  if (first == second) sum.x += h, sum.y = fmaf(h, s, sum.y);
+  store_pair(second, make_float2(b.x + h, fmaf(h, s, b.y)));
+  store_pair(first, sum);
+}
+
+// A block works on one channel. PAIRS: for many intervals, when few threads fit and each has to do more at a time.
+template <typename T, int W, bool SUMS, bool PAIRS>
 __device__ void backward_planes(const Arguments &a) {
   extern __shared__ float2 columns[];  // [line][thread], then the slopes
   const int lines = LINES(a.intervals), threads = blockDim.x, channel = blockIdx.x;
@@ -101,10 +115,10 @@ __device__ void backward_planes(const Arguments &a) {
     out[here] = result;
     if (SUMS) {
 #pragma unroll
-      for (int j = 0; j < W; ++j) {
+      for (int j = 0; j < W; j += PAIRS ? 2 : 1) {
         const unsigned address = k[j] * stride + column;
-        const float2 sum = load_pair(address);
-        store_pair(address, make_float2(sum.x + g[j], fmaf(g[j], t[j], sum.y)));
+        if (PAIRS && j + 1 < W) add_two(address, g[j], t[j], k[j + 1] * stride + column, g[j + 1], t[j + 1]);
+        else add(address, g[j], t[j]);
       }
     }
   }
@@ -134,14 +148,14 @@ __device__ void backward_rows(const Arguments &a) {
   const int lines = LINES(a.intervals), threads = blockDim.x;
   const Panel<W, MIXED> panel(a);
   const int rows = panel.rows, places = panel.places;
-  const i64 stride = rows * panel.step;
+  const i64 stride = panel.stride;
   const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x) + panel.start;
   const Vector<T, W> *__restrict__ grad = static_cast<const Vector<T, W> *>(a.grad) + panel.start;
   Vector<T, W> *__restrict__ out = static_cast<Vector<T, W> *>(a.out) + panel.start;
   Vector<T, W> ahead[BACKWARD_ROWS], given[BACKWARD_ROWS];
 #pragma unroll
   for (int u = 0; u < BACKWARD_ROWS; ++u)
-    if (panel.down + u * rows < panel.count) ahead[u] = x[u * stride], given[u] = grad[u * stride];
+    if (u < panel.count) ahead[u] = x[u * stride], given[u] = grad[u * stride];
 
   float *slopes = reinterpret_cast<float *>(columns + (SUMS ? lines * OWN * threads : 0));
   float *room = SUMS ? reinterpret_cast<float *>(columns) : slopes + lines * places;  // columns are not in use yet
@@ -165,7 +179,7 @@ __device__ void backward_rows(const Arguments &a) {
     table[j] = lines_from(address_of(slopes + panel.place[j]), line_bytes);
   }
   const float intervals = (float)a.intervals;
-  for (int i = panel.down; i < panel.count; i += BACKWARD_ROWS * rows) {
+  for (int i = 0; i < panel.count; i += BACKWARD_ROWS) {
     float values[BACKWARD_ROWS][W], g[BACKWARD_ROWS][W], t[BACKWARD_ROWS][W];
     unsigned k[BACKWARD_ROWS][W];
     x += BACKWARD_ROWS * stride, grad += BACKWARD_ROWS * stride;
@@ -174,11 +188,11 @@ __device__ void backward_rows(const Arguments &a) {
     for (int u = 0; u < BACKWARD_ROWS; ++u) {
       ahead[u].decode(values[u]);
       given[u].decode(g[u]);
-      if (u > 0 && i + u * rows >= panel.count) {  // no such row: zeros change no sum
+      if (u > 0 && i + u >= panel.count) {  // no such row: zeros change no sum
 #pragma unroll
         for (int j = 0; j < W; ++j) values[u][j] = 0.0f, g[u][j] = 0.0f;
       }
-      if (i + (BACKWARD_ROWS + u) * rows < panel.count) ahead[u] = x[u * stride], given[u] = grad[u * stride];
+      if (i + BACKWARD_ROWS + u < panel.count) ahead[u] = x[u * stride], given[u] = grad[u * stride];
       tame = tame && are_tame(values[u], limit);
     }
     if (tame) {
@@ -200,42 +214,40 @@ __device__ void backward_rows(const Arguments &a) {
     for (int u = 0; u < BACKWARD_ROWS; ++u) {
       Vector<T, W> result;
       result.encode(values[u]);
-      if (u == 0 || i + u * rows < panel.count) out[u * stride] = result;
-      if (SUMS && MIXED) {
+      if (u == 0 || i + u < panel.count) out[u * stride] = result;
+    }
+    if (SUMS) {
 #pragma unroll
-        for (int j = 0; j < W; ++j) {
-          const unsigned address = k[u][j] * column_bytes + column[j];
-          const float2 sum = load_pair(address);
-          store_pair(address, make_float2(sum.x + g[u][j], fmaf(g[u][j], t[u][j], sum.y)));
-        }
-      } else if (SUMS) {  // W different columns, so all are read before the first is written
-        float2 sum[W];
-#pragma unroll
-        for (int j = 0; j < W; ++j) sum[j] = load_pair(k[u][j] * column_bytes + column[j]);
+      for (int u = 0; u < BACKWARD_ROWS; u += 2)
 #pragma unroll
         for (int j = 0; j < W; ++j)
-          store_pair(k[u][j] * column_bytes + column[j], make_float2(sum[j].x + g[u][j], fmaf(g[u][j], t[u][j], sum[j].y)));
-      }
+          add_two(k[u][j] * column_bytes + column[j], g[u][j], t[u][j], k[u + 1][j] * column_bytes + column[j], g[u + 1][j],
+                  t[u + 1][j]);
     }
     out += BACKWARD_ROWS * stride;
   }
   if (!SUMS) return;
   __syncthreads();
-  // The threads' columns are added up in the place of the first thread that has the channel.
+  // The threads' columns are added up in the place of the first thread that has the channel. A warp takes the lines of 32 channels.
   const int width = a.width, inner = MIXED ? (int)a.inner : 1;
   const auto first_of = [&](int c) { return c * inner / W; };                                      // vector
   const auto own = [&](int c, int vector) { return MIXED ? c - vector * W / inner : c % W; };  // column
-  for (int i = threadIdx.x; i < lines * panel.channels; i += threads) {
-    const int k = i / panel.channels, c = i % panel.channels, last = MIXED ? ((c + 1) * inner - 1) / W : c / W;
-    float2 sum = make_float2(0.0f, 0.0f);
-    for (int vector = first_of(c); vector <= last; ++vector)
-      for (int row = 0; row < rows; ++row) {
-        const float2 part = columns[(k * OWN + own(c, vector)) * threads + row * width + vector];
-        sum.x += part.x, sum.y += part.y;
+  const int lane = threadIdx.x % 32, warps = threads / 32;
+  for (int base = 0; base < panel.channels; base += 32) {
+    const int c = base + lane;
+    if (c >= panel.channels) continue;
+    const int first = first_of(c), last = MIXED ? ((c + 1) * inner - 1) / W : first;
+    for (int k = threadIdx.x / 32; k < lines; k += warps) {
+      float2 sum = make_float2(0.0f, 0.0f);
+      for (int vector = first; vector <= last; ++vector) {
+        const float2 *parts = columns + (k * OWN + own(c, vector)) * threads + vector;
+#pragma unroll 4
+        for (int row = 0; row < rows; ++row) sum.x += parts[row * width].x, sum.y += parts[row * width].y;
       }
-    if (a.splits > 1)
-      static_cast<float2 *>(a.partial)[((i64)blockIdx.y * lines + k) * a.channels + panel.first_channel + c] = sum;
-    else columns[(k * OWN + own(c, first_of(c))) * threads + first_of(c)] = sum;
+      if (a.splits > 1)
+        static_cast<float2 *>(a.partial)[((i64)blockIdx.y * lines + k) * a.channels + panel.first_channel + c] = sum;
+      else columns[(k * OWN + own(c, first)) * threads + first] = sum;
+    }
   }
   if (a.splits > 1) return;
   __syncthreads();

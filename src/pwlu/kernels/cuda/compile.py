@@ -23,15 +23,17 @@ _OWN_CACHE_SIZE = 64 << 20
 
 
 class Function(NamedTuple):
-    """A kernel: its name, the template it is made from, and the most threads a block of it may have."""
+    """A kernel: its name, the template it is made from, the most threads a block of it may have, and how many threads of a
+    multiprocessor registers have to suffice for ("1": one block will do)."""
 
     name: str
     template: str
     threads: int
+    resident: str = "1"
 
     def declaration(self) -> str:
         """The lines that make the template a kernel with a name."""
-        bounds = f"__launch_bounds__({self.threads})"
+        bounds = f"__launch_bounds__({self.threads}, ({self.resident} + {self.threads - 1}) / {self.threads})"
         return f'extern "C" __global__ void {bounds} {self.name}(const Arguments a) {{ {self.template}(a); }}\n'
 
 
@@ -43,12 +45,17 @@ def functions() -> dict[str, Function]:
             for what, kind in MAPS.items():
                 for form, rest in FORMS.items():
                     template = f"map_{rest[0]}<{of_c}, {width}, {kind}{rest[1]}>"
-                    found.append(Function(f"{what}_{form}_{dtype}_{width}", template, MAP_THREADS))
+                    resident = "RESIDENT_THREADS" if form == "planes" and what in ("forward", "lookup") else "1"
+                    found.append(Function(f"{what}_{form}_{dtype}_{width}", template, MAP_THREADS, resident))
         for what, sums in (("backward", "true"), ("backward_input", "false")):
             for form, rest in FORMS.items():
                 for width in (ROW_VECTORS if form == "rows" else VECTORS)[dtype]:
-                    template = f"backward_{rest[0]}<{of_c}, {width}, {sums}{rest[1]}>"
-                    found.append(Function(f"{what}_{form}_{dtype}_{width}", template, BACKWARD_THREADS))
+                    template = f"backward_{rest[0]}<{of_c}, {width}, {sums}{rest[1] or ', false'}>"
+                    resident = "1024" if form == "planes" else "1"
+                    found.append(Function(f"{what}_{form}_{dtype}_{width}", template, BACKWARD_THREADS, resident))
+        for width in VECTORS[dtype]:
+            template = f"backward_planes<{of_c}, {width}, true, true>"
+            found.append(Function(f"backward_pairs_planes_{dtype}_{width}", template, BACKWARD_THREADS))
     return {function.name: function for function in found}
 
 

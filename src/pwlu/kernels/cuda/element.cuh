@@ -4,6 +4,15 @@
 typedef unsigned short u16;
 typedef long long i64;
 
+// Threads that a multiprocessor can hold.
+#if __CUDA_ARCH__ == 750
+#define RESIDENT_THREADS 1024
+#elif __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+#define RESIDENT_THREADS 1536
+#else
+#define RESIDENT_THREADS 2048
+#endif
+
 // Shared memory by 32-bit addresses, which one multiply-add can compute. The compiler does not see what these touch: between them and
 // ordinary accesses to the same memory there is a __syncthreads.
 __device__ unsigned address_of(const void *shared) { return (unsigned)__cvta_generic_to_shared(shared); }
@@ -31,10 +40,9 @@ struct Arguments {
   void *partial;  // what every block adds to the sums
   void *count, *mean, *m2;
   i64 outer, inner, per_channel;             // per_channel: elements of a channel
-  i64 of_split;                              // rows: how many a block takes
+  i64 of_split;                              // planes or rows at least that every block (or its row of threads) takes
   int channels, intervals, splits, kind;     // kind: the parameters' type, 0 float32, 1 bfloat16, 2 float16
-  int planes, width, places;                 // planes: how many a block takes; rows: see Panel
-  int together, groups;                      // see finish.cu
+  int width, places, together, groups;       // see Panel and finish.cu
   unsigned piece, magic, shift;              // vectors of a block's piece of a plane; division by those of a plane
 };
 
@@ -191,6 +199,10 @@ __device__ bool are_tame(const float (&values)[W], float limit) {
   return size < limit;
 }
 
+__device__ float2 line_inside(const Bounds &b, int k, float before, float after) {
+  return make_float2((after - before) * b.scale, before - (float)(k - 1) * (after - before));
+}
+
 // Line k, from the heights around it: y = u S + P with u = x - B_L. In these coordinates knots need not be computed.
 __device__ float2 line(const Arguments &a, int channel, int k, const Bounds &b, float before, float after) {
   if (k == 0) return make_float2(read(a.parameters[3], channel, a.kind), after);
@@ -198,8 +210,7 @@ __device__ float2 line(const Arguments &a, int channel, int k, const Bounds &b, 
     const float slope = read(a.parameters[4], channel, a.kind);
     return make_float2(slope, before - (read(a.parameters[1], channel, a.kind) - b.left) * slope);
   }
-  const int i = min(k, a.intervals) - 1;
-  return make_float2((after - before) * b.scale, before - (float)i * (after - before));
+  return line_inside(b, min(k, a.intervals), before, after);
 }
 
 // The knots before and after line k; the first or last one twice for those outside.
@@ -212,23 +223,24 @@ __device__ float2 line(const Arguments &a, int channel, int k, const Bounds &b) 
               read(a.parameters[2], at + knot_after(a, k), a.kind));
 }
 
-// The planes of one channel that a block works on, as one sequence of vectors. Blocks are (channel, some planes, a piece of each).
+// The planes of one channel that a block works on, as one sequence of vectors. Blocks are (channel, split, piece of a plane). Split
+// s of S has the planes s, s + S, ..., so that all blocks together walk through memory in order.
 template <int W>
 struct Stretch {
   i64 base, stride;
   int count;
-  unsigned units, magic, shift;  // vectors of a plane, and division by that; of one plane, or a piece, magic is 0
+  unsigned units, magic, shift;  // vectors of a plane, and division by that
 
   __device__ Stretch(const Arguments &a) {
-    const i64 first = (i64)blockIdx.y * a.planes, start = (i64)blockIdx.z * a.piece, of_plane = a.inner / W;
-    const i64 planes = min((i64)a.planes, a.outer - first), length = max(min((i64)a.piece, of_plane - start), (i64)0);
-    base = (first * a.channels + blockIdx.x) * of_plane + start;
-    stride = a.channels * of_plane;
-    count = (int)(planes * length);
+    const i64 start = (i64)blockIdx.z * a.piece, of_plane = a.inner / W;
+    const i64 planes = a.of_split + (blockIdx.y < a.outer - a.of_split * gridDim.y ? 1 : 0);
+    base = ((i64)blockIdx.y * a.channels + blockIdx.x) * of_plane + start;
+    stride = gridDim.y * a.channels * of_plane;
+    count = (int)(planes * max(min((i64)a.piece, of_plane - start), (i64)0));
     units = (unsigned)of_plane, magic = a.magic, shift = a.shift;
   }
 
-  // Where vector i lies.
+  // Where vector i lies. Where every block has one plane, or a piece of one, magic is 0.
   __device__ i64 at(unsigned i) const {
     if (magic == 0) return base + i;
     const unsigned plane = (__umulhi(i, magic) + i) >> shift;
@@ -236,7 +248,8 @@ struct Stretch {
   }
 };
 
-// The vector of a row that a thread works on. Blocks are (panel of `width` vectors, some rows). A row holds all channels, `inner`
+// The vectors that a thread works on, one in every of its rows. Blocks are (panel of `width` vectors, split). The threads of a block take
+// `rows` rows at a time, the splits one after the other, so that all together walk through memory in order. A row holds all channels, `inner`
 // elements each, and a panel whole channels. If inner is 1 (channels_last), the W elements of a vector belong to as many
 // channels, else (MIXED) to two at most. The tables of a panel's channels are kept in shared memory as [line][place]: channel c of the
 // panel has the place c or, if inner is 1, one that lets neighbouring threads read neighbouring places.
@@ -245,7 +258,7 @@ template <int W, bool MIXED>
 struct Panel {
   int across, down, rows, first_channel, channels, places, count;
   int channel[W], place[W];  // of each element
-  i64 step, start;           // vectors from row to row, and to this thread's first one
+  i64 start, stride;         // where its first vector lies, and how far it is to the next
 
   __device__ Panel(const Arguments &a) {
     across = threadIdx.x % a.width, down = threadIdx.x / a.width, rows = blockDim.x / a.width;
@@ -262,52 +275,58 @@ struct Panel {
       place[j] = MIXED ? (active ? within : 0) : j * PANEL + across;
       if (!MIXED || ++rest == inner) ++within, rest = 0;
     }
-    const i64 first = blockIdx.y * a.of_split;
-    count = active ? (int)min(a.of_split, a.outer - first) : 0;
-    step = length / W;
-    start = (first + down) * step + mine / W;
+    const i64 first = (i64)blockIdx.y * rows + down, apart = (i64)gridDim.y * rows;
+    count = active ? (int)a.of_split + (first + a.of_split * apart < a.outer ? 1 : 0) : 0;
+    start = first * (length / W) + mine / W;
+    stride = apart * (length / W);
   }
   __device__ int place_of(int c) const { return MIXED ? c : c % W * PANEL + c / W; }
 };
 
 // Copies the rows of a table (C, length) to shared memory in the order they have; there, they get an odd length, so that threads
-// that read down a column meet different banks. Eight loads are under way at a time.
+// that read down a column meet different banks. Eight loads of a warp are under way at a time.
 template <typename Panel>
 __device__ void stage(const Arguments &a, const void *array, const Panel &panel, int length, float *to) {
-  const int total = panel.channels * length, odd = length | 1;
-  const i64 from = (i64)panel.first_channel * length;
-  for (int i = threadIdx.x; i < total; i += 8 * blockDim.x) {
-    float values[8];
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  for (int k = threadIdx.x % 32; k < length; k += 32)
+    for (int c = warp; c < panel.channels; c += 8 * warps) {
+      float values[8];
 #pragma unroll
-    for (int u = 0; u < 8; ++u) {
-      const int at = i + u * blockDim.x;
-      values[u] = at < total ? read(array, from + at, a.kind) : 0.0f;
-    }
+      for (int u = 0; u < 8; ++u)
+        if (c + u * warps < panel.channels) values[u] = read(array, (i64)(panel.first_channel + c + u * warps) * length + k, a.kind);
 #pragma unroll
-    for (int u = 0; u < 8; ++u) {
-      const int at = i + u * blockDim.x;
-      if (at < total) to[at / length * odd + at % length] = values[u];
+      for (int u = 0; u < 8; ++u)
+        if (c + u * warps < panel.channels) to[(c + u * warps) * (length | 1) + k] = values[u];
     }
-  }
 }
 
-// Every line of every channel of a panel, handed to put(line, place, (S, P)). `room`: channels x (N + 2) floats of shared memory.
+// Every line of every channel of a panel, handed to put(line, place, (S, P)). `room`: channels x (N + 1 | 1) floats of shared memory,
+// not needed if MIXED: then channels are few, and threads take lines.
 template <int W, bool MIXED, typename Put>
 __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel, float *room, const Put &put) {
-  const int lines = LINES(a.intervals), warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  const int n = a.intervals;
   if (MIXED) {
-    for (int c = warp; c < panel.channels; c += warps) {
+    for (int c = threadIdx.x / 32; c < panel.channels; c += blockDim.x / 32) {
       const Bounds b(a, panel.first_channel + c);
-      for (int k = lane; k < lines; k += 32) put(k, c, line(a, panel.first_channel + c, k, b));
+      for (int k = threadIdx.x % 32; k < LINES(n); k += 32) put(k, c, line(a, panel.first_channel + c, k, b));
     }
-  } else {
-    stage(a, a.parameters[2], panel, a.intervals + 1, room);
-    __syncthreads();
-    for (int c = threadIdx.x; c < panel.channels; c += blockDim.x) {
-      const Bounds b(a, panel.first_channel + c);
-      const float *heights = room + c * ((a.intervals + 1) | 1);
-      for (int k = 0; k < lines; ++k)
-        put(k, panel.place_of(c), line(a, panel.first_channel + c, k, b, heights[knot_before(a, k)], heights[knot_after(a, k)]));
+    return;
+  }
+  stage(a, a.parameters[2], panel, n + 1, room);
+  __syncthreads();
+  for (int c = threadIdx.x; c < panel.channels; c += blockDim.x) {
+    const int channel = panel.first_channel + c, place = panel.place_of(c);
+    const Bounds b(a, channel);
+    const float *heights = room + c * ((n + 1) | 1);
+    put(0, place, line(a, channel, 0, b, heights[0], heights[0]));
+    put(n + 2, place, line(a, channel, n + 2, b, heights[n], heights[n]));
+    float before = heights[0];
+#pragma unroll 4
+    for (int k = 1; k <= n; ++k) {
+      const float after = heights[k];
+      put(k, place, line_inside(b, k, before, after));
+      before = after;
     }
+    put(n + 1, place, line_inside(b, n, heights[n - 1], heights[n]));
   }
 }

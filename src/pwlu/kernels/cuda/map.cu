@@ -1,7 +1,7 @@
 // What maps x to y, collecting moments on the way if asked to: forward, lookup, moments, observe.
 
 enum Kind { FORWARD = 1, LOOKUP = 2, MOMENTS = 4 };
-#define MAP_ROWS 2  // rows a thread works on at a time
+#define MAP_ROWS 4  // rows a thread works on at a time
 
 // Count, mean and sum of squared deviations of some of a channel's elements.
 struct Moments {
@@ -145,14 +145,13 @@ template <typename T, int W, int KIND, bool MIXED>
 __device__ void map_rows(const Arguments &a) {
   extern __shared__ float2 table[];  // [line][place], then room for heights; later, moments
   const Panel<W, MIXED> panel(a);
-  const int rows = panel.rows;
-  const i64 stride = rows * panel.step;
+  const i64 stride = panel.stride;
   const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x) + panel.start;
   Vector<T, W> *__restrict__ y = static_cast<Vector<T, W> *>(a.out) + panel.start;
   Vector<T, W> ahead[MAP_ROWS];
 #pragma unroll
   for (int u = 0; u < MAP_ROWS; ++u)
-    if (panel.down + u * rows < panel.count) ahead[u] = x[u * stride];
+    if (u < panel.count) ahead[u] = x[u * stride];
   Bounds b[W];
   float limit = 1e30f;
   if (KIND & (FORWARD | LOOKUP)) {
@@ -164,13 +163,20 @@ __device__ void map_rows(const Arguments &a) {
     const int places = panel.places;
     if (KIND & LOOKUP) {
       float *room = reinterpret_cast<float *>(table + (a.intervals + 2) * places);
-      for (int part = 0; part < 2; ++part) {
-        stage(a, a.parameters[2 + part], panel, a.intervals + 2, room);
+      if (MIXED) {
+        for (int c = threadIdx.x / 32; c < panel.channels; c += blockDim.x / 32)
+          for (int k = threadIdx.x % 32; k < a.intervals + 2; k += 32)
+            table[k * places + c] = entry_of_lookup(a, panel.first_channel + c, k);
         __syncthreads();
-        for (int c = threadIdx.x; c < panel.channels; c += blockDim.x)
-          for (int k = 0; k < a.intervals + 2; ++k)
-            reinterpret_cast<float *>(table + k * places + panel.place_of(c))[part] = room[c * ((a.intervals + 2) | 1) + k];
-        __syncthreads();
+      } else {
+        for (int part = 0; part < 2; ++part) {
+          stage(a, a.parameters[2 + part], panel, a.intervals + 2, room);
+          __syncthreads();
+          for (int c = threadIdx.x; c < panel.channels; c += blockDim.x)
+            for (int k = 0; k < a.intervals + 2; ++k)
+              reinterpret_cast<float *>(table + k * places + panel.place_of(c))[part] = room[c * ((a.intervals + 2) | 1) + k];
+          __syncthreads();
+        }
       }
     } else {
       float *room = reinterpret_cast<float *>(table + LINES(a.intervals) * places);
@@ -184,21 +190,21 @@ __device__ void map_rows(const Arguments &a) {
     float values[W];
     ahead[0].decode(values);
 #pragma unroll
-    for (int j = 0; j < W; ++j) shifted[j] = {panel.down < panel.count ? values[j] : 0.0f, 0.0f, 0.0f};
+    for (int j = 0; j < W; ++j) shifted[j] = {panel.count > 0 ? values[j] : 0.0f, 0.0f, 0.0f};
   }
   const float intervals = (float)a.intervals;
   const unsigned stride_of_lines = 8 * panel.places, lines = lines_from(address_of(table), stride_of_lines);
-  for (int i = panel.down; i < panel.count; i += MAP_ROWS * rows) {
+  for (int i = 0; i < panel.count; i += MAP_ROWS) {
     Vector<T, W> now[MAP_ROWS];
     x += MAP_ROWS * stride;
 #pragma unroll
     for (int u = 0; u < MAP_ROWS; ++u) {
       now[u] = ahead[u];
-      if (i + (MAP_ROWS + u) * rows < panel.count) ahead[u] = x[u * stride];
+      if (i + MAP_ROWS + u < panel.count) ahead[u] = x[u * stride];
     }
 #pragma unroll
     for (int u = 0; u < MAP_ROWS; ++u) {
-      const bool valid = u == 0 || i + u * rows < panel.count;
+      const bool valid = u == 0 || i + u < panel.count;
       float values[W];
       now[u].decode(values);
       if ((KIND & MOMENTS) && valid) {
@@ -225,7 +231,7 @@ __device__ void map_rows(const Arguments &a) {
   }
   if (KIND & MOMENTS) {
     Moments *of_threads = reinterpret_cast<Moments *>(table);  // [j][thread]
-    const int threads = blockDim.x, width = a.width;
+    const int threads = blockDim.x, width = a.width, rows = panel.rows;
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < W; ++j) of_threads[j * threads + threadIdx.x] = shifted[j].moments((float)seen);

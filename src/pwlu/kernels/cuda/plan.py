@@ -23,6 +23,8 @@ _MAP_STEPS = 16  # vectors a thread of a map takes when there is enough work for
 _TABLE_BYTES = 48 << 10  # for the tables of a panel
 _PANEL_OVERHEAD = 8.0  # steps it takes to fill the tables of a panel
 _PANEL = 32  # PANEL in element.cuh
+_MANY_INTERVALS = 40  # from here on few threads fit into shared memory, and each works on two elements at a time
+_CHUNK = 8192  # elements of one channel that a block takes before it goes on
 _SMALL_PLANE = 1024  # elements; mixed below, if vectors do not fit
 
 
@@ -69,7 +71,6 @@ class _Numbers(NamedTuple):
     intervals: int
     splits: int
     kind: int
-    planes: int = 1
     width: int = 1
     places: int = 1
     together: int = 1
@@ -82,7 +83,7 @@ class _Numbers(NamedTuple):
         return struct.pack(_FORMAT, *self)
 
 
-_FORMAT = "4q9i3I"
+_FORMAT = "4q8i3I4x"
 NUMBERS_BYTES = struct.calcsize(_FORMAT)
 
 
@@ -148,19 +149,19 @@ def _plan_planes(work: _Work, geometry: tuple[int, int, int], intervals: int, ki
         return None
     while threads > 32 and 2 * outer * units <= threads:
         threads //= 2
-    kernel, shared = f"{work.name}_planes_{work.dtype}_{vector}", fixed + threads * of_thread
+    name = f"{work.name}_pairs" if work.column and intervals >= _MANY_INTERVALS else work.name
+    kernel, shared = f"{name}_planes_{work.dtype}_{vector}", fixed + threads * of_thread
     splits = share_out(work, channels, outer * units / threads, gpu.slots(kernel, threads, shared))
-    planes = max(1, -(-outer // min(splits, _MOST_BLOCKS)))
-    pieces = min(-(-splits // outer), _MOST_BLOCKS)
-    pieces = max(pieces, -(-units // _MOST_UNITS))
+    along = min(splits, outer, _MOST_BLOCKS)
+    pieces = min(max(-(-splits // outer), -(-units // _MOST_UNITS)), _MOST_BLOCKS)
     piece = -(-units // pieces)
-    planes = min(planes, max(1, _MOST_UNITS // piece))
-    if -(-outer // planes) > _MOST_BLOCKS:
+    along = max(along, -(-outer * piece // _MOST_UNITS))
+    if along > _MOST_BLOCKS:
         return None
-    blocks = channels, -(-outer // planes), -(-units // piece)
-    magic, shift = divider(units) if planes > 1 else (0, 0)
+    blocks = channels, along, -(-units // piece)
+    magic, shift = divider(units) if along < outer else (0, 0)
     splits = blocks[1] * blocks[2]
-    numbers = _Numbers(outer, inner, outer * inner, 0, channels, intervals, splits, kind, planes=planes)
+    numbers = _Numbers(outer, inner, outer * inner, outer // along, channels, intervals, splits, kind)
     numbers = numbers._replace(piece=piece, magic=magic, shift=shift)
     return Plan(kernel, blocks, threads, shared, splits, numbers.pack())
 
@@ -179,8 +180,6 @@ def _plan_rows(work: _Work, geometry: tuple[int, int, int], intervals: int, kind
         if whole > work.threads or (vector > 1 and inner < vector - 1):
             return None
         form, own, width = "mixed", min(2, vector), whole * max(1, min(work.threads // whole, -(-across // whole)))
-        if 2 * (work.threads // whole * whole) < work.threads:
-            width = whole
         places, staged = width * vector // inner | 1, 0
     fixed, of_thread = work.lines * places * work.table + staged, work.lines * own * work.column
     if work.table and fixed > _TABLE_BYTES and vector > 1:
@@ -193,16 +192,19 @@ def _plan_rows(work: _Work, geometry: tuple[int, int, int], intervals: int, kind
         return None
     kernel, panels = f"{work.name}_{form}_{work.dtype}_{vector}", -(-across // width)
     splits = share_out(work, panels, outer / (threads // width), gpu.slots(kernel, threads, shared))
-    of_split = min(-(-outer // min(splits, _MOST_BLOCKS)), _MOST_UNITS)
-    splits = -(-outer // of_split)
-    if splits > _MOST_BLOCKS:
-        return None
+    splits = max(min(splits, _MOST_BLOCKS), -(-outer // _MOST_UNITS))
+    of_split = outer // (splits * (threads // width))
     numbers = _Numbers(outer, inner, outer * inner, of_split, channels, intervals, splits, kind, width=width, places=places)
     return Plan(kernel, (panels, splits, 1), threads, shared, splits, numbers.pack())
 
 
 def _plan(work: _Work, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu) -> Plan | None:
     _, channels, inner = geometry
+    if (
+        channels == 1 and math.gcd(inner, _CHUNK) >= _CHUNK // 8
+    ):  # any cut will do, so blocks can walk through memory side by side
+        inner = math.gcd(inner, _CHUNK)
+        geometry = (geometry[2] // inner, 1, inner)
     if channels > 1 and inner * channels < 1 << 31 and (inner == 1 or (inner < _SMALL_PLANE and inner % work.vectors[0])):
         for vector in work.row_vectors if inner == 1 else work.vectors:
             if vector == 1 or (aligned and channels * inner % vector == 0):

@@ -88,7 +88,8 @@ def test_only_the_gradient_that_is_asked_for(wanted, device, monkeypatch):
     inputs = [torch.randn(4, 3, device=device), *unit(3, 4, device=device)]
     inputs[wanted].requires_grad_()
     asked = []
-    monkeypatch.setattr(ops, "backward", lambda *a: asked.append(a[-2:]) or torch.ops.pwlu.backward.default(*a))
+    by_kernel = ops._BY_KERNEL[ops.backward]
+    monkeypatch.setitem(ops._BY_KERNEL, ops.backward, lambda *a: asked.append(a[-2:]) or by_kernel(*a))
     function(*inputs).sum().backward()
     assert set(asked) == {(wanted == 0, wanted > 0)}
     assert [t.grad is not None for t in inputs] == [i == wanted for i in range(6)]

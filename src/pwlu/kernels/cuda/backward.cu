@@ -2,7 +2,8 @@
 // Every thread adds to columns of its own in shared memory, [line][thread]: no atomics, no bank conflicts, and the same
 // bits every time.
 
-#define BACKWARD_ROWS 4  // rows a thread works on at a time
+#define ROWS_AT_ONCE 8  // vectors of a column that a thread works on at a time
+#define MIXED_AT_ONCE 2
 
 // The gradients of one channel's parameters from its sums, by one warp. `sum(k)` returns (G, P) of line k.
 template <typename Sum>
@@ -58,12 +59,37 @@ __device__ float derivative(float x, float g, const Bounds &b, unsigned slopes, 
   return g * load(bits * stride + slopes);
 }
 
-__device__ void add(unsigned address, float g, float t) {
-  const float2 sum = load_pair(address);
-  store_pair(address, make_float2(sum.x + g, fmaf(g, t, sum.y)));
+// A vector that is not there: zeros change no sum.
+template <int W>
+__device__ void clear(float (&x)[W], float (&g)[W]) {
+#pragma unroll
+  for (int j = 0; j < W; ++j) x[j] = 0.0f, g[j] = 0.0f;
 }
 
-// Two elements whose sums may be the same one, without waiting for the first before the second is read: then the first brings both.
+// U vectors of W elements, the gradients in place of x. Element j has its own bounds and slopes (EACH), or all share the first.
+template <int U, int W, bool EACH>
+__device__ void differentiate(float (&x)[U][W], const float (&g)[U][W], const Bounds *b, const unsigned *slopes, unsigned stride,
+                              float intervals, float limit, float (&t)[U][W], unsigned (&bits)[U][W]) {
+  bool tame = true;
+#pragma unroll
+  for (int u = 0; u < U; ++u) tame = are_tame(x[u], limit) && tame;
+  if (tame) {
+#pragma unroll
+    for (int u = 0; u < U; ++u)
+#pragma unroll
+      for (int j = 0; j < W; ++j)
+        x[u][j] = derivative<false>(x[u][j], g[u][j], b[EACH ? j : 0], slopes[EACH ? j : 0], stride, intervals, t[u][j], bits[u][j]);
+  } else {
+#pragma unroll
+    for (int u = 0; u < U; ++u)
+#pragma unroll
+      for (int j = 0; j < W; ++j)
+        x[u][j] = derivative<true>(x[u][j], g[u][j], b[EACH ? j : 0], slopes[EACH ? j : 0], stride, intervals, t[u][j], bits[u][j]);
+  }
+}
+
+// Adds two elements to sums that may be the same ones, without waiting for the first before the second is read: then the first
+// brings both.
 __device__ void add_two(unsigned first, float g, float t, unsigned second, float h, float s) {
   const float2 a = load_pair(first), b = load_pair(second);
   float2 sum = make_float2(a.x + g, fmaf(g, t, a.y));
@@ -72,8 +98,26 @@ __device__ void add_two(unsigned first, float g, float t, unsigned second, float
   store_pair(first, sum);
 }
 
-// A block works on one channel. PAIRS: for many intervals, when few threads fit and each has to do more at a time.
-template <typename T, int W, bool SUMS, bool PAIRS>
+// Adds U vectors to a thread's columns; element j to columns[j] (EACH), or all to the first.
+template <int U, int W, bool EACH>
+__device__ void accumulate(const float (&g)[U][W], const float (&t)[U][W], const unsigned (&bits)[U][W], const unsigned *columns,
+                           unsigned stride) {
+#pragma unroll
+  for (int u = 0; u < U; u += 2)
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      const unsigned column = columns[EACH ? j : 0], address = bits[u][j] * stride + column;
+      if (U > 1) {
+        add_two(address, g[u][j], t[u][j], bits[(u + 1) % U][j] * stride + column, g[(u + 1) % U][j], t[(u + 1) % U][j]);
+      } else {
+        const float2 sum = load_pair(address);
+        store_pair(address, make_float2(sum.x + g[u][j], fmaf(g[u][j], t[u][j], sum.y)));
+      }
+    }
+}
+
+// A block works on one channel, a thread on U vectors at a time: more if there are so many intervals that few threads fit.
+template <typename T, int W, bool SUMS, int U>
 __device__ void backward_planes(const Arguments &a) {
   extern __shared__ float2 columns[];  // [line][thread], then the slopes
   const int lines = LINES(a.intervals), threads = blockDim.x, channel = blockIdx.x;
@@ -82,45 +126,45 @@ __device__ void backward_planes(const Arguments &a) {
   const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x);
   const Vector<T, W> *__restrict__ grad = static_cast<const Vector<T, W> *>(a.grad);
   Vector<T, W> *__restrict__ out = static_cast<Vector<T, W> *>(a.out);
-  Vector<T, W> ahead, given;  // on their way from memory while those before are worked on
-  i64 at = stretch.at(threadIdx.x);
-  if (threadIdx.x < stretch.count) ahead = x[at], given = grad[at];
+  Vector<T, W> ahead[U], given[U];  // on their way from memory while those before are worked on
+  i64 at[U];
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    at[u] = stretch.at(threadIdx.x + u * threads);
+    if (threadIdx.x + u * threads < stretch.count) ahead[u] = x[at[u]], given[u] = grad[at[u]];
+  }
   const Bounds b(a, channel);
-  const float intervals = (float)a.intervals, limit = b.limit();
   for (int k = threadIdx.x; k < lines; k += threads) slopes[k] = line(a, channel, k, b).x;
   const unsigned own = address_of(columns + threadIdx.x), stride = 8 * threads, column = lines_from(own, stride);
   if (SUMS)
     for (int k = 0; k < lines; ++k) store_pair(own + k * stride, make_float2(0.0f, 0.0f));
   __syncthreads();
   const unsigned table = lines_from(address_of(slopes), 4);
-  for (int i = threadIdx.x; i < stretch.count; i += threads) {
-    float values[W], g[W], t[W];
-    unsigned k[W];
-    ahead.decode(values);
-    given.decode(g);
-    const i64 here = at;
-    if (i + threads < stretch.count) {
-      at = stretch.at(i + threads);
-      ahead = x[at], given = grad[at];
-    }
-    if (are_tame(values, limit)) {
+  const float intervals = (float)a.intervals, limit = b.limit();
+  for (int i = threadIdx.x; i < stretch.count; i += U * threads) {
+    float values[U][W], g[U][W], t[U][W];
+    unsigned bits[U][W];
+    i64 here[U];
 #pragma unroll
-      for (int j = 0; j < W; ++j) values[j] = derivative<false>(values[j], g[j], b, table, 4, intervals, t[j], k[j]);
-    } else {
-#pragma unroll
-      for (int j = 0; j < W; ++j) values[j] = derivative<true>(values[j], g[j], b, table, 4, intervals, t[j], k[j]);
-    }
-    Vector<T, W> result;
-    result.encode(values);
-    out[here] = result;
-    if (SUMS) {
-#pragma unroll
-      for (int j = 0; j < W; j += PAIRS ? 2 : 1) {
-        const unsigned address = k[j] * stride + column;
-        if (PAIRS && j + 1 < W) add_two(address, g[j], t[j], k[j + 1] * stride + column, g[j + 1], t[j + 1]);
-        else add(address, g[j], t[j]);
+    for (int u = 0; u < U; ++u) {
+      ahead[u].decode(values[u]);
+      given[u].decode(g[u]);
+      here[u] = at[u];
+      if (u > 0 && i + u * threads >= stretch.count) clear(values[u], g[u]);
+      const int next = i + (U + u) * threads;
+      if (next < stretch.count) {
+        at[u] = stretch.at(next);
+        ahead[u] = x[at[u]], given[u] = grad[at[u]];
       }
     }
+    differentiate<U, W, false>(values, g, &b, &table, 4, intervals, limit, t, bits);
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      Vector<T, W> result;
+      result.encode(values[u]);
+      if (u == 0 || i + u * threads < stretch.count) out[here[u]] = result;
+    }
+    if (SUMS) accumulate<U, W, false>(g, t, bits, &column, stride);
   }
   if (!SUMS) return;
   __syncthreads();
@@ -143,6 +187,7 @@ __device__ void backward_planes(const Arguments &a) {
 // A block works on a panel of a row's vectors, over some rows; a thread on one vector of each, with a column for every channel of it.
 template <typename T, int W, bool SUMS, bool MIXED>
 __device__ void backward_rows(const Arguments &a) {
+  constexpr int U = MIXED ? MIXED_AT_ONCE : ROWS_AT_ONCE;
   constexpr int OWN = MIXED ? (W > 1 ? 2 : 1) : W;  // columns of a thread
   extern __shared__ float2 columns[];                // [line][own column][thread], then the slopes, [line][place]
   const int lines = LINES(a.intervals), threads = blockDim.x;
@@ -152,9 +197,9 @@ __device__ void backward_rows(const Arguments &a) {
   const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x) + panel.start;
   const Vector<T, W> *__restrict__ grad = static_cast<const Vector<T, W> *>(a.grad) + panel.start;
   Vector<T, W> *__restrict__ out = static_cast<Vector<T, W> *>(a.out) + panel.start;
-  Vector<T, W> ahead[BACKWARD_ROWS], given[BACKWARD_ROWS];
+  Vector<T, W> ahead[U], given[U];
 #pragma unroll
-  for (int u = 0; u < BACKWARD_ROWS; ++u)
+  for (int u = 0; u < U; ++u)
     if (u < panel.count) ahead[u] = x[u * stride], given[u] = grad[u * stride];
 
   float *slopes = reinterpret_cast<float *>(columns + (SUMS ? lines * OWN * threads : 0));
@@ -179,52 +224,26 @@ __device__ void backward_rows(const Arguments &a) {
     table[j] = lines_from(address_of(slopes + panel.place[j]), line_bytes);
   }
   const float intervals = (float)a.intervals;
-  for (int i = 0; i < panel.count; i += BACKWARD_ROWS) {
-    float values[BACKWARD_ROWS][W], g[BACKWARD_ROWS][W], t[BACKWARD_ROWS][W];
-    unsigned k[BACKWARD_ROWS][W];
-    x += BACKWARD_ROWS * stride, grad += BACKWARD_ROWS * stride;
-    bool tame = true;
+  for (int i = 0; i < panel.count; i += U) {
+    float values[U][W], g[U][W], t[U][W];
+    unsigned bits[U][W];
+    x += U * stride, grad += U * stride;
 #pragma unroll
-    for (int u = 0; u < BACKWARD_ROWS; ++u) {
+    for (int u = 0; u < U; ++u) {
       ahead[u].decode(values[u]);
       given[u].decode(g[u]);
-      if (u > 0 && i + u >= panel.count) {  // no such row: zeros change no sum
-#pragma unroll
-        for (int j = 0; j < W; ++j) values[u][j] = 0.0f, g[u][j] = 0.0f;
-      }
-      if (i + BACKWARD_ROWS + u < panel.count) ahead[u] = x[u * stride], given[u] = grad[u * stride];
-      tame = tame && are_tame(values[u], limit);
+      if (u > 0 && i + u >= panel.count) clear(values[u], g[u]);
+      if (i + U + u < panel.count) ahead[u] = x[u * stride], given[u] = grad[u * stride];
     }
-    if (tame) {
+    differentiate<U, W, true>(values, g, b, table, line_bytes, intervals, limit, t, bits);
 #pragma unroll
-      for (int u = 0; u < BACKWARD_ROWS; ++u)
-#pragma unroll
-        for (int j = 0; j < W; ++j)
-          values[u][j] = derivative<false>(values[u][j], g[u][j], b[j], table[j], line_bytes, intervals, t[u][j],
-                                           k[u][j]);
-    } else {
-#pragma unroll
-      for (int u = 0; u < BACKWARD_ROWS; ++u)
-#pragma unroll
-        for (int j = 0; j < W; ++j)
-          values[u][j] = derivative<true>(values[u][j], g[u][j], b[j], table[j], line_bytes, intervals, t[u][j],
-                                          k[u][j]);
-    }
-#pragma unroll
-    for (int u = 0; u < BACKWARD_ROWS; ++u) {
+    for (int u = 0; u < U; ++u) {
       Vector<T, W> result;
       result.encode(values[u]);
       if (u == 0 || i + u < panel.count) out[u * stride] = result;
     }
-    if (SUMS) {
-#pragma unroll
-      for (int u = 0; u < BACKWARD_ROWS; u += 2)
-#pragma unroll
-        for (int j = 0; j < W; ++j)
-          add_two(k[u][j] * column_bytes + column[j], g[u][j], t[u][j], k[u + 1][j] * column_bytes + column[j], g[u + 1][j],
-                  t[u + 1][j]);
-    }
-    out += BACKWARD_ROWS * stride;
+    out += U * stride;
+    if (SUMS) accumulate<U, W, true>(g, t, bits, column, column_bytes);
   }
   if (!SUMS) return;
   __syncthreads();

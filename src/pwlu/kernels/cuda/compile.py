@@ -12,10 +12,16 @@ from pwlu.kernels import build
 SOURCES = ("element.cuh", "map.cu", "backward.cu", "finish.cu")
 TYPES = {"float32": "float", "bfloat16": "Bfloat16", "float16": "Float16"}
 
-# Elements a thread reads at once, most first. Backward in rows needs shared memory for every one of them.
-VECTORS = {"float32": (4, 1), "bfloat16": (8, 4, 1), "float16": (8, 4, 1)}
-ROW_VECTORS = {"float32": (2, 1), "bfloat16": (4, 2, 1), "float16": (4, 2, 1)}
+# Elements a thread reads at once, most first, for maps and for backward. Backward in rows needs shared memory for each of them.
+VECTORS = {
+    "planes": {"float32": (4, 1), "bfloat16": (8, 4, 1), "float16": (8, 4, 1)},
+    "rows": {"float32": (4, 2, 1), "bfloat16": (4, 2, 1), "float16": (4, 2, 1)},
+    "mixed": {"float32": (4, 1), "bfloat16": (4, 1), "float16": (4, 1)},
+}
+BACKWARD_VECTORS = VECTORS | {"rows": {"float32": (2, 1), "bfloat16": (4, 2, 1), "float16": (4, 2, 1)}}
+MANY_AT_ONCE = 4  # vectors a thread of backward_many_planes works on at a time
 MAPS = {"forward": "FORWARD", "lookup": "LOOKUP", "observe": "FORWARD | MOMENTS", "moments": "MOMENTS"}
+BACKWARDS = (("backward", "true", 1), ("backward_many", "true", MANY_AT_ONCE), ("backward_input", "false", 1))
 FORMS = {"planes": ("planes", ""), "rows": ("rows", ", false"), "mixed": ("rows", ", true")}
 MAP_THREADS, BACKWARD_THREADS, FINISH_THREADS = 256, 128, 512
 
@@ -41,21 +47,18 @@ def functions() -> dict[str, Function]:
     """Every kernel there is, by name: ``{operation}_{planes|rows}_{dtype}_{elements at once}``."""
     found = [Function(f"finish_{what}", f"reduce_{what}", FINISH_THREADS) for what in ("gradients", "moments")]
     for dtype, of_c in TYPES.items():
-        for width in VECTORS[dtype]:
-            for what, kind in MAPS.items():
-                for form, rest in FORMS.items():
-                    template = f"map_{rest[0]}<{of_c}, {width}, {kind}{rest[1]}>"
+        for form, (template, last) in FORMS.items():
+            for width in VECTORS[form][dtype]:
+                for what, kind in MAPS.items():
+                    of_template = f"map_{template}<{of_c}, {width}, {kind}{last}>"
                     resident = "RESIDENT_THREADS" if form == "planes" and what in ("forward", "lookup") else "1"
-                    found.append(Function(f"{what}_{form}_{dtype}_{width}", template, MAP_THREADS, resident))
-        for what, sums in (("backward", "true"), ("backward_input", "false")):
-            for form, rest in FORMS.items():
-                for width in (ROW_VECTORS if form == "rows" else VECTORS)[dtype]:
-                    template = f"backward_{rest[0]}<{of_c}, {width}, {sums}{rest[1] or ', false'}>"
-                    resident = "1024" if form == "planes" else "1"
-                    found.append(Function(f"{what}_{form}_{dtype}_{width}", template, BACKWARD_THREADS, resident))
-        for width in VECTORS[dtype]:
-            template = f"backward_planes<{of_c}, {width}, true, true>"
-            found.append(Function(f"backward_pairs_planes_{dtype}_{width}", template, BACKWARD_THREADS))
+                    found.append(Function(f"{what}_{form}_{dtype}_{width}", of_template, MAP_THREADS, resident))
+            for width in BACKWARD_VECTORS[form][dtype]:
+                for what, sums, at_once in BACKWARDS:
+                    if form == "planes" or at_once == 1:
+                        of_template = f"backward_{template}<{of_c}, {width}, {sums}{last or f', {at_once}'}>"
+                        resident = "1024" if form == "planes" and at_once == 1 else "1"
+                        found.append(Function(f"{what}_{form}_{dtype}_{width}", of_template, BACKWARD_THREADS, resident))
     return {function.name: function for function in found}
 
 

@@ -306,9 +306,10 @@ template <int W, bool MIXED, typename Put>
 __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel, float *room, const Put &put) {
   const int n = a.intervals;
   if (MIXED) {
-    for (int c = threadIdx.x / 32; c < panel.channels; c += blockDim.x / 32) {
-      const Bounds b(a, panel.first_channel + c);
-      for (int k = threadIdx.x % 32; k < LINES(n); k += 32) put(k, c, line(a, panel.first_channel + c, k, b));
+#pragma unroll 4
+    for (int i = threadIdx.x; i < panel.channels * LINES(n); i += blockDim.x) {
+      const int c = i / LINES(n), channel = panel.first_channel + c;
+      put(i % LINES(n), c, line(a, channel, i % LINES(n), Bounds(a, channel)));
     }
     return;
   }

@@ -1,7 +1,8 @@
 // What maps x to y, collecting moments on the way if asked to: forward, lookup, moments, observe.
 
 enum Kind { FORWARD = 1, LOOKUP = 2, MOMENTS = 4 };
-#define MAP_ROWS 4  // rows a thread works on at a time
+#define MAP_ROWS_AT_ONCE 8  // vectors of a column that a thread works on at a time
+#define MAP_MIXED_AT_ONCE 4
 
 // Count, mean and sum of squared deviations of some of a channel's elements.
 struct Moments {
@@ -143,14 +144,15 @@ __device__ void map_planes(const Arguments &a) {
 // A block works on a panel of a row's vectors, over some rows; a thread on one vector of each.
 template <typename T, int W, int KIND, bool MIXED>
 __device__ void map_rows(const Arguments &a) {
+  constexpr int U = MIXED ? MAP_MIXED_AT_ONCE : MAP_ROWS_AT_ONCE;
   extern __shared__ float2 table[];  // [line][place], then room for heights; later, moments
   const Panel<W, MIXED> panel(a);
   const i64 stride = panel.stride;
   const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x) + panel.start;
   Vector<T, W> *__restrict__ y = static_cast<Vector<T, W> *>(a.out) + panel.start;
-  Vector<T, W> ahead[MAP_ROWS];
+  Vector<T, W> ahead[U];
 #pragma unroll
-  for (int u = 0; u < MAP_ROWS; ++u)
+  for (int u = 0; u < U; ++u)
     if (u < panel.count) ahead[u] = x[u * stride];
   Bounds b[W];
   float limit = 1e30f;
@@ -194,16 +196,16 @@ __device__ void map_rows(const Arguments &a) {
   }
   const float intervals = (float)a.intervals;
   const unsigned stride_of_lines = 8 * panel.places, lines = lines_from(address_of(table), stride_of_lines);
-  for (int i = 0; i < panel.count; i += MAP_ROWS) {
-    Vector<T, W> now[MAP_ROWS];
-    x += MAP_ROWS * stride;
+  for (int i = 0; i < panel.count; i += U) {
+    Vector<T, W> now[U];
+    x += U * stride;
 #pragma unroll
-    for (int u = 0; u < MAP_ROWS; ++u) {
+    for (int u = 0; u < U; ++u) {
       now[u] = ahead[u];
-      if (i + MAP_ROWS + u < panel.count) ahead[u] = x[u * stride];
+      if (i + U + u < panel.count) ahead[u] = x[u * stride];
     }
 #pragma unroll
-    for (int u = 0; u < MAP_ROWS; ++u) {
+    for (int u = 0; u < U; ++u) {
       const bool valid = u == 0 || i + u < panel.count;
       float values[W];
       now[u].decode(values);
@@ -227,7 +229,7 @@ __device__ void map_rows(const Arguments &a) {
         if (valid) y[u * stride] = result;
       }
     }
-    y += MAP_ROWS * stride;
+    y += U * stride;
   }
   if (KIND & MOMENTS) {
     Moments *of_threads = reinterpret_cast<Moments *>(table);  // [j][thread]

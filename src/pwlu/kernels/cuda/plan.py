@@ -20,7 +20,8 @@ _MOST_UNITS = 1 << 30  # a block counts in 32 bits
 _MOST_BLOCKS = 65535  # along y and z
 _BLOCK_RESERVE = 1024  # bytes of shared memory that the system keeps for every block
 _MAP_STEPS = 16  # vectors a thread of a map takes when there is enough work for everyone
-_TABLE_BYTES = 48 << 10  # for the tables of a panel
+_TABLE_BYTES = 56 << 10  # for the tables of a panel
+_COLUMN_BYTES = 1100  # for the columns of a thread
 _PANEL_OVERHEAD = 8.0  # steps it takes to fill the tables of a panel
 _PANEL = 32  # PANEL in element.cuh
 _MANY_INTERVALS = 40  # from here on few threads fit into shared memory, and each works on two elements at a time
@@ -92,8 +93,7 @@ class _Work(NamedTuple):
 
     name: str
     dtype: str
-    vectors: tuple[int, ...]
-    row_vectors: tuple[int, ...]
+    vectors: dict[str, dict[str, tuple[int, ...]]]
     threads: int
     lines: int
     table: int  # bytes of a table's entry; 0: no table
@@ -149,7 +149,7 @@ def _plan_planes(work: _Work, geometry: tuple[int, int, int], intervals: int, ki
         return None
     while threads > 32 and 2 * outer * units <= threads:
         threads //= 2
-    name = f"{work.name}_pairs" if work.column and intervals >= _MANY_INTERVALS else work.name
+    name = f"{work.name}_many" if work.column and intervals >= _MANY_INTERVALS else work.name
     kernel, shared = f"{name}_planes_{work.dtype}_{vector}", fixed + threads * of_thread
     splits = share_out(work, channels, outer * units / threads, gpu.slots(kernel, threads, shared))
     along = min(splits, outer, _MOST_BLOCKS)
@@ -182,7 +182,7 @@ def _plan_rows(work: _Work, geometry: tuple[int, int, int], intervals: int, kind
         form, own, width = "mixed", min(2, vector), whole * max(1, min(work.threads // whole, -(-across // whole)))
         places, staged = width * vector // inner | 1, 0
     fixed, of_thread = work.lines * places * work.table + staged, work.lines * own * work.column
-    if work.table and fixed > _TABLE_BYTES and vector > 1:
+    if vector > 1 and (fixed > _TABLE_BYTES or of_thread > _COLUMN_BYTES):
         return None
     threads = _fitting(work, gpu, fixed, of_thread) if inner == 1 else work.threads
     if threads is None or threads < width:
@@ -205,25 +205,30 @@ def _plan(work: _Work, geometry: tuple[int, int, int], intervals: int, kind: int
     ):  # any cut will do, so blocks can walk through memory side by side
         inner = math.gcd(inner, _CHUNK)
         geometry = (geometry[2] // inner, 1, inner)
-    if channels > 1 and inner * channels < 1 << 31 and (inner == 1 or (inner < _SMALL_PLANE and inner % work.vectors[0])):
-        for vector in work.row_vectors if inner == 1 else work.vectors:
-            if vector == 1 or (aligned and channels * inner % vector == 0):
-                found = _plan_rows(work, geometry, intervals, kind, vector, gpu)
+    vector = _widest(work, "planes", inner, aligned)
+    if channels > 1 and inner * channels < 1 << 31 and (inner == 1 or (inner < _SMALL_PLANE and vector == 1)):
+        form = "rows" if inner == 1 else "mixed"
+        for narrower in work.vectors[form][work.dtype]:
+            if narrower == 1 or (aligned and channels * inner % narrower == 0):
+                found = _plan_rows(work, geometry, intervals, kind, narrower, gpu)
                 if found is not None:
                     return found
-    vector = next(v for v in work.vectors if v == 1 or (aligned and inner % v == 0))
     return _plan_planes(work, geometry, intervals, kind, vector, gpu)
+
+
+def _widest(work: _Work, form: str, length: int, aligned: bool) -> int:
+    return next(v for v in work.vectors[form][work.dtype] if v == 1 or (aligned and length % v == 0))
 
 
 def plan_map(
     what: str, dtype: str, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu
 ) -> Plan | None:
     """forward, lookup, moments, or observe (forward with moments); None if N is too large for the device."""
-    vectors, moments, has_table = kernels.VECTORS[dtype], what in ("observe", "moments"), what != "moments"
+    moments, has_table = what in ("observe", "moments"), what != "moments"
     lines = intervals + (2 if what == "lookup" else 3)
     sizes = (lines, 8 if has_table else 0, 4 if has_table else 0, 0, 12 if moments else 0)
     costs = (4.0, 1e9, 0.0) if moments else (2.0, _MAP_STEPS, 0.0)
-    work = _Work(what, dtype, vectors, vectors, kernels.MAP_THREADS, *sizes, *costs)
+    work = _Work(what, dtype, kernels.VECTORS, kernels.MAP_THREADS, *sizes, *costs)
     return _plan(work, geometry, intervals, kind, aligned, gpu)
 
 
@@ -231,11 +236,11 @@ def plan_backward(
     sums: bool, dtype: str, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu
 ) -> Plan | None:
     """The gradient of x and, with sums, those of the parameters; None if N is too large for the device."""
-    vectors, lines = kernels.VECTORS[dtype], intervals + 3
+    lines = intervals + 3
     sizes = (lines, 4, 0 if sums else 4, 8 if sums else 0, 0)
-    costs = (lines / vectors[0], 1e9, 2.0) if sums else (2.0, _MAP_STEPS, 0.0)
+    costs = (lines / 8, 1e9, 2.0) if sums else (2.0, _MAP_STEPS, 0.0)
     name = "backward" if sums else "backward_input"
-    work = _Work(name, dtype, vectors, kernels.ROW_VECTORS[dtype], kernels.BACKWARD_THREADS, *sizes, *costs)
+    work = _Work(name, dtype, kernels.BACKWARD_VECTORS, kernels.BACKWARD_THREADS, *sizes, *costs)
     return _plan(work, geometry, intervals, kind, aligned, gpu)
 
 

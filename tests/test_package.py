@@ -22,17 +22,22 @@ ALLOWED = {
     "version": set(),
     "reference": set(),
     "kernels.build": set(),
-    "kernels.cpu": {"kernels.build"},
-    "ops": {"reference", "kernels.cpu"},
+    "kernels.layout": set(),
+    "kernels.cpu": {"kernels.build", "kernels.layout"},
+    "kernels.cuda.compile": {"kernels.build"},
+    "kernels.cuda.plan": {"kernels.cuda.compile"},
+    "kernels.cuda.driver": {"kernels.cuda.compile", "kernels.cuda.plan"},
+    "kernels.cuda": {"kernels.layout", "kernels.cuda.compile", "kernels.cuda.driver", "kernels.cuda.plan"},
+    "ops": {"reference", "kernels.cpu", "kernels.cuda"},
     "functional": {"ops"},
     "starts": set(),
     "module": {"functional", "reference", "starts"},
     "fuse": {"functional", "ops", "reference", "module"},
     "cli": {"version"},
-    "cli.info": {"kernels.cpu", "version"},
+    "cli.info": {"kernels.build", "kernels.cpu", "kernels.cuda", "version"},
     "kernels": set(),
     "__main__": {"cli"},
-    "": {"functional", "reference", "fuse", "module", "version"},
+    "": {"functional", "ops", "reference", "fuse", "module", "version"},
 }
 
 
@@ -76,7 +81,7 @@ def test_import_needs_torch_alone():
 
 
 def test_public_names():
-    assert set(pwlu.__all__) == {"PWLU", "FusedPWLU", "__version__", "functional", "fuse_", "reference"}
+    assert set(pwlu.__all__) == {"PWLU", "FusedPWLU", "__version__", "functional", "fuse_", "reference", "warm_up"}
     assert all(hasattr(pwlu, name) for name in pwlu.__all__)
 
 
@@ -200,7 +205,7 @@ def test_wheel(compiler, tmp_path):
     for item in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         (tmp_path / item).write_bytes((ROOT / item).read_bytes())
     for path in SOURCE.rglob("*"):
-        if path.suffix in (".py", ".c", ".typed"):
+        if path.suffix in (".py", ".c", ".cu", ".cuh", ".typed"):
             copy = tmp_path / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(path.read_bytes())
@@ -210,7 +215,7 @@ def test_wheel(compiler, tmp_path):
     assert not done.returncode, done.stdout + done.stderr
     (wheel,) = (tmp_path / "dist").iterdir()
     names = zipfile.ZipFile(wheel).namelist()
-    assert "pwlu/kernels/cpu.c" in names
+    assert {"pwlu/kernels/cpu.c", "pwlu/kernels/cuda/element.cuh", "pwlu/kernels/cuda/finish.cu"} <= set(names)
     assert "pwlu/py.typed" in names
     assert "-py3-none-" in wheel.name
     built = {n for n in names if "_cpu_" in n}

@@ -39,7 +39,7 @@ def pwlu(
     """
     if not torch.jit.is_tracing():  # sizes are then tensors, and comparing them would be recorded
         check(x, left, right, heights, left_slope, right_slope, channel_dim)
-    return ops.forward(x, left, right, heights, left_slope, right_slope, channel_dim)
+    return ops.pwlu(x, left, right, heights, left_slope, right_slope, channel_dim)
 
 
 # What fx.symbolic_trace records is the call itself; the checks below need real shapes.
@@ -55,13 +55,14 @@ def check(
         raise ValueError(
             f"pwlu: heights must have the shape (channels, intervals + 1) with at least 1 interval, not {tuple(heights.shape)}"
         )
-    channels = heights.shape[0]
+    channels, device = heights.shape[0], x.device
     for name, parameter in (("left", left), ("right", right), ("left_slope", left_slope), ("right_slope", right_slope)):
         if parameter.shape != (channels,):
             raise ValueError(
                 f"pwlu: {name} must have the shape ({channels},), one a row of heights, not {tuple(parameter.shape)}"
             )
-        check_device(name, parameter, x)
+        if parameter.device != device:
+            check_device(name, parameter, x)
         if parameter.dtype not in _FLOATS:
             raise TypeError(f"pwlu: {name} must be of a floating-point type (float32, say), not {parameter.dtype}")
     check_device("heights", heights, x)

@@ -157,28 +157,22 @@ def _wanted(tensors: Sequence[Any]) -> bool:
     return False
 
 
-def _plain(arguments: Sequence[Any]) -> bool:
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def _plain(x: Tensor, others: Sequence[Any]) -> bool:
     """Whether nothing but a kernel could have a say: no mode, no subclass of Tensor, no lazy negation."""
-    if torch._C._len_torch_dispatch_stack():
+    if torch._C._len_torch_dispatch_stack() or not (x.is_cuda or x.is_cpu) or x.layout is not torch.strided:
         return False
-    for argument in arguments:
-        if isinstance(argument, Tensor) and (
-            type(argument) not in _PLAIN_TYPES
-            or not (argument.is_cuda or argument.is_cpu)
-            or argument.layout is not torch.strided
-            or argument.is_neg()
-        ):
+    for argument in (x, *others):
+        if isinstance(argument, Tensor) and (type(argument) not in _PLAIN_TYPES or argument.is_neg()):
             return False
     return True
 
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-
-
 def _below_autograd(operator: Callable[..., Any], *arguments: Any) -> Any:
-    """The operator without derivatives; where possible without a second way through the dispatcher, which takes a third of a
-    call on a small tensor."""
-    if _plain(arguments):
+    """The operator without derivatives; where possible without a second way through the dispatcher."""
+    if _plain(arguments[0], arguments[1:]):
         return _BY_KERNEL[operator](*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
@@ -205,6 +199,26 @@ class _Forward(torch.autograd.Function):
         # gradients are enabled here only if a second derivative is wanted; else the way through Autograd is saved
         grads = backward(*arguments) if torch.is_grad_enabled() else _below_autograd(backward, *arguments)
         return (*(g if need else None for g, need in zip(grads, (need_input, *needs), strict=True)), None)
+
+
+class _DirectForward(_Forward):
+    """The same for arguments that are known to be plain."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *inputs, ctx.channel_dim = arguments
+        ctx.save_for_backward(*inputs)
+        return _kernel_forward(*arguments)
+
+
+def pwlu(x: Tensor, *rest: Any) -> Tensor:
+    """``torch.ops.pwlu.forward``, by a short way where no one but autograd and a kernel takes part.
+
+    The dispatcher would take a quarter of a step of training on a small tensor (benchmarks/overhead.py).
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _transformed() or not _plain(x, rest):
+        return forward(x, *rest)
+    return _DirectForward.apply(x, *rest) if _wanted((x, *rest)) else _kernel_forward(x, *rest)
 
 
 class _Observe(torch.autograd.Function):
@@ -271,15 +285,29 @@ def _autograd_moments(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _autograd_observe(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     if _transformed():
-        *parameters, channel_dim = rest
-        still = [p.detach() for p in parameters]
-        return (reference.forward(x, *still, channel_dim), *_default_moments(x.detach(), still[0].shape[0], channel_dim))
+        arguments = (x, *(p.detach() for p in rest[:-1]), rest[-1])
+        return (reference.forward(*arguments), *_default_moments(x.detach(), rest[0].shape[0], rest[-1]))
     if _wanted((x, *rest)):
         return _Observe.apply(x, *rest)
     return _below_autograd(observe, x, *rest)
 
 
-_BY_KERNEL = {
+def warm_up(device: torch.device | str = "cuda", dtypes: Sequence[torch.dtype] = (torch.float32,)) -> int:
+    """Compile and load now what the first calls on that device would; return the number of kernels.
+
+    Worth it before a CUDA graph is captured, where nothing can be loaded, and before timing anything. The first time on a
+    machine takes about ten seconds for each type of x; later, kernels come from the cache. 0 means that plain torch serves the
+    device: `pwlu info` says why.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        from pwlu.kernels import cuda
+
+        return cuda.warm_up(torch.cuda.current_device() if device.index is None else device.index, tuple(dtypes))
+    return int(device.type == "cpu" and _kernel(torch.empty(0, device=device)) is not None)
+
+
+_BY_KERNEL: dict[Any, Callable[..., Any]] = {
     forward: _kernel_forward,
     backward: _kernel_backward,
     lookup: _kernel_lookup,

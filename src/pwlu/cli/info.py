@@ -6,15 +6,15 @@ import platform
 
 import torch
 
-from pwlu.kernels import cpu
+from pwlu.kernels import build, cpu, cuda
 from pwlu.version import __version__
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """None beyond --help."""
     parser.epilog = (
-        "Environment: PWLU_CPU_KERNEL=avx512|avx2|portable|reference chooses the CPU's code by name (an error if it is "
-        "missing); PWLU_CACHE is the folder for kernels that are built on first use; CC is the C compiler."
+        "Environment: PWLU_CPU_KERNEL=avx512|avx2|portable|reference and PWLU_CUDA_KERNEL=cuda|reference choose the code by "
+        "name (an error if it cannot run); PWLU_CACHE is the folder for kernels built on first use; CC is the C compiler."
     )
 
 
@@ -26,7 +26,8 @@ def run(_options: argparse.Namespace) -> int:
         ("python", f"{platform.python_version()}, {platform.platform()}"),
         ("processor", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
         ("CPU", _cpu()),
-        *((name, "plain torch (pwlu.reference): pwlu has no kernel for this device yet") for name in _accelerators()),
+        *((f"cuda:{i}", _cuda(i)) for i in range(torch.cuda.device_count())),
+        *((name, "plain torch (pwlu.reference): pwlu has no kernel for this device") for name in _others()),
     ]
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
@@ -45,10 +46,17 @@ def _cpu() -> str:
     return f"plain torch (pwlu.reference), many times slower ({why}); for the fast kernel {remedy}, then start again"
 
 
-def _accelerators() -> list[str]:
-    found = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available():
-        found.append("mps")
-    if hasattr(torch, "xpu") and torch.xpu.is_available():
-        found.append("xpu")
-    return found
+def _cuda(index: int) -> str:
+    name = torch.cuda.get_device_name(index)
+    try:
+        kernel, why = cuda.choose(index)
+    except OSError as error:
+        return f"{name}, none: {error}"
+    if kernel is None:
+        return f"{name}, plain torch (pwlu.reference), many times slower: {why}"
+    return f"{name}, CUDA kernels for {kernel.processor.architecture} ({why}, kept in {build.cache_folder() / 'cuda'})"
+
+
+def _others() -> list[str]:
+    found = ["mps"] if torch.backends.mps.is_available() else []
+    return [*found, "xpu"] if hasattr(torch, "xpu") and torch.xpu.is_available() else found

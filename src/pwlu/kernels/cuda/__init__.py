@@ -226,6 +226,8 @@ def kernel(index: int) -> Kernel | None:
 
 def warm_up(index: int, dtypes: tuple[torch.dtype, ...]) -> int:
     """Compile and load all kernels for these types; return how many there are."""
+    if unknown := [dtype for dtype in dtypes if dtype not in _NAMES]:
+        raise TypeError(f"pwlu: there are CUDA kernels for float32, bfloat16 and float16, not for {unknown[0]}")
     chosen = kernel(index)
     if chosen is None:
         return 0

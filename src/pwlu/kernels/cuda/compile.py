@@ -9,21 +9,23 @@ from typing import Any, NamedTuple
 
 from pwlu.kernels import build
 
-SOURCES = ("element.cuh", "map.cu", "backward.cu", "finish.cu")
+SOURCES = ("element.cuh", "share.cuh", "map.cu", "backward.cu", "finish.cu")
 TYPES = {"float32": "float", "bfloat16": "Bfloat16", "float16": "Float16"}
 
 # Elements a thread reads at once, most first, for maps and for backward. Backward in rows needs shared memory for each of them.
-VECTORS = {
+VECTORS: dict[str, dict[str, tuple[int, ...]]] = {
     "planes": {"float32": (4, 1), "bfloat16": (8, 4, 1), "float16": (8, 4, 1)},
     "rows": {"float32": (4, 2, 1), "bfloat16": (4, 2, 1), "float16": (4, 2, 1)},
     "mixed": {"float32": (4, 1), "bfloat16": (4, 1), "float16": (4, 1)},
 }
-BACKWARD_VECTORS = VECTORS | {"rows": {"float32": (2, 1), "bfloat16": (4, 2, 1), "float16": (4, 2, 1)}}
+BACKWARD_VECTORS: dict[str, dict[str, tuple[int, ...]]] = VECTORS | {
+    "rows": {"float32": (2, 1), "bfloat16": (4, 2, 1), "float16": (4, 2, 1)}
+}
 MANY_AT_ONCE = 4  # vectors a thread of backward_many_planes works on at a time
 MAPS = {"forward": "FORWARD", "lookup": "LOOKUP", "observe": "FORWARD | MOMENTS", "moments": "MOMENTS"}
 BACKWARDS = (("backward", "true", 1), ("backward_many", "true", MANY_AT_ONCE), ("backward_input", "false", 1))
 FORMS = {"planes": ("planes", ""), "rows": ("rows", ", false"), "mixed": ("rows", ", true")}
-MAP_THREADS, BACKWARD_THREADS, FINISH_THREADS = 256, 128, 512
+MAP_THREADS, BACKWARD_THREADS, MIXED_THREADS, FINISH_THREADS = 256, 128, 256, 512
 
 _OWN_CACHE_SIZE = 64 << 20
 
@@ -51,14 +53,15 @@ def functions() -> dict[str, Function]:
             for width in VECTORS[form][dtype]:
                 for what, kind in MAPS.items():
                     of_template = f"map_{template}<{of_c}, {width}, {kind}{last}>"
-                    resident = "RESIDENT_THREADS" if form == "planes" and what in ("forward", "lookup") else "1"
+                    resident = {"moments": "1", "observe": "1536"}.get(what, "RESIDENT_THREADS") if form == "planes" else "1"
                     found.append(Function(f"{what}_{form}_{dtype}_{width}", of_template, MAP_THREADS, resident))
             for width in BACKWARD_VECTORS[form][dtype]:
                 for what, sums, at_once in BACKWARDS:
                     if form == "planes" or at_once == 1:
                         of_template = f"backward_{template}<{of_c}, {width}, {sums}{last or f', {at_once}'}>"
                         resident = "1024" if form == "planes" and at_once == 1 else "1"
-                        found.append(Function(f"{what}_{form}_{dtype}_{width}", of_template, BACKWARD_THREADS, resident))
+                        threads = MIXED_THREADS if form == "mixed" else BACKWARD_THREADS
+                        found.append(Function(f"{what}_{form}_{dtype}_{width}", of_template, threads, resident))
     return {function.name: function for function in found}
 
 

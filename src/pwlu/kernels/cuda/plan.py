@@ -3,8 +3,8 @@
 Plans follow from shapes and the device alone, so the same call gives the same bits. Nothing here touches a GPU. A tensor is
 (outer, channels, inner) in memory order; there are three forms:
 
-    planes   inner is large (NCHW, or one channel for everything): a block takes one channel, and of it some planes, or a piece of
-             each; vectors do not cross planes
+    planes   inner is large (NCHW, or one channel for everything): a block takes one channel, and of it some planes, or pieces
+             of them; vectors do not cross planes
     rows     inner is 1 (channels_last, (B, T, C)): a block takes a panel of channels and some rows
     mixed    inner is small or odd (7 x 7): as rows, but neighbours may share a channel
 """
@@ -26,6 +26,7 @@ _PANEL_OVERHEAD = 8.0  # steps it takes to fill the tables of a panel
 _PANEL = 32  # PANEL in element.cuh
 _MANY_INTERVALS = 40  # from here on few threads fit into shared memory, and each works on two elements at a time
 _CHUNK = 8192  # elements of one channel that a block takes before it goes on
+_ELEMENTS_OF_THREAD = 8  # a thread should have at least, before it reads several at once
 _SMALL_PLANE = 1024  # elements; mixed below, if vectors do not fit
 
 
@@ -33,7 +34,7 @@ class Processor(NamedTuple):
     """What a plan has to know of a GPU."""
 
     architecture: str
-    count: int  # of multiprocessors
+    multiprocessors: int
     threads: int  # each
     shared: int  # bytes of shared memory, each
     shared_of_block: int
@@ -47,7 +48,7 @@ class Gpu(NamedTuple):
 
     def slots(self, kernel: str, threads: int, shared: int) -> int:
         """Blocks of that kind that the GPU runs at a time."""
-        return max(1, self.resident(kernel, threads, shared)) * self.processor.count
+        return max(1, self.resident(kernel, threads, shared)) * self.processor.multiprocessors
 
 
 class Plan(NamedTuple):
@@ -176,6 +177,7 @@ def _plan_rows(work: _Work, geometry: tuple[int, int, int], intervals: int, kind
         places = vector * _PANEL
         staged = width * vector * ((intervals + 2) | 1) * work.staging
     else:
+        work = work._replace(threads=kernels.MIXED_THREADS)
         whole = math.lcm(inner, vector) // vector  # vectors of the fewest channels that begin and end with one
         if whole > work.threads or (vector > 1 and inner < vector - 1):
             return None
@@ -184,6 +186,12 @@ def _plan_rows(work: _Work, geometry: tuple[int, int, int], intervals: int, kind
     fixed, of_thread = work.lines * places * work.table + staged, work.lines * own * work.column
     if vector > 1 and (fixed > _TABLE_BYTES or of_thread > _COLUMN_BYTES):
         return None
+    if (
+        inner == 1
+        and vector > 1
+        and outer * channels < _ELEMENTS_OF_THREAD * gpu.processor.multiprocessors * gpu.processor.threads
+    ):
+        return None  # more threads, with one element each, fill their tables sooner
     threads = _fitting(work, gpu, fixed, of_thread) if inner == 1 else work.threads
     if threads is None or threads < width:
         return None
@@ -238,7 +246,7 @@ def plan_backward(
     """The gradient of x and, with sums, those of the parameters; None if N is too large for the device."""
     lines = intervals + 3
     sizes = (lines, 4, 0 if sums else 4, 8 if sums else 0, 0)
-    costs = (lines / 8, 1e9, 2.0) if sums else (2.0, _MAP_STEPS, 0.0)
+    costs = (lines / 8, 1e9, 4.0) if sums else (2.0, _MAP_STEPS, 0.0)
     name = "backward" if sums else "backward_input"
     work = _Work(name, dtype, kernels.BACKWARD_VECTORS, kernels.BACKWARD_THREADS, *sizes, *costs)
     return _plan(work, geometry, intervals, kind, aligned, gpu)

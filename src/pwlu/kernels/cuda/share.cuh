@@ -1,0 +1,110 @@
+// Which elements a block and a thread take, and the tables of lines they need: the counterpart of plan.py.
+
+// The planes of one channel that a block works on, as one sequence of vectors. Blocks are (channel, split, piece of a plane). Split
+// s of S has the planes s, s + S, ..., so that all blocks together walk through memory in order.
+template <int W>
+struct Stretch {
+  i64 base, stride;
+  int count;
+  unsigned units, magic, shift;  // vectors of a plane, and division by that
+
+  __device__ Stretch(const Arguments &a) {
+    const i64 start = (i64)blockIdx.z * a.piece, of_plane = a.inner / W;
+    const i64 planes = a.of_split + (blockIdx.y < a.outer - a.of_split * gridDim.y ? 1 : 0);
+    base = ((i64)blockIdx.y * a.channels + blockIdx.x) * of_plane + start;
+    stride = gridDim.y * a.channels * of_plane;
+    count = (int)(planes * max(min((i64)a.piece, of_plane - start), (i64)0));
+    units = (unsigned)of_plane, magic = a.magic, shift = a.shift;
+  }
+
+  // Where vector i lies. Where every block has one plane, or a piece of one, magic is 0.
+  __device__ i64 at(unsigned i) const {
+    if (magic == 0) return base + i;
+    const unsigned plane = (__umulhi(i, magic) + i) >> shift;
+    return base + plane * stride + (i - plane * units);
+  }
+};
+
+// The vectors that a thread works on, one in every of its rows. Blocks are (panel of `width` vectors, split). The threads of a block take
+// `rows` rows at a time, the splits one after the other, so that all together walk through memory in order. A row holds all channels, `inner`
+// elements each, and a panel whole channels. If inner is 1 (channels_last), the W elements of a vector belong to as many
+// channels, else (MIXED) to two at most. The tables of a panel's channels are kept in shared memory as [line][place]: channel c of the
+// panel has the place c or, if inner is 1, one that lets neighbouring threads read neighbouring places.
+#define PANEL 32  // most vectors across if inner is 1
+template <int W, bool MIXED>
+struct Panel {
+  int across, down, rows, first_channel, channels, places, count;
+  int channel[W], place[W];  // of each element
+  i64 start, stride;         // where its first vector lies, and how far it is to the next
+
+  __device__ Panel(const Arguments &a) {
+    across = threadIdx.x % a.width, down = threadIdx.x / a.width, rows = blockDim.x / a.width;
+    const unsigned inner = (unsigned)a.inner, length = a.channels * inner;  // of a row
+    const unsigned begin = blockIdx.x * a.width * W, mine = begin + across * W;
+    const bool active = mine < length && down < rows;
+    first_channel = MIXED ? begin / inner : begin;
+    channels = min(MIXED ? a.width * W / inner : a.width * W, a.channels - first_channel);
+    places = MIXED ? a.places : W * PANEL;
+    unsigned within = MIXED ? across * W / inner : across * W, rest = MIXED ? across * W - within * inner : 0;
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      channel[j] = active ? first_channel + (int)within : first_channel;
+      place[j] = MIXED ? (active ? within : 0) : j * PANEL + across;
+      if (!MIXED || ++rest == inner) ++within, rest = 0;
+    }
+    const i64 first = (i64)blockIdx.y * rows + down, apart = (i64)gridDim.y * rows;
+    count = active ? (int)a.of_split + (first + a.of_split * apart < a.outer ? 1 : 0) : 0;
+    start = first * (length / W) + mine / W;
+    stride = apart * (length / W);
+  }
+  __device__ int place_of(int c) const { return MIXED ? c : c % W * PANEL + c / W; }
+};
+
+// Copies the rows of a table (C, length) to shared memory in the order they have; there, they get an odd length, so that threads
+// that read down a column meet different banks. Eight loads of a warp are under way at a time.
+template <typename Panel>
+__device__ void stage(const Arguments &a, const void *array, const Panel &panel, int length, float *to) {
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  for (int k = threadIdx.x % 32; k < length; k += 32)
+    for (int c = warp; c < panel.channels; c += 8 * warps) {
+      float values[8];
+#pragma unroll
+      for (int u = 0; u < 8; ++u)
+        if (c + u * warps < panel.channels) values[u] = read(array, (i64)(panel.first_channel + c + u * warps) * length + k, a.kind);
+#pragma unroll
+      for (int u = 0; u < 8; ++u)
+        if (c + u * warps < panel.channels) to[(c + u * warps) * (length | 1) + k] = values[u];
+    }
+}
+
+// Every line of every channel of a panel, handed to put(line, place, (S, P)). `room`: channels x (N + 1 | 1) floats of shared memory,
+// not needed if MIXED: then channels are few, and threads take lines.
+template <int W, bool MIXED, typename Put>
+__device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel, float *room, const Put &put) {
+  const int n = a.intervals;
+  if (MIXED) {
+#pragma unroll 4
+    for (int i = threadIdx.x; i < panel.channels * LINES(n); i += blockDim.x) {
+      const int c = i / LINES(n), channel = panel.first_channel + c;
+      put(i % LINES(n), c, line(a, channel, i % LINES(n), Bounds(a, channel)));
+    }
+    return;
+  }
+  stage(a, a.parameters[2], panel, n + 1, room);
+  __syncthreads();
+  for (int c = threadIdx.x; c < panel.channels; c += blockDim.x) {
+    const int channel = panel.first_channel + c, place = panel.place_of(c);
+    const Bounds b(a, channel);
+    const float *heights = room + c * ((n + 1) | 1);
+    put(0, place, line(a, channel, 0, b, heights[0], heights[0]));
+    put(n + 2, place, line(a, channel, n + 2, b, heights[n], heights[n]));
+    float before = heights[0];
+#pragma unroll 4
+    for (int k = 1; k <= n; ++k) {
+      const float after = heights[k];
+      put(k, place, line_inside(b, k, before, after));
+      before = after;
+    }
+    put(n + 1, place, line_inside(b, n, heights[n - 1], heights[n]));
+  }
+}

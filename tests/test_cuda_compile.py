@@ -1,0 +1,258 @@
+"""The CUDA kernels as far as no GPU is needed: they compile for every architecture, the cache, and how work is shared out."""
+
+import functools
+import importlib.util
+import os
+import re
+import struct
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pwlu.cli import main
+from pwlu.kernels import cuda
+from pwlu.kernels.cuda import compile as kernels
+from pwlu.kernels.cuda import plan as plans
+
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+needs_nvrtc = pytest.mark.skipif(
+    importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None,
+    reason="cuda-core is not installed",
+)
+
+
+@needs_nvrtc
+def test_every_kernel_compiles_for_every_architecture():
+    chosen = list(kernels.functions().values())
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # NVRTC lets other threads run
+        codes = list(threads.map(lambda a: bytes(kernels.compile_functions(chosen, a, keep=False).code), ARCHITECTURES))
+    for code in codes:
+        assert all(function.name.encode() in code for function in chosen)
+    assert len(set(codes)) == len(ARCHITECTURES)
+
+
+def test_sources_need_no_header():
+    assert "#include" not in kernels.source([])
+
+
+def test_arguments_are_packed_in_the_order_of_the_struct():
+    text = re.search(r"struct Arguments \{(.*?)\n\};", kernels.source([]), re.S).group(1)
+    fields = []
+    for line in re.sub(r"//.*", "", text).split(";"):
+        kind, _, names = line.strip().removeprefix("const ").partition(" ")
+        for name in filter(None, (n.strip(" *\n") for n in names.split(","))):
+            found = re.fullmatch(r"(\w+)(?:\[(\d+)\])?", name)
+            fields += [(kind, found.group(1))] * int(found.group(2) or 1)
+    addresses = [name for kind, name in fields if kind == "void"]
+    assert len(addresses) == cuda.driver.ADDRESSES
+    assert addresses == ["x", "grad", "out", *["parameters"] * 5, *["gradients"] * 5, "partial", "count", "mean", "m2"]
+    codes = {"i64": "q", "int": "i", "unsigned": "I"}
+    numbers = [(codes[kind], name) for kind, name in fields if kind != "void"]
+    assert tuple(name for _, name in numbers) == plans._Numbers._fields
+    packed = struct.calcsize("".join(code for code, _ in numbers))
+    assert -(-packed // 8) * 8 == plans.NUMBERS_BYTES  # a C struct with 64-bit members has a multiple of 8 bytes
+
+
+# The cache.
+
+COMPILE = (
+    "from pwlu.kernels.cuda import compile as k; f = k.functions()['finish_moments'];"
+    "print(len(bytes(k.compile_functions([f], 'sm_80').code)))"
+)
+
+
+def process(cache, code=COMPILE):
+    environment = os.environ | {"PWLU_CACHE": str(cache), "PYTHONPATH": str(Path(__file__).parent.parent / "src")}
+    return subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+@needs_nvrtc
+def test_two_processes_share_a_cache(tmp_path):
+    both = [process(tmp_path), process(tmp_path)]
+    printed = [p.communicate()[0] for p in both]
+    assert [p.returncode for p in both] == [0, 0]
+    assert printed[0] == printed[1]
+    entries = [p for p in (tmp_path / "cuda").rglob("*") if p.is_file() and p.stat().st_size == int(printed[0])]
+    assert len(entries) == 1
+    # a third finds it: what it gets is what the file holds
+    entries[0].write_bytes(b"another")
+    assert process(tmp_path).communicate()[0] == f"{len(b'another')}\n"
+    # another architecture, or another source, has another key
+    process(tmp_path, COMPILE.replace("sm_80", "sm_90")).communicate()
+    process(
+        tmp_path, "from pwlu.kernels.cuda import compile as k; s = k.source; k.source = lambda c: s(c) + '//';" + COMPILE
+    ).communicate()
+    assert len([p for p in (tmp_path / "cuda").rglob("*") if p.is_file() and p.stat().st_size > 1000]) == 2
+
+
+@needs_nvrtc
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
+    (tmp_path / "file").touch()
+    started = process(tmp_path / "file" / "folder")
+    assert int(started.communicate()[0]) > 1000
+    assert started.returncode == 0
+
+
+# Where it cannot work.
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """As if this machine had one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.delenv("PWLU_CUDA_KERNEL", raising=False)
+    cuda.choose.cache_clear()
+    cuda.kernel.cache_clear()
+    yield
+    cuda.choose.cache_clear()
+    cuda.kernel.cache_clear()
+
+
+def info(capsys):
+    assert main(["info"]) == 0
+    return capsys.readouterr().out
+
+
+def test_without_cuda_core(one_gpu, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    printed = info(capsys)
+    assert "a GPU, plain torch (pwlu.reference), many times slower: cuda-core is missing" in printed
+    assert "pip install 'pwlu[cuda]'" in printed
+    with pytest.warns(UserWarning, match=r"without its CUDA kernels.*pip install 'pwlu\[cuda\]'"):
+        assert cuda.kernel(0) is None
+    cuda.choose.cache_clear()
+    monkeypatch.setenv("PWLU_CUDA_KERNEL", "cuda")
+    with pytest.raises(OSError, match="PWLU_CUDA_KERNEL=cuda, but cuda-core is missing"):
+        cuda.choose(0)
+
+
+def test_an_old_gpu(one_gpu, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
+    assert "a GPU is older than compute capability 7.5" in info(capsys)
+
+
+def test_asked_for_by_name(one_gpu, monkeypatch, capsys):
+    monkeypatch.setenv("PWLU_CUDA_KERNEL", "reference")
+    assert "PWLU_CUDA_KERNEL=reference" in info(capsys)
+    assert cuda.kernel(0) is None  # and no warning
+    cuda.choose.cache_clear()
+    monkeypatch.setenv("PWLU_CUDA_KERNEL", "fast")
+    assert "unknown CUDA kernel PWLU_CUDA_KERNEL='fast': there are cuda and reference" in info(capsys)
+
+
+def test_warm_up_refuses_what_has_no_kernel():
+    with pytest.raises(TypeError, match=r"float32, bfloat16 and float16, not for torch\.float64"):
+        cuda.warm_up(0, (torch.float64,))
+
+
+# How work is shared out.
+
+H200 = plans.Processor("sm_90", 132, 2048, 228 << 10, 227 << 10)
+RTX = plans.Processor("sm_86", 28, 1536, 100 << 10, 99 << 10)
+SMALL = plans.Processor("sm_75", 2, 1024, 64 << 10, 64 << 10)  # many rounds and splits even for few elements
+
+
+def gpu(processor):
+    return plans.Gpu(processor, functools.partial(plans.by_shared_memory, processor))
+
+
+def elements(plan, geometry):
+    """How often a plan's kernel touches every element of a channel-first view: the index arithmetic of share.cuh."""
+    _, channels, inner = geometry
+    n = plans._Numbers(*struct.unpack(plans._FORMAT, plan.numbers))
+    seen = torch.zeros(n.outer * n.channels * n.inner, dtype=torch.int32)
+    vector, threads = int(plan.kernel.rpartition("_")[2]), plan.threads
+    grid_x, grid_y, grid_z = plan.blocks
+    if "_planes_" in plan.kernel:
+        units = n.inner // vector
+        for y in range(grid_y):
+            planes = n.of_split + (y < n.outer - n.of_split * grid_y)
+            for z in range(grid_z):
+                length = max(min(n.piece, units - z * n.piece), 0)
+                i = torch.arange(planes * length)
+                plane = (((i * n.magic) >> 32) + i) >> n.shift if n.magic else torch.zeros_like(i)
+                at = plane * grid_y * channels * units + (i - plane * units)
+                for x in range(grid_x):
+                    base = (y * channels + x) * units + z * n.piece
+                    where = ((base + at)[:, None] * vector + torch.arange(vector)).reshape(-1)
+                    assert ((where // n.inner) % channels == x).all()  # of that channel alone
+                    seen.index_add_(0, where, torch.ones_like(where, dtype=torch.int32))
+    else:
+        rows, length = threads // n.width, channels * inner
+        for x in range(grid_x):
+            begin = x * n.width * vector
+            assert begin % inner == 0  # panels hold whole channels
+            mine = torch.arange(begin, min(begin + n.width * vector, length))
+            for y in range(grid_y):
+                for down in range(rows):
+                    first, apart = y * rows + down, grid_y * rows
+                    count = n.of_split + (first + n.of_split * apart < n.outer)
+                    where = ((first + apart * torch.arange(count))[:, None] * length + mine).reshape(-1)
+                    seen.index_add_(0, where, torch.ones_like(where, dtype=torch.int32))
+    return seen
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    outer=st.integers(1, 300),
+    channels=st.sampled_from([1, 2, 3, 8, 20, 64, 100]),
+    inner=st.sampled_from([1, 2, 3, 7, 8, 9, 32, 49, 64, 81, 196, 1024, 4096, 8192 * 3]),
+    intervals=st.sampled_from([1, 4, 16, 64, 256]),
+    dtype=st.sampled_from(list(kernels.TYPES)),
+    aligned=st.booleans(),
+    what=st.sampled_from(["forward", "lookup", "observe", "moments", "backward", "backward_input"]),
+    processor=st.sampled_from([H200, RTX, SMALL]),
+)
+def test_every_element_is_taken_once(outer, channels, inner, intervals, dtype, aligned, what, processor):
+    geometry = (1, 1, outer * inner) if channels == 1 else (outer, channels, inner)
+    if outer * channels * inner > 1_000_000:
+        return
+    if what.startswith("backward"):
+        plan = plans.plan_backward(what == "backward", dtype, geometry, intervals, 0, aligned, gpu(processor))
+    else:
+        plan = plans.plan_map(what, dtype, geometry, intervals, 0, aligned, gpu(processor))
+    if processor is SMALL and intervals == 256 and plan is None:  # 64 KB are too few for one warp's columns
+        return
+    assert plan.kernel in kernels.functions()
+    assert plan.threads % 32 == 0
+    assert 32 <= plan.threads <= kernels.functions()[plan.kernel].threads
+    assert plan.shared <= processor.shared_of_block
+    assert plan.splits == plan.blocks[1] * plan.blocks[2]
+    assert max(plan.blocks[1:]) <= 65535
+    assert (elements(plan, geometry) == 1).all()
+    if what == "backward":
+        last = plans.plan_finish(plan, channels, intervals)
+        assert last.shared <= 48 << 10
+        assert last.threads <= kernels.FINISH_THREADS
+
+
+@given(divisor=st.integers(1, 2**31 - 1), number=st.integers(0, 2**31 - 1))
+def test_division_by_multiplication(divisor, number):
+    magic, shift = plans.divider(divisor)
+    for n in (number, number // divisor * divisor, max(number // divisor * divisor - 1, 0)):
+        assert (((n * magic) >> 32) + n) >> shift == n // divisor
+
+
+def test_too_many_intervals_are_left_to_plain_torch():
+    for geometry in [(64, 256, 3136), (4096, 256, 1), (64, 256, 49)]:
+        assert plans.plan_backward(True, "float32", geometry, 256, 0, True, gpu(RTX)) is not None
+        assert plans.plan_backward(True, "float32", geometry, 5000, 0, True, gpu(H200)) is None
+
+
+def test_more_than_2_to_the_31_elements():
+    for geometry in [(1, 1, 2**33), (2**31, 4, 1), (8, 2, 2**30), (2**20, 3, 2**12 + 1), (2**27, 3, 49)]:
+        for plan in (
+            plans.plan_map("forward", "float32", geometry, 16, 0, True, gpu(H200)),
+            plans.plan_backward(True, "float32", geometry, 16, 0, True, gpu(H200)),
+        ):
+            n = plans._Numbers(*struct.unpack(plans._FORMAT, plan.numbers))
+            assert max(plan.blocks[1:]) <= 65535
+            assert (n.of_split + 1) * (n.piece if "_planes_" in plan.kernel else 1) < 2**31

@@ -1,0 +1,327 @@
+"""The CUDA kernels on a GPU: streams, graphs, threads, devices, sizes, and that the comparisons can fail.
+
+Run with ``pytest --device cuda``; test_kernels.py and test_ops.py compare every operator with the oracle there, too.
+"""
+
+import threading
+
+import pytest
+import torch
+from helpers import assert_within, oracle, unit, wild_values
+
+import pwlu
+from pwlu import ops, reference
+from pwlu.functional import pwlu as function
+from pwlu.kernels import cuda
+from pwlu.kernels.cuda import compile as kernels
+
+
+@pytest.fixture(autouse=True)
+def _on_a_gpu(device):
+    if device.type != "cuda":
+        pytest.skip("needs --device cuda")
+
+
+@pytest.fixture
+def kernel():
+    return cuda.kernel(torch.cuda.current_device())
+
+
+# (shape, channel_dim) of every form a kernel has: planes, pieces of planes, small planes, rows, one channel.
+FORMS = {
+    "planes": ((3, 5, 32, 32), 1),
+    "few large planes": ((1, 2, 300, 300), 1),
+    "planes of no even size": ((2, 3, 1025), 1),
+    "small planes": ((6, 40, 7, 7), 1),
+    "tiny planes": ((50, 24, 3), 1),
+    "rows": ((700, 40), 1),
+    "many channels": ((9, 700), 1),
+    "rows of no even length": ((333, 37), 1),
+    "one channel": ((7, 8192), None),
+    "one channel, no even size": ((7, 1001), None),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def problem(form, dtype, device, intervals=16):
+    shape, dim = FORMS[form]
+    x = (2 * torch.randn(shape, device=device)).to(dtype)
+    grad = torch.randn(shape, device=device).to(dtype)
+    channels = 1 if dim is None else shape[dim]
+    return grad, x, unit(channels, intervals, device=device), 1 if dim is None else dim
+
+
+def compare(kernel, form, dtype, device, intervals=16):
+    """Everything the kernels compute against the oracle."""
+    grad, x, parameters, dim = problem(form, dtype, device, intervals)
+    y, bound, gradients, bounds = oracle(x, parameters, dim, grad)
+    assert_within(kernel.forward(x, *parameters, dim), y, bound)
+    grad_x, others = kernel.backward(grad, x, *parameters, dim, True, True)
+    for actual, expected, limit in zip([grad_x, *others], gradients, bounds, strict=True):
+        assert_within(actual, expected, limit)
+    assert torch.equal(kernel.backward(grad, x, *parameters, dim, True, False)[0], grad_x)
+    again = kernel.backward(grad, x, *parameters, dim, False, True)[1]
+    assert all(torch.equal(a, b) for a, b in zip(again, others, strict=True))  # bit for bit
+    count, mean, m2 = kernel.moments(x, parameters[0].shape[0], dim)
+    values = x.double().movedim(dim, 0).reshape(len(mean), -1) if len(mean) > 1 else x.double().reshape(1, -1)
+    assert count.item() == values.shape[1]
+    torch.testing.assert_close(mean.double(), values.mean(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(m2.double(), values.var(1, correction=0) * values.shape[1], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("intervals", [1, 2, 16, 39, 40, 100, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_and_numbers_of_intervals(kernel, device, form, dtype, intervals):
+    compare(kernel, form, dtype, device, intervals)
+
+
+@pytest.mark.parametrize("form", ["planes", "small planes", "rows"])
+def test_many_splits(kernel, device, form, monkeypatch):
+    """As on a GPU with more multiprocessors than there is work for: every block has one step."""
+    monkeypatch.setattr(cuda.plan.Gpu, "slots", lambda *_: 100_000)
+    compare(cuda.Kernel(kernel.index), form, torch.float32, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_wild_values_everywhere(kernel, device, form, dtype):
+    """NaN, infinities and numbers of every size, in every place a vector has: as the reference, element by element."""
+    _, x, parameters, dim = problem(form, dtype, device)
+    wild = wild_values(dtype, [p.cpu() for p in parameters]).to(device)
+    x = wild[torch.randint(len(wild), x.shape, device=device)]
+    y = kernel.forward(x, *parameters, dim)
+    expected, bound = oracle(x.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf), parameters, dim)
+    assert y.isnan().tolist() == x.isnan().tolist()
+    tame = x.isfinite() & (x.abs() < 1e30)  # beyond, results overflow one way or the other
+    assert_within(torch.where(tame, y, 0), torch.where(tame, expected, 0), torch.where(tame, bound, 1))
+    grad_x, gradients = kernel.backward(torch.zeros_like(x), x, *parameters, dim, True, True)
+    assert not grad_x.any()
+    assert all(not g.isinf().any() for g in gradients)  # 0 times anything that is a number
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_in_16_bits(kernel, device, dtype):
+    for form in ("planes", "small planes", "rows"):
+        grad, x, parameters, dim = problem(form, dtype, device)
+        short = [p.to(dtype) for p in parameters]
+        wide = [p.float() for p in short]
+        assert torch.equal(kernel.forward(x, *short, dim), kernel.forward(x, *wide, dim))
+        for narrow, expected in zip(
+            kernel.backward(grad, x, *short, dim, True, True)[1],
+            kernel.backward(grad, x, *wide, dim, True, True)[1],
+            strict=True,
+        ):
+            assert torch.equal(narrow, expected.to(dtype))
+        mixed = [short[0], *wide[1:]]
+        assert [g.dtype for g in kernel.backward(grad, x, *mixed, dim, True, True)[1]] == [p.dtype for p in mixed]
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_that_start_anywhere(kernel, device, dtype, offset):
+    """Vectors have to lie at multiples of their size; where they do not, elements are read one by one."""
+    for shape in ((4, 6, 64), (50, 24), (6, 8, 49)):
+        whole = (2 * torch.randn(torch.Size(shape).numel() + offset, device=device)).to(dtype)
+        x, parameters = whole[offset:].view(shape), unit(shape[1], 16, device=device)
+        y, bound = oracle(x, parameters, 1)
+        assert_within(kernel.forward(x, *parameters, 1), y, bound)
+
+
+def test_more_intervals_than_fit_run_on_plain_torch(kernel, device):
+    x, parameters = torch.randn(4, 3, 50, device=device), unit(3, 5000, device=device)
+    assert kernel.backward(x, x, *parameters, 1, True, True) is None
+    y, bound, gradients, bounds = oracle(x, parameters, 1, torch.ones_like(x))
+    x.requires_grad_()
+    result = function(x, *(p.requires_grad_() for p in parameters))
+    assert_within(result, y, bound)
+    assert_within(torch.autograd.grad(result.sum(), x)[0], gradients[0], bounds[0])
+
+
+# Streams, graphs, threads, devices.
+
+
+def test_the_current_stream(device):
+    """The kernel waits for what is queued before it on a stream of its own, and nothing waits on the host."""
+    grad, x, parameters, dim = problem("planes", torch.float32, device)
+    expected = function(x + 1, *parameters, dim), ops.backward(grad, x + 1, *parameters, dim, True, True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(side):
+            late = x.clone()
+            torch.cuda._sleep(50_000_000)  # some 30 ms
+            late += 1
+            y, grads = function(late, *parameters, dim), ops.backward(grad, late, *parameters, dim, True, True)
+            moments = ops.observe(late, *parameters, dim)
+        assert not side.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    side.synchronize()
+    assert torch.equal(y, expected[0])
+    assert torch.equal(moments[0], y)
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected[1], strict=True))
+
+
+def test_a_captured_step_of_training(device):
+    act = pwlu.PWLU(5, init="silu").to(device)
+    x = torch.randn(8, 5, 30, 30, device=device, requires_grad=True)
+    leaves = [x, *act.parameters()]
+
+    def step():
+        return torch.autograd.grad(act(x).square().sum(), leaves)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+        act.left.sub_(0.1)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(results, step(), strict=True))
+
+
+def test_a_first_use_inside_a_capture_is_a_clear_error(kernel, device):
+    _, x, parameters, dim = problem("planes", torch.float32, device)
+    fresh = cuda.Kernel(kernel.index)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match=r"first use of kernel forward_planes_float32_4 .* pwlu\.warm_up"),
+        torch.cuda.graph(graph),
+    ):
+        fresh.forward(x, *parameters, dim)
+    torch.cuda.synchronize()
+
+
+def test_warm_up(device, monkeypatch):
+    number = pwlu.warm_up(device, [torch.bfloat16])
+    assert number == sum("bfloat16" in name or "finish" in name for name in kernels.functions())
+    monkeypatch.setattr(cuda.Kernel, "load", lambda self, name: pytest.fail(f"{name} is loaded only now"))
+    for form in FORMS:
+        _, x, parameters, dim = problem(form, torch.bfloat16, device)
+        act = ops.forward(x, *(p.requires_grad_() for p in parameters), dim)
+        act.sum().backward()
+    assert pwlu.warm_up("cpu") == 1
+
+
+def test_a_thread_that_never_used_cuda(device):
+    _, x, parameters, dim = problem("rows", torch.float32, device)
+    expected, results = function(x, *parameters, dim), []
+    worker = threading.Thread(target=lambda: results.append(function(x, *parameters, dim)))
+    worker.start()
+    worker.join()
+    assert torch.equal(results[0], expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_a_device_that_is_not_the_current_one():
+    for index in reversed(range(torch.cuda.device_count())):
+        compare(cuda.kernel(index), "planes", torch.float32, torch.device("cuda", index))
+        compare(cuda.kernel(index), "rows", torch.bfloat16, torch.device("cuda", index))
+
+
+def test_tensors_on_two_devices(device):
+    _, x, parameters, dim = problem("planes", torch.float32, device)
+    with pytest.raises(ValueError, match="heights is on cpu"):
+        function(x, *parameters[:2], parameters[2].cpu(), *parameters[3:], dim)
+    with pytest.raises(ValueError, match="expected parameters"):
+        ops._kernel_forward(x, *parameters[:2], parameters[2].cpu(), *parameters[3:], dim)
+
+
+def test_a_damaged_cache_is_made_anew(device, kernel, tmp_path, monkeypatch):
+    monkeypatch.setenv("PWLU_CACHE", str(tmp_path))
+    cuda.Kernel(kernel.index).load("finish_moments")
+    (entry,) = (p for p in (tmp_path / "cuda").rglob("*") if p.is_file() and p.stat().st_size > 1000)
+    entry.write_bytes(entry.read_bytes()[:500])
+    cuda.Kernel(kernel.index).load("finish_moments")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", ["planes", "rows", "small planes", "one channel"])
+def test_more_than_2_to_the_31_elements(kernel, device, form, dtype):
+    """The first and the last elements, and the sums."""
+    if torch.cuda.mem_get_info()[0] < 60e9:
+        pytest.skip("needs 60 GB")
+    shape, dim = {
+        "planes": ((2, 2, 2**29 + 1024), 1),
+        "rows": ((2**29 + 1024, 4), 1),
+        "small planes": ((2**24, 3, 49), 1),
+        "one channel": ((2**31 + 8192,), 0),
+    }[form]
+    channels = 1 if form == "one channel" else shape[dim]
+    parameters = unit(channels, 16, device=device)
+    x = torch.full(shape, 0.25, dtype=dtype, device=device)
+    flat = x.view(-1)
+    ends = (2 * torch.randn(shape[-1] * 4 if shape[-1] < 10_000 else 4096, device=device)).to(dtype)
+    flat[: len(ends)], flat[-len(ends) :] = ends, ends
+    y = kernel.forward(x, *parameters, dim).view(-1)
+    rows = flat.view(-1, shape[-1]) if form == "rows" else None
+    if form == "rows":
+        sample = torch.cat([rows[:4], rows[-4:]])
+        expected, bound = oracle(sample, parameters, 1)
+        assert_within(torch.cat([y[: 4 * 4], y[-4 * 4 :]]).view(-1, 4), expected, bound)
+    else:  # the ends lie in the first and the last channel
+        for part, channel in ((slice(0, 48), 0), (slice(-48, None), channels - 1)):
+            expected, bound = oracle(flat[part], [p[channel : channel + 1] for p in parameters], 0)
+            assert_within(y[part], expected, bound)
+    del y
+    grad_x, gradients = kernel.backward(torch.ones_like(x), x, *parameters, dim, True, True)
+    assert (
+        grad_x.view(-1)[-1]
+        == kernel.backward(torch.ones_like(ends), ends, *(p[-1:] for p in parameters), 0, True, False)[0][-1]
+    )
+    # every element's gradient falls on the heights, whose shares add up to one
+    torch.testing.assert_close(
+        gradients[2].double().sum(1), torch.full((channels,), x.numel() / channels, device=device).double(), rtol=1e-4, atol=0
+    )
+    count, mean, _ = kernel.moments(x, channels, dim)
+    assert count.item() == x.numel() // channels
+    torch.testing.assert_close(mean, torch.full_like(mean, 0.25), rtol=1e-3, atol=1e-3)
+
+
+# A comparison has to be able to fail: each of these mistakes is found.
+
+MISTAKES = [
+    ("element.cuh", "p.shifted = __fadd_rd(p.t, MAGIC);", "p.shifted = __fadd_rn(p.t, MAGIC);"),
+    ("element.cuh", "p.t = __fmul_rn(p.u, scale);", "p.t = fmaf(x, scale, -left * scale);"),
+    ("element.cuh", "    if (x < left) p.shifted = MAGIC - 1.0f;\n", "    if (x <= left) p.shifted = MAGIC - 1.0f;\n"),
+    ("element.cuh", "    if (x >= right) p.shifted =", "    if (x > right) p.shifted ="),
+    ("element.cuh", "before - (float)(k - 1) * (after - before)", "before - (float)k * (after - before)"),
+    ("share.cuh", "return base + plane * stride + (i - plane * units);", "return base + plane * stride + i % units / 2;"),
+    ("share.cuh", "c % W * PANEL + c / W", "c"),
+    ("share.cuh", "place[j] = MIXED ? (active ? within : 0)", "place[j] = MIXED ? 0"),
+    ("backward.cu", "if (first == second) sum.x += h, sum.y = fmaf(h, s, sum.y);", ""),
+    ("backward.cu", "if (u > 0 && i + u >= panel.count) clear(values[u], g[u]);", ""),
+    ("backward.cu", "pair.y -= i * pair.x;", ""),
+    ("backward.cu", "pair.x += more.x, pair.y += more.y;", ""),
+    ("finish.cu", "for (int group = 1; group < groups; ++group)", "for (int group = 2; group < groups; ++group)"),
+    ("map.cu", "a.m2 + b.m2 + difference * difference * a.count * share", "a.m2 + b.m2"),
+]
+
+
+@pytest.mark.parametrize(("file", "old", "new"), MISTAKES)
+def test_mistakes_are_found(kernel, device, file, old, new, monkeypatch):
+    text = kernels.source([])
+    assert text.count(old) == (2 if "p.shifted = MAGIC" in new else 1), f"{file} no longer contains {old!r}"
+    source = kernels.source
+    monkeypatch.setattr(kernels, "source", lambda chosen: source(chosen).replace(old, new))
+    monkeypatch.setattr(cuda.plan.Gpu, "slots", lambda *_: 64)
+    broken = cuda.Kernel(kernel.index)
+    with pytest.raises(AssertionError):  # noqa: PT012
+        for form in FORMS:
+            for intervals in (3, 64):
+                compare(broken, form, torch.float32, device, intervals)
+        knots = wild_values(torch.float32, [p.cpu() for p in unit(1, 40)]).to(device)
+        x = knots[knots.isfinite()].repeat(50)
+        parameters = unit(1, 40, device=device)
+        step = (parameters[1] - parameters[0]) / 40
+        x = torch.cat([x, parameters[0] + step * torch.arange(41, device=device), parameters[1]])
+        slope = reference.backward(torch.ones_like(x), x, *parameters, 0)[0]
+        assert torch.allclose(broken.backward(torch.ones_like(x), x, *parameters, 0, True, False)[0], slope, rtol=1e-5)

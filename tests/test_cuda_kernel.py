@@ -4,6 +4,7 @@ Run with ``pytest --device cuda``; test_kernels.py and test_ops.py compare every
 """
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_wild_values_everywhere(kernel, device, form, dtype):
     y = kernel.forward(x, *parameters, dim)
     expected, bound = oracle(x.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf), parameters, dim)
     assert y.isnan().tolist() == x.isnan().tolist()
-    tame = x.isfinite() & (x.abs() < 1e30)  # beyond, results overflow one way or the other
+    tame = x.isfinite() & (x.abs() < 1e30) & (expected.abs() < torch.finfo(dtype).max / 2)  # beyond, results overflow
     assert_within(torch.where(tame, y, 0), torch.where(tame, expected, 0), torch.where(tame, bound, 1))
     grad_x, gradients = kernel.backward(torch.zeros_like(x), x, *parameters, dim, True, True)
     assert not grad_x.any()
@@ -148,9 +149,10 @@ def test_the_current_stream(device):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that this mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
             late = x.clone()
             torch.cuda._sleep(50_000_000)  # some 30 ms
             late += 1

@@ -19,6 +19,11 @@ __device__ void finish(const Arguments &a, int channel, const Sum &sum) {
     pair.y -= i * pair.x;
     return pair;
   };
+  const Bounds b(a, channel);
+  const float left_slope = read(a.parameters[3], channel, a.kind), right_slope = read(a.parameters[4], channel, a.kind);
+  const double width = (double)read(a.parameters[1], channel, a.kind) - b.left;
+  const bool open = b.right > b.left;  // else t is x - B_L, and no element lies inside
+  const double share = open ? 1.0 / width : 0.0, step = open ? width / n : 1.0;
   const double2 below = sum(0), above = sum(n + 2);
   double of_left = 0.0, of_right = 0.0;
   for (int i = lane; i <= n; i += 32) {
@@ -32,19 +37,15 @@ __device__ void finish(const Arguments &a, int channel, const Sum &sum) {
     }
   }
 #pragma unroll
-  for (int step = 16; step; step >>= 1) {
-    of_left += __shfl_xor_sync(~0u, of_left, step);
-    of_right += __shfl_xor_sync(~0u, of_right, step);
+  for (int distance = 16; distance; distance >>= 1) {
+    of_left += __shfl_xor_sync(~0u, of_left, distance);
+    of_right += __shfl_xor_sync(~0u, of_right, distance);
   }
   if (lane == 0) {
-    const Bounds b(a, channel);
-    const double width = (double)read(a.parameters[1], channel, a.kind) - b.left;
-    const bool open = b.right > b.left;  // else t is x - B_L, and no element lies inside
-    const double scale = open ? n / width : 1.0, share = open ? 1.0 / width : 0.0;
-    write(a.gradients[0], channel, a.kind, of_left * share - read(a.parameters[3], channel, a.kind) * below.x);
-    write(a.gradients[1], channel, a.kind, of_right * share - read(a.parameters[4], channel, a.kind) * above.x);
-    write(a.gradients[3], channel, a.kind, below.y / scale);
-    write(a.gradients[4], channel, a.kind, above.y / scale - width * above.x);
+    write(a.gradients[0], channel, a.kind, of_left * share - left_slope * below.x);
+    write(a.gradients[1], channel, a.kind, of_right * share - right_slope * above.x);
+    write(a.gradients[3], channel, a.kind, below.y * step);
+    write(a.gradients[4], channel, a.kind, above.y * step - width * above.x);
   }
 }
 
@@ -168,20 +169,42 @@ __device__ void backward_planes(const Arguments &a) {
   }
   if (!SUMS) return;
   __syncthreads();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const i64 split = (i64)blockIdx.y * gridDim.z + blockIdx.z;
-  for (int k = warp; k < lines; k += threads / 32) {
+  const auto sum_of = [&](int k, int from, int count) {  // of line k's columns, beginning at another bank for every k
     float2 sum = make_float2(0.0f, 0.0f);
-    for (int i = lane; i < threads; i += 32) sum.x += columns[k * threads + i].x, sum.y += columns[k * threads + i].y;
-    sum.x = warp_sum(sum.x), sum.y = warp_sum(sum.y);
-    if (lane == 0) {
-      if (a.splits > 1) static_cast<float2 *>(a.partial)[(split * lines + k) * a.channels + channel] = sum;
-      else columns[k * threads] = sum;
+    for (int i = 0, at = k % count; i < count; ++i) {
+      const float2 column = columns[k * threads + from + at];
+      sum.x += column.x, sum.y += column.y;
+      at = at + 1 == count ? 0 : at + 1;
     }
+    return sum;
+  };
+  const float2 *totals = columns;
+  int apart = threads;
+  if (lines > threads) {
+    for (int k = threadIdx.x; k < lines; k += threads) columns[k * threads] = sum_of(k, 0, threads);
+  } else {  // several threads a line add up a part of its columns each
+    const int parts = threads / lines, part = threadIdx.x / lines, length = (threads + parts - 1) / parts, from = part * length;
+    float2 sum = make_float2(0.0f, 0.0f);
+    if (part < parts && from < threads) sum = sum_of(threadIdx.x % lines, from, min(length, threads - from));
+    __syncthreads();
+    columns[threadIdx.x] = sum;  // [part][line]
+    __syncthreads();
+    if (threadIdx.x < lines) {
+      for (int other = 1; other < parts; ++other) {
+        sum.x += columns[other * lines + threadIdx.x].x;
+        sum.y += columns[other * lines + threadIdx.x].y;
+      }
+      columns[threads + threadIdx.x] = sum;
+    }
+    totals = columns + threads, apart = 1;
   }
-  if (a.splits > 1) return;
+  if (a.splits > 1) {
+    float2 *partial = static_cast<float2 *>(a.partial) + ((i64)blockIdx.y * gridDim.z + blockIdx.z) * lines * a.channels + channel;
+    for (int k = threadIdx.x; k < lines; k += threads) partial[(i64)k * a.channels] = totals[k * apart];
+    return;
+  }
   __syncthreads();
-  if (warp == 0) finish(a, channel, [&](int k) { return widen(columns[k * threads]); });
+  if (threadIdx.x < 32) finish(a, channel, [&](int k) { return widen(totals[k * apart]); });
 }
 
 // A block works on a panel of a row's vectors, over some rows; a thread on one vector of each, with a column for every channel of it.

@@ -203,22 +203,24 @@ __device__ float2 line_inside(const Bounds &b, int k, float before, float after)
   return make_float2((after - before) * b.scale, before - (float)(k - 1) * (after - before));
 }
 
-// Line k, from the heights around it: y = u S + P with u = x - B_L. In these coordinates knots need not be computed.
-__device__ float2 line(const Arguments &a, int channel, int k, const Bounds &b, float before, float after) {
-  if (k == 0) return make_float2(read(a.parameters[3], channel, a.kind), after);
-  if (k == a.intervals + 2) {
-    const float slope = read(a.parameters[4], channel, a.kind);
-    return make_float2(slope, before - (read(a.parameters[1], channel, a.kind) - b.left) * slope);
-  }
-  return line_inside(b, min(k, a.intervals), before, after);
+// Line k, from the heights around it and the outer slope on its side: y = u S + P with u = x - B_L. In these coordinates knots need
+// not be computed. `width` is B_R - B_L.
+__device__ float2 line(int intervals, int k, const Bounds &b, float width, float before, float after, float slope) {
+  if (k == 0) return make_float2(slope, after);
+  if (k == intervals + 2) return make_float2(slope, before - width * slope);
+  return line_inside(b, min(k, intervals), before, after);
 }
 
 // The knots before and after line k; the first or last one twice for those outside.
 __device__ int knot_before(const Arguments &a, int k) { return k > a.intervals + 1 ? a.intervals : max(min(k, a.intervals) - 1, 0); }
 __device__ int knot_after(const Arguments &a, int k) { return min(k, a.intervals); }
 
+// All loads are independent of each other and of k, so that a warp waits once.
 __device__ float2 line(const Arguments &a, int channel, int k, const Bounds &b) {
   const i64 at = (i64)channel * (a.intervals + 1);
-  return line(a, channel, k, b, read(a.parameters[2], at + knot_before(a, k), a.kind),
-              read(a.parameters[2], at + knot_after(a, k), a.kind));
+  const float before = read(a.parameters[2], at + knot_before(a, k), a.kind);
+  const float after = read(a.parameters[2], at + knot_after(a, k), a.kind);
+  const float slope = read(k == 0 ? a.parameters[3] : a.parameters[4], channel, a.kind);
+  const float width = read(a.parameters[1], channel, a.kind) - b.left;
+  return line(a.intervals, k, b, width, before, after, slope);
 }

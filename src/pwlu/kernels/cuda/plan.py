@@ -174,6 +174,7 @@ def _plan_rows(work: _Work, geometry: tuple[int, int, int], intervals: int, kind
     work = work._replace(overhead=max(work.overhead, _PANEL_OVERHEAD), most_steps=1e9)
     if inner == 1:
         form, own, width = "rows", vector, -(-across // -(-across // _PANEL))
+        width = min(-(-width // 4) * 4, across)  # pieces of rows begin and end with 32 bytes that belong to them alone
         places = vector * _PANEL
         staged = width * vector * ((intervals + 2) | 1) * work.staging
     else:

@@ -96,8 +96,10 @@ __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel,
     const int channel = panel.first_channel + c, place = panel.place_of(c);
     const Bounds b(a, channel);
     const float *heights = room + c * ((n + 1) | 1);
-    put(0, place, line(a, channel, 0, b, heights[0], heights[0]));
-    put(n + 2, place, line(a, channel, n + 2, b, heights[n], heights[n]));
+    const float left_slope = read(a.parameters[3], channel, a.kind), right_slope = read(a.parameters[4], channel, a.kind);
+    const float width = read(a.parameters[1], channel, a.kind) - b.left;
+    put(0, place, line(n, 0, b, width, heights[0], heights[0], left_slope));
+    put(n + 2, place, line(n, n + 2, b, width, heights[n], heights[n], right_slope));
     float before = heights[0];
 #pragma unroll 4
     for (int k = 1; k <= n; ++k) {

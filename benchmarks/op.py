@@ -1,44 +1,84 @@
-"""Time PWLU's operators beside F.relu, F.silu, nn.PReLU and the plain torch formula, in one run.
+"""Time PWLU's operators beside F.relu, F.silu, nn.PReLU and the plain formula, in one run.
 
-Prints a table of medians, each with its ratio to ReLU, and writes p20/p50/p80 with device and versions as CSV.
+Prints a table of medians, each with its ratio to ReLU, and writes p20/p50/p80 with device and versions as CSV. On a GPU, the
+GPU's work alone is timed, by replaying CUDA graphs (benchmarks/overhead.py times Python), and the plain formula is compiled.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timing import RESULTS, interleaved, keep_memory, machine, percentiles, write
+from timing import RESULTS, interleaved, keep_memory, machine, on_device, percentiles, write
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import pwlu
-from pwlu import reference
+from pwlu import ops, reference
 
-FORMATS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
+LAYOUTS = ("NCHW", "channels_last", "BTC")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+# As after the first stage of a ResNet-18, on a CPU; 51 million elements, and the late layers of ResNets, on a GPU.
+CPU_SHAPES = [(32, 64, 56, 56)]
+GPU_SHAPES = [(64, 256, 56, 56), (256, 512, 7, 7), (64, 512, 14, 14), (64, 256, 14, 14), (32, 512, 8, 8)]
+LARGE = 50_000_000
+
+
+class Problem(NamedTuple):
+    """What is timed: an input of that shape (B, C, H, W), in memory as the layout says, which for BTC is (B, H W, C)."""
+
+    shape: tuple[int, ...]
+    layout: str
+    dtype: str
+
+    @property
+    def channel_dim(self) -> int:
+        """Where the channels are."""
+        return -1 if self.layout == "BTC" else 1
+
+    def random(self, device: str) -> Tensor:
+        """Numbers from a normal distribution, in that layout."""
+        x = torch.randn(self.shape, device=device).to(DTYPES[self.dtype])
+        if self.layout == "BTC":
+            return x.flatten(2).transpose(1, 2).contiguous()
+        return x.contiguous(memory_format=torch.channels_last if self.layout == "channels_last" else torch.contiguous_format)
 
 
 def plain(act: pwlu.PWLU) -> Callable[[Tensor], Tensor]:
     """The formula in plain torch, differentiated by autograd."""
-    return lambda x: reference.forward(x, *act.unit_parameters(), 1)
+    return lambda x: reference.forward(x, *act.unit_parameters(), act.channel_dim)
 
 
-def competitors(channels: int, intervals: list[int], dtype: torch.dtype, slow: bool) -> dict[str, Callable[[Tensor], Tensor]]:
+def competitors(problem: Problem, options: argparse.Namespace) -> dict[str, Callable[[Tensor], Tensor]]:
     """Everything that is timed, by name."""
+    channels, dim, dtype = problem.shape[1], problem.channel_dim, DTYPES[problem.dtype]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    units = {n: pwlu.PWLU(channels, n, init="silu").to(wide) for n in intervals}
-    calls: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu, "prelu": nn.PReLU(channels, dtype=dtype)}
-    calls |= {f"pwlu N={n}": unit for n, unit in units.items()}
-    for n in intervals[:1]:
-        fused = pwlu.PWLU(channels, n, init="silu").to(wide).eval()
-        pwlu.fuse_(fused)
-        calls[f"pwlu N={n} fused"] = fused
-        if slow:
-            calls[f"plain torch N={n}"] = plain(units[n])
+
+    def unit(intervals: int) -> pwlu.PWLU:
+        return pwlu.PWLU(channels, intervals, init="silu", channel_dim=dim).to(options.device, wide)
+
+    calls: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu}
+    if dim == 1:
+        calls["prelu"] = nn.PReLU(channels, dtype=dtype, device=options.device)
+    first, *others = options.intervals
+    act = unit(first)
+    calls[f"pwlu N={first}"] = act
+    if options.device == "cpu" or torch.Size(problem.shape).numel() >= LARGE:
+        calls |= {f"pwlu N={n}": unit(n) for n in others}
+    fused = unit(first).eval()
+    pwlu.fuse_(fused)
+    calls[f"pwlu N={first} fused"] = fused
+    calls[f"pwlu N={first} with moments"] = lambda x: ops.observe(x, *act.unit_parameters(), dim)[0]
+    if not options.fast and (options.device == "cpu" or problem == Problem(GPU_SHAPES[0], "NCHW", problem.dtype)):
+        if options.device == "cpu":
+            calls[f"plain torch N={first}"] = plain(act)
+        else:
+            torch._dynamo.reset()
+            calls[f"compiled formula N={first}"] = torch.compile(plain(act))
     return calls
 
 
@@ -50,64 +90,90 @@ def forward_and_backward(call: Callable[[Tensor], Tensor], x: Tensor, grad: Tens
     return lambda: torch.autograd.grad(call(leaves[0]), leaves, grad)
 
 
-def measure(shape: list[int], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of all formats and dtypes."""
+def measure(problem: Problem, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one problem."""
+    x, grad = 2 * problem.random(options.device), problem.random(options.device)
+    time = interleaved if options.device == "cpu" else partial(on_device, inner=1 if x.numel() >= LARGE else 10)
+    calls = competitors(problem, options)
+    with torch.no_grad():
+        times = {"forward": time({n: partial(c, x) for n, c in calls.items()}, options.rounds)}
+    training = {n: c for n, c in calls.items() if "fused" not in n and "moments" not in n}
+    times["forward+backward"] = time({n: forward_and_backward(c, x, grad) for n, c in training.items()}, options.rounds)
     rows = []
-    problems = [(f, d) for d in options.dtypes for f in options.formats]
-    for name, dtype_name in tqdm(problems, desc="layouts x dtypes"):
-        dtype = DTYPES[dtype_name]
-        x = (2 * torch.randn(shape)).to(dtype).contiguous(memory_format=FORMATS[name])
-        grad = torch.randn(shape).to(dtype).contiguous(memory_format=FORMATS[name])
-        calls = competitors(shape[1], options.intervals, dtype, not options.fast)
-        with torch.no_grad():
-            times = {"forward": interleaved({n: partial(c, x) for n, c in calls.items()}, options.rounds)}
-        training = {n: forward_and_backward(c, x, grad) for n, c in calls.items() if "fused" not in n}
-        times["forward+backward"] = interleaved(training, options.rounds)
-        for what, found in times.items():
-            base = percentiles(found["relu"])["p50_ms"]
-            for call, each in found.items():
-                row = {"what": what, "call": call, "shape": "x".join(map(str, shape)), "layout": name, "dtype": dtype_name}
-                rows.append(row | percentiles(each) | {"x_relu": percentiles(each)["p50_ms"] / base} | machine())
+    for what, found in times.items():
+        base = percentiles(found["relu"])["p50_ms"]
+        for call, each in found.items():
+            row: dict[str, Any] = {"what": what, "call": call, "shape": "x".join(map(str, problem.shape))}
+            row |= {"layout": problem.layout, "dtype": problem.dtype} | percentiles(each)
+            rows.append(row | {"x_relu": percentiles(each)["p50_ms"] / base} | machine(options.device))
     return rows
 
 
+def held_for_backward(device: str) -> float:
+    """Bytes that a PWLU's output keeps alive besides itself, over those of x."""
+    x = torch.randn(64, 256, 56, 56, device=device)
+    act = pwlu.PWLU(256).to(device)
+    act(x)
+    before = torch.cuda.memory_allocated()
+    y = act(x.requires_grad_())
+    after = torch.cuda.memory_allocated()
+    return (after - before - y.numel() * y.element_size() + x.numel() * x.element_size()) / (x.numel() * x.element_size())
+
+
 def show(rows: list[dict[str, Any]]) -> None:
-    """A Markdown table: a line a call, a column a layout and pass."""
-    columns = list(dict.fromkeys((r["dtype"], r["layout"], r["what"]) for r in rows))
-    cells = {(r["call"], r["dtype"], r["layout"], r["what"]): f"{r['p50_ms']:.2f} ({r['x_relu']:.2f})" for r in rows}
-    print("| ms (x ReLU) | " + " | ".join(f"{d} {layout} {what}" for d, layout, what in columns) + " |")
-    print("|---|" + "---|" * len(columns))
-    for call in dict.fromkeys(r["call"] for r in rows):
-        print(f"| {call} | " + " | ".join(cells.get((call, *column), "") for column in columns) + " |")
+    """A Markdown table for every shape: a line a call, a column a layout and pass."""
+    for shape in dict.fromkeys(r["shape"] for r in rows):
+        here = [r for r in rows if r["shape"] == shape]
+        columns = list(dict.fromkeys((r["dtype"], r["layout"], r["what"]) for r in here))
+        cells = {(r["call"], r["dtype"], r["layout"], r["what"]): f"{r['p50_ms']:.4g} ({r['x_relu']:.2f})" for r in here}
+        print(f"\n| {shape}, ms (x ReLU) | " + " | ".join(f"{d} {layout} {what}" for d, layout, what in columns) + " |")
+        print("|---|" + "---|" * len(columns))
+        for call in dict.fromkeys(r["call"] for r in here):
+            print(f"| {call} | " + " | ".join(cells.get((call, *column), "") for column in columns) + " |")
+
+
+def problems(options: argparse.Namespace) -> Iterable[Problem]:
+    """All combinations."""
+    shapes = [tuple(options.shape)] if options.shape else CPU_SHAPES if options.device == "cpu" else GPU_SHAPES
+    layouts = options.layouts or (LAYOUTS[:2] if options.device == "cpu" else LAYOUTS)
+    dtypes = options.dtypes or (["float32"] if options.device == "cpu" else ["float32", "bfloat16", "float16"])
+    return [Problem(s, layout, d) for s in shapes for d in dtypes for layout in layouts]
 
 
 def main() -> None:
     """Parse the command line, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument(
         "--shape",
         type=int,
         nargs=4,
-        default=[32, 64, 56, 56],
         metavar=("B", "C", "H", "W"),
-        help="default: 6.4 million elements, as after the first stage of a ResNet-18",
+        help="default: 6.4 million elements on a CPU; 51 million, and several late layers of ResNets, on a GPU",
     )
     parser.add_argument(
-        "--intervals", type=int, nargs="+", default=[16, 4, 64], help="N; the first also fused and in plain torch"
+        "--intervals",
+        type=int,
+        nargs="+",
+        default=[16, 4, 64],
+        help="N; the first also fused, with moments and as plain formula",
     )
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32"], help="default: float32")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="default: both")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: float32, on a GPU also bfloat16 and float16")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="default: NCHW and channels_last, on a GPU also BTC")
     parser.add_argument("--rounds", type=int, default=40, help="measurements of each (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: all of torch's")
-    parser.add_argument("--fast", action="store_true", help="without the plain torch formula, which takes most of the time")
-    parser.add_argument("--output", type=Path, default=RESULTS / "op-cpu.csv", help="default: %(default)s")
+    parser.add_argument("--fast", action="store_true", help="without the plain formula, which takes most of the time")
+    parser.add_argument("--output", type=Path, help="default: op-cpu.csv or op-cuda.csv in benchmarks/results")
     options = parser.parse_args()
-    keep_memory()
+    if options.device == "cpu":
+        keep_memory()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    rows = measure(options.shape, options)
+    rows = [row for problem in tqdm(problems(options), desc="problems") for row in measure(problem, options)]
     show(rows)
-    write(options.output, rows)
+    if options.device == "cuda":
+        print(f"\nheld for backward: {held_for_backward(options.device):.3f} x the memory of x")
+    write(options.output or RESULTS / f"op-{options.device}.csv", rows)
 
 
 if __name__ == "__main__":

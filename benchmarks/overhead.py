@@ -1,4 +1,4 @@
-"""What a call costs on a tensor so small that only Python and the dispatcher are timed: microseconds, beside F.silu.
+"""What an eager call costs on a small tensor, where Python and the dispatcher take the time: microseconds, beside F.silu.
 
 Also timed: the same operator with derivatives registered by torch.library.register_autograd, which pwlu does not use.
 """
@@ -16,14 +16,14 @@ from torch import Tensor
 
 import pwlu
 from pwlu import ops
-from pwlu.kernels import cpu
 
 
 def registered() -> Callable[..., Tensor]:
     """pwlu::forward again, its derivative registered in the usual, slower way."""
     library = torch.library.Library("pwlu_overhead", "DEF")
     library.define(f"forward(Tensor x, {ops._PARAMETERS}, int channel_dim) -> Tensor")
-    library.impl("forward", ops._kernel_forward, "CPU")
+    for key in ("CPU", "CUDA"):
+        library.impl("forward", ops._kernel_forward, key)
     operator = torch.ops.pwlu_overhead.forward.default
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -47,13 +47,15 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=50, help="measurements of each, of 200 calls (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "overhead-cpu.csv", help="default: %(default)s")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    parser.add_argument("--output", type=Path, help="default: overhead-cpu.csv or overhead-cuda.csv in benchmarks/results")
     options = parser.parse_args()
-    x = torch.randn(8, 8, requires_grad=True)
-    act = pwlu.PWLU(8)
+    # a GPU takes no longer for 100 000 elements than for a few
+    x = torch.randn((8, 8) if options.device == "cpu" else (8, 64, 14, 14), device=options.device, requires_grad=True)
+    act = pwlu.PWLU(x.shape[1]).to(options.device)
     parameters = act.unit_parameters()
     slow = registered()
-    kernel = cpu.kernel()
+    kernel = ops._kernel(x)
     calls: dict[str, Callable[[], Tensor]] = {
         "F.silu": lambda: F.silu(x),
         "PWLU": lambda: act(x),
@@ -62,14 +64,21 @@ def main() -> None:
         "operator with register_autograd": lambda: slow(x, *parameters, 1),
     }
     if kernel is not None:
-        calls["C kernel through ctypes"] = lambda: kernel.forward(x.detach(), *parameters, 1)
-    times = {"forward": interleaved(calls, options.rounds, inner=200)}
+        calls["kernel alone"] = lambda: kernel.forward(x.detach(), *parameters, 1)
+    time = partial(
+        interleaved, rounds=options.rounds, inner=200, wait=None if options.device == "cpu" else torch.cuda.synchronize
+    )
+    times = {"forward": time(calls)}
     with torch.no_grad():
-        times["forward, no gradient"] = interleaved(calls, options.rounds, inner=200)
-    leaves = {name: [x, *(parameters if name != "F.silu" else [])] for name in calls if "ctypes" not in name}
+        times["forward, no gradient"] = time(calls)
+    leaves = {
+        name: [x, *(parameters if name != "F.silu" else [])]
+        for name in calls
+        if "alone" not in name or name == "operator alone"
+    }
     grad = torch.randn_like(x)
     training = {name: partial(step, calls[name], leaf, grad) for name, leaf in leaves.items()}
-    times["forward+backward"] = interleaved(training, options.rounds, inner=200)
+    times["forward+backward"] = time(training)
     rows = []
     for what, found in times.items():
         base = percentiles(found["F.silu"])["p50_ms"]
@@ -77,8 +86,8 @@ def main() -> None:
         for name, each in found.items():
             middle = percentiles(each)["p50_ms"]
             print(f"  {name:<34}{1e3 * middle:8.2f} us  {middle / base:6.2f} x silu")
-            rows.append({"what": what, "call": name, **percentiles(each), "x_silu": middle / base, **machine()})
-    write(options.output, rows)
+            rows.append({"what": what, "call": name, **percentiles(each), "x_silu": middle / base, **machine(options.device)})
+    write(options.output or RESULTS / f"overhead-{options.device}.csv", rows)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ def keep_memory() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | settings)
 
 
-def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int, inner: int = 1) -> dict[str, list[float]]:
+def interleaved(
+    calls: Mapping[str, Callable[[], Any]], rounds: int, inner: int = 1, wait: Callable[[], None] | None = None
+) -> dict[str, list[float]]:
     """Milliseconds of every call, in turns, so that a slow moment of the machine meets them all.
 
     Each is called once more just before, untimed, so that it does not suffer from what its neighbour left in the caches.
@@ -40,11 +42,49 @@ def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int, inner: int 
     for _ in range(rounds):
         for name, call in calls.items():
             call()
+            if wait:
+                wait()
             begin = time.perf_counter()
             for _ in range(inner):
                 call()
+            if wait:
+                wait()
             times[name].append((time.perf_counter() - begin) * 1e3 / inner)
     return times
+
+
+def on_device(calls: Mapping[str, Callable[[], Any]], rounds: int, inner: int = 1) -> dict[str, list[float]]:
+    """Milliseconds that every call takes on the GPU, in turns: captured as a CUDA graph, `inner` times over, and replayed.
+
+    So neither Python nor the launches are timed. Small tensors stay in the GPU's cache, for everyone alike.
+    """
+    graphs = {name: _captured(call, inner) for name, call in calls.items()}
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    for graph in graphs.values():
+        graph.replay()
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            events[name].append((begin, end))
+    torch.cuda.synchronize()
+    return {name: [begin.elapsed_time(end) / inner for begin, end in each] for name, each in events.items()}
+
+
+def _captured(call: Callable[[], Any], inner: int) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(inner):
+            call()
+    return graph
 
 
 def percentiles(times: list[float]) -> dict[str, float]:
@@ -53,10 +93,10 @@ def percentiles(times: list[float]) -> dict[str, float]:
     return {f"p{p}_ms": ordered[min(len(ordered) - 1, len(ordered) * p // 100)] for p in (20, 50, 80)}
 
 
-def machine() -> dict[str, str]:
+def machine(device: str = "cpu") -> dict[str, str]:
     """What a row was measured on and with."""
     return {
-        "device": _processor(),
+        "device": _processor() if device == "cpu" else torch.cuda.get_device_name(),
         "threads": str(torch.get_num_threads()),
         "vector": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,

@@ -1,0 +1,14 @@
+#!/bin/sh
+# Everything that needs a GPU, in one command: the tests of the operators on it, then all benchmarks. Results go to benchmarks/results,
+# or to the folder given. The package need not be installed.
+#   benchmarks/gpu.sh [FOLDER]
+set -eu
+cd "$(dirname "$0")/.."
+folder=${1:-benchmarks/results}
+python=${PYTHON:-python3}
+export PYTHONPATH=src
+"$python" -m pwlu info
+"$python" -m pytest -q --device cuda tests/test_kernels.py tests/test_ops.py tests/test_cuda_kernel.py tests/test_fuse.py
+"$python" benchmarks/op.py --device cuda --output "$folder/op-cuda.csv"
+"$python" benchmarks/overhead.py --device cuda --output "$folder/overhead-cuda.csv"
+"$python" benchmarks/model.py --device cuda --output "$folder/model-cuda.csv"

@@ -1,7 +1,7 @@
 """Time a stack of convolution, batch norm and activation: ReLU, SiLU and PWLU, in inference and training, eager and compiled.
 
-For inference PWLU is fused, in two ways: as torch.compile sees it, aten operators that melt into their neighbours ("melted"), and
-as the operator pwlu::lookup, which the compiler cannot see into ("kernel").
+For inference PWLU is fused, in two ways: as torch.compile sees it, aten operators that melt into their neighbours ("melted"),
+and as the operator pwlu::lookup, which the compiler cannot see into ("kernel").
 """
 
 import argparse
@@ -40,7 +40,7 @@ def stack(activation: Callable[[], nn.Module], options: argparse.Namespace) -> n
         for _ in range(options.depth)
         for layer in (nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), activation())
     ]
-    return nn.Sequential(*layers).to(options.device, memory_format=options.memory_format)
+    return nn.Sequential(*layers).to(options.device).to(memory_format=options.memory_format)
 
 
 def by_kernel(model: nn.Sequential) -> nn.Sequential:

@@ -78,17 +78,21 @@ def test_two_processes_share_a_cache(tmp_path):
     printed = [p.communicate()[0] for p in both]
     assert [p.returncode for p in both] == [0, 0]
     assert printed[0] == printed[1]
-    entries = [p for p in (tmp_path / "cuda").rglob("*") if p.is_file() and p.stat().st_size == int(printed[0])]
-    assert len(entries) == 1
-    # a third finds it: what it gets is what the file holds
-    entries[0].write_bytes(b"another")
-    assert process(tmp_path).communicate()[0] == f"{len(b'another')}\n"
+    (entry,) = (p for p in (tmp_path / "cuda").rglob("*") if p.is_file() and p.stat().st_size == int(printed[0]) + 32)
+    # a third finds it
+    stamp = entry.stat().st_mtime_ns
+    assert process(tmp_path).communicate()[0] == printed[0]
+    assert entry.stat().st_mtime_ns == stamp
+    # half a kernel would crash the driver: it is made anew
+    entry.write_bytes(entry.read_bytes()[:500])
+    assert process(tmp_path).communicate()[0] == printed[0]
+    assert entry.stat().st_size == int(printed[0]) + 32
     # another architecture, or another source, has another key
     process(tmp_path, COMPILE.replace("sm_80", "sm_90")).communicate()
     process(
         tmp_path, "from pwlu.kernels.cuda import compile as k; s = k.source; k.source = lambda c: s(c) + '//';" + COMPILE
     ).communicate()
-    assert len([p for p in (tmp_path / "cuda").rglob("*") if p.is_file() and p.stat().st_size > 1000]) == 2
+    assert len([p for p in (tmp_path / "cuda").rglob("*") if p.is_file() and p.stat().st_size > 1000]) == 3
 
 
 @needs_nvrtc

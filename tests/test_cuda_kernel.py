@@ -84,6 +84,17 @@ def test_many_splits(kernel, device, form, monkeypatch):
     compare(cuda.Kernel(kernel.index), form, torch.float32, device)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["planes", "small planes", "rows", "many channels"])
+def test_little_shared_memory(kernel, device, form, dtype):
+    """As on sm_86 and sm_89: blocks have fewer threads, and vectors are narrower."""
+    small = cuda.Kernel(kernel.index)
+    small.processor = small.processor._replace(multiprocessors=8, shared=100 << 10, shared_of_block=99 << 10)
+    small.make_plans()
+    for intervals in (16, 30, 64, 256):
+        compare(small, form, dtype, device, intervals)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_wild_values_everywhere(kernel, device, form, dtype):
@@ -146,6 +157,7 @@ def test_the_current_stream(device):
     """The kernel waits for what is queued before it on a stream of its own, and nothing waits on the host."""
     grad, x, parameters, dim = problem("planes", torch.float32, device)
     expected = function(x + 1, *parameters, dim), ops.backward(grad, x + 1, *parameters, dim, True, True)
+    ops.observe(x, *parameters, dim)  # compiled now, not while the stream sleeps
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     torch.cuda.synchronize()
@@ -193,12 +205,10 @@ def test_a_captured_step_of_training(device):
 def test_a_first_use_inside_a_capture_is_a_clear_error(kernel, device):
     _, x, parameters, dim = problem("planes", torch.float32, device)
     fresh = cuda.Kernel(kernel.index)
-    graph = torch.cuda.CUDAGraph()
-    with (
-        pytest.raises(RuntimeError, match=r"first use of kernel forward_planes_float32_4 .* pwlu\.warm_up"),
-        torch.cuda.graph(graph),
-    ):
-        fresh.forward(x, *parameters, dim)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with pytest.raises(RuntimeError, match=r"first use of kernel forward_planes_float32_4 .* pwlu\.warm_up"):
+            fresh.forward(x, *parameters, dim)
+        x + 1  # a graph of nothing is a warning
     torch.cuda.synchronize()
 
 
@@ -235,14 +245,6 @@ def test_tensors_on_two_devices(device):
         function(x, *parameters[:2], parameters[2].cpu(), *parameters[3:], dim)
     with pytest.raises(ValueError, match="expected parameters"):
         ops._kernel_forward(x, *parameters[:2], parameters[2].cpu(), *parameters[3:], dim)
-
-
-def test_a_damaged_cache_is_made_anew(device, kernel, tmp_path, monkeypatch):
-    monkeypatch.setenv("PWLU_CACHE", str(tmp_path))
-    cuda.Kernel(kernel.index).load("finish_moments")
-    (entry,) = (p for p in (tmp_path / "cuda").rglob("*") if p.is_file() and p.stat().st_size > 1000)
-    entry.write_bytes(entry.read_bytes()[:500])
-    cuda.Kernel(kernel.index).load("finish_moments")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -37,6 +37,10 @@ class Kernel:
         )
         self._loaded: dict[str, Loaded] = {}
         self._lock = threading.Lock()
+        self.make_plans()
+
+    def make_plans(self) -> None:
+        """Plans are made once for every shape and kept."""
         gpu = Gpu(self.processor, lambda name, threads, shared: self.load(name).resident(threads, shared))
         self._map_plan = functools.cache(functools.partial(plan_map, gpu=gpu))
         self._backward_plan = functools.cache(functools.partial(plan_backward, gpu=gpu))

@@ -171,10 +171,11 @@ __device__ void backward_planes(const Arguments &a) {
   __syncthreads();
   const auto sum_of = [&](int k, int from, int count) {  // of line k's columns, beginning at another bank for every k
     float2 sum = make_float2(0.0f, 0.0f);
-    for (int i = 0, at = k % count; i < count; ++i) {
-      const float2 column = columns[k * threads + from + at];
+    const int shift = k % count;
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) {
+      const float2 column = columns[k * threads + from + (i + shift < count ? i + shift : i + shift - count)];
       sum.x += column.x, sum.y += column.y;
-      at = at + 1 == count ? 0 : at + 1;
     }
     return sum;
   };
@@ -273,7 +274,7 @@ __device__ void backward_rows(const Arguments &a) {
   // The threads' columns are added up in the place of the first thread that has the channel. A warp takes the lines of 32 channels.
   const int width = a.width, inner = MIXED ? (int)a.inner : 1;
   const auto first_of = [&](int c) { return c * inner / W; };                                      // vector
-  const auto own = [&](int c, int vector) { return MIXED ? c - vector * W / inner : c % W; };  // column
+  const auto own = [&](int c, int vector) { return MIXED ? (int)(vector * W < c * inner) : c % W; };  // column: 1 if another comes first
   const int lane = threadIdx.x % 32, warps = threads / 32;
   for (int base = 0; base < panel.channels; base += 32) {
     const int c = base + lane;

@@ -4,6 +4,7 @@ NVRTC comes with torch, and NVIDIA's cuda-core calls it and keeps what it made o
 architecture and NVRTC's version, and files appear by an atomic rename. No GPU is needed to compile.
 """
 
+import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,8 @@ BACKWARDS = (("backward", "true", 1), ("backward_many", "true", MANY_AT_ONCE), (
 FORMS = {"planes": ("planes", ""), "rows": ("rows", ", false"), "mixed": ("rows", ", true")}
 MAP_THREADS, BACKWARD_THREADS, MIXED_THREADS, FINISH_THREADS = 256, 128, 256, 512
 
-_OWN_CACHE_SIZE = 64 << 20
+_CACHE_BYTES = 64 << 20
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class Function(NamedTuple):
@@ -76,16 +78,31 @@ def compile_functions(chosen: list[Function], architecture: str, keep: bool = Tr
 
     Taken from the cache, and put there, unless told otherwise; a cache that cannot be used is no error.
     """
-    from cuda.core import Program, ProgramOptions
+    from cuda.core import ObjectCode, Program, ProgramOptions
+    from cuda.core.utils import FileStreamProgramCache, make_program_cache_key
 
     options = ProgramOptions(arch=architecture, std="c++17")
     text = source(chosen)
-    if keep:
-        from cuda.core.utils import FileStreamProgramCache
+    key = make_program_cache_key(code=text, code_type="c++", options=options, target_type="cubin")
 
-        try:
-            with FileStreamProgramCache(build.cache_folder() / "cuda", max_size_bytes=_OWN_CACHE_SIZE) as cache:
-                return Program(text, "c++", options).compile("cubin", cache=cache)
-        except OSError:  # read only, full, or no home: compile for this process alone
-            pass
-    return Program(text, "c++", options).compile("cubin")
+    def made() -> Any:
+        return Program(text, "c++", options).compile("cubin")
+
+    if not keep:
+        return made()
+    try:
+        with FileStreamProgramCache(build.cache_folder() / "cuda", max_size_bytes=_CACHE_BYTES) as cache:
+            found = cache.get(key)
+            if found is None or not _is_whole(found):
+                found = bytes(made().code)
+                cache[key] = hashlib.sha256(found).digest() + found
+            else:
+                found = found[_DIGEST_BYTES:]
+            return ObjectCode.from_cubin(found)
+    except OSError:  # read only, full, or no home: compile for this process alone
+        return made()
+
+
+def _is_whole(entry: bytes) -> bool:
+    """Whether an entry of the cache is what was written: the driver crashes on half a kernel."""
+    return hashlib.sha256(entry[_DIGEST_BYTES:]).digest() == entry[:_DIGEST_BYTES]

@@ -69,13 +69,8 @@ class Loaded:
         self.index = index
         with torch.cuda.device(index):
             bind(index)
-            function = [kernels.functions()[name]]
-            try:
-                self._code = kernels.compile_functions(function, architecture)  # unloaded with this object
-                self._kernel = self._code.get_kernel(name)
-            except Exception:  # what the cache holds may be damaged
-                self._code = kernels.compile_functions(function, architecture, keep=False)
-                self._kernel = self._code.get_kernel(name)
+            self._code = kernels.compile_functions([kernels.functions()[name]], architecture)  # unloaded with this object
+            self._kernel = self._code.get_kernel(name)
             self._handle = int(self._kernel.handle)
             most = shared_of_block - self._kernel.attributes.shared_size_bytes
             _check(_library().cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, most, self._handle, index), f"prepare {name}")

@@ -153,10 +153,10 @@ struct Bounds {
   float left, right, scale;  // right is left, and scale 1, where nothing lies between the bounds
 
   __device__ Bounds() : left(0.0f), right(0.0f), scale(1.0f) {}
-  __device__ Bounds(const Arguments &a, int channel) {
-    left = read(a.parameters[0], channel, a.kind);
-    right = read(a.parameters[1], channel, a.kind);
-    scale = __fdiv_rn((float)a.intervals, __fsub_rn(right, left));
+  __device__ Bounds(const Arguments &a, int channel)
+      : Bounds(read(a.parameters[0], channel, a.kind), read(a.parameters[1], channel, a.kind), a.intervals) {}
+  __device__ Bounds(float l, float r, int intervals) : left(l), right(r) {
+    scale = __fdiv_rn((float)intervals, __fsub_rn(right, left));
     if (!(scale > 0.0f && scale <= LARGEST)) {
       right = left;
       scale = 1.0f;

@@ -90,16 +90,17 @@ __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel,
     }
     return;
   }
+  const auto get = [&](int which, int c) { return read(a.parameters[which], panel.first_channel + min(c, panel.channels - 1), a.kind); };
+  int c = threadIdx.x;  // what its first channel needs besides the heights is on its way while those are copied
+  float left = get(0, c), right = get(1, c), left_slope = get(3, c), right_slope = get(4, c);
   stage(a, a.parameters[2], panel, n + 1, room);
   __syncthreads();
-  for (int c = threadIdx.x; c < panel.channels; c += blockDim.x) {
-    const int channel = panel.first_channel + c, place = panel.place_of(c);
-    const Bounds b(a, channel);
+  while (c < panel.channels) {
+    const int place = panel.place_of(c);
+    const Bounds b(left, right, n);
     const float *heights = room + c * ((n + 1) | 1);
-    const float left_slope = read(a.parameters[3], channel, a.kind), right_slope = read(a.parameters[4], channel, a.kind);
-    const float width = read(a.parameters[1], channel, a.kind) - b.left;
-    put(0, place, line(n, 0, b, width, heights[0], heights[0], left_slope));
-    put(n + 2, place, line(n, n + 2, b, width, heights[n], heights[n], right_slope));
+    put(0, place, line(n, 0, b, right - left, heights[0], heights[0], left_slope));
+    put(n + 2, place, line(n, n + 2, b, right - left, heights[n], heights[n], right_slope));
     float before = heights[0];
 #pragma unroll 4
     for (int k = 1; k <= n; ++k) {
@@ -108,5 +109,7 @@ __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel,
       before = after;
     }
     put(n + 1, place, line_inside(b, n, heights[n - 1], heights[n]));
+    c += blockDim.x;
+    if (c < panel.channels) left = get(0, c), right = get(1, c), left_slope = get(3, c), right_slope = get(4, c);
   }
 }

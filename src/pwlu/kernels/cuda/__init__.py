@@ -17,6 +17,7 @@ from pwlu.kernels.cuda.plan import Gpu, Plan, Processor, plan_backward, plan_fin
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _OLDEST = (7, 5)
+_PLANS = 4096  # shapes remembered
 
 
 class Kernel:
@@ -42,10 +43,10 @@ class Kernel:
     def make_plans(self) -> None:
         """Plans are made once for every shape and kept."""
         gpu = Gpu(self.processor, lambda name, threads, shared: self.load(name).resident(threads, shared))
-        self._map_plan = functools.cache(functools.partial(plan_map, gpu=gpu))
-        self._backward_plan = functools.cache(functools.partial(plan_backward, gpu=gpu))
-        self._finish_plan = functools.cache(plan_finish)
-        self._finish_moments_plan = functools.cache(plan_finish_moments)
+        self._map_plan = functools.lru_cache(_PLANS)(functools.partial(plan_map, gpu=gpu))
+        self._backward_plan = functools.lru_cache(_PLANS)(functools.partial(plan_backward, gpu=gpu))
+        self._finish_plan = functools.lru_cache(_PLANS)(plan_finish)
+        self._finish_moments_plan = functools.lru_cache(_PLANS)(plan_finish_moments)
 
     def load(self, name: str) -> Loaded:
         """The kernel of that name, compiled and loaded once."""

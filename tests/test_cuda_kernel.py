@@ -28,9 +28,17 @@ def kernel():
     return cuda.kernel(torch.cuda.current_device())
 
 
+@pytest.fixture
+def wide(kernel, monkeypatch):
+    """Reads several elements at once where there are few, too."""
+    monkeypatch.setattr(cuda.plan, "_ELEMENTS_OF_THREAD", 0)
+    return cuda.Kernel(kernel.index)
+
+
 # (shape, channel_dim) of every form a kernel has: planes, pieces of planes, small planes, rows, one channel.
 FORMS = {
     "planes": ((3, 5, 32, 32), 1),
+    "many planes": ((64, 5, 16, 16), 1),
     "few large planes": ((1, 2, 300, 300), 1),
     "planes of no even size": ((2, 3, 1025), 1),
     "small planes": ((6, 40, 7, 7), 1),
@@ -75,6 +83,30 @@ def compare(kernel, form, dtype, device, intervals=16):
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_and_numbers_of_intervals(kernel, device, form, dtype, intervals):
     compare(kernel, form, dtype, device, intervals)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["rows", "many channels", "rows of no even length"])
+def test_wide_vectors_in_rows(wide, device, form, dtype):
+    for intervals in (1, 16, 64):
+        compare(wide, form, dtype, device, intervals)
+    assert {name.rpartition("_")[2] for name in wide._loaded} >= ({"1"} if "no even" in form else {"4", "2"})
+
+
+def compare_last_knot(kernel, device):
+    """The last numbers below B_R = 3 fall into the last interval, although (x + 3) * (16/6) is rounded up to 16."""
+    x = torch.full((1000,), 3.0, device=device).nextafter(torch.zeros((), device=device))
+    parameters = [torch.tensor([-3.0], device=device), torch.tensor([3.0], device=device), *unit(1, 16, device=device)[2:]]
+    assert ((x + 3) * (16 / torch.tensor(6.0, device=device)) >= 16).all()
+    y, bound, gradients, bounds = oracle(x, parameters, 0, torch.ones_like(x))
+    assert_within(kernel.forward(x, *parameters, 0), y, bound)
+    grad_x, others = kernel.backward(torch.ones_like(x), x, *parameters, 0, True, True)
+    for actual, expected, limit in zip([grad_x, *others], gradients, bounds, strict=True):
+        assert_within(actual, expected, limit)
+
+
+def test_rounded_up_to_the_last_knot(kernel, device):
+    compare_last_knot(kernel, device)
 
 
 @pytest.mark.parametrize("form", ["planes", "small planes", "rows"])
@@ -313,12 +345,14 @@ MISTAKES = [
 @pytest.mark.parametrize(("file", "old", "new"), MISTAKES)
 def test_mistakes_are_found(kernel, device, file, old, new, monkeypatch):
     text = kernels.source([])
-    assert text.count(old) == (2 if "p.shifted = MAGIC" in new else 1), f"{file} no longer contains {old!r}"
+    assert text.count(old) == (2 if "if (x " in new else 1), f"{file} no longer contains {old!r}"
     source = kernels.source
     monkeypatch.setattr(kernels, "source", lambda chosen: source(chosen).replace(old, new))
     monkeypatch.setattr(cuda.plan.Gpu, "slots", lambda *_: 64)
+    monkeypatch.setattr(cuda.plan, "_ELEMENTS_OF_THREAD", 0)
     broken = cuda.Kernel(kernel.index)
     with pytest.raises(AssertionError):  # noqa: PT012
+        compare_last_knot(broken, device)
         for form in FORMS:
             for intervals in (3, 64):
                 compare(broken, form, torch.float32, device, intervals)

@@ -232,17 +232,25 @@ __device__ void map_rows(const Arguments &a) {
     y += U * stride;
   }
   if (KIND & MOMENTS) {
-    Moments *of_threads = reinterpret_cast<Moments *>(table);  // [j][thread]
-    const int threads = blockDim.x, width = a.width, rows = panel.rows;
+    Moments *of_threads = reinterpret_cast<Moments *>(table);  // [own channel][thread], as in backward.cu
+    const int threads = blockDim.x, width = a.width, rows = panel.rows, inner = MIXED ? (int)a.inner : 1;
     __syncthreads();
+    Moments second = {0.0f, 0.0f, 0.0f}, first = second;
 #pragma unroll
-    for (int j = 0; j < W; ++j) of_threads[j * threads + threadIdx.x] = shifted[j].moments((float)seen);
+    for (int j = 0; j < W; ++j) {
+      const Moments mine = shifted[j].moments((float)seen);
+      if (!MIXED) of_threads[j * threads + threadIdx.x] = mine;
+      else if (panel.channel[j] == panel.channel[0]) first = merge(first, mine);
+      else second = merge(second, mine);
+    }
+    if (MIXED) of_threads[threadIdx.x] = first, of_threads[threads + threadIdx.x] = second;
     __syncthreads();
     for (int c = threadIdx.x; c < panel.channels; c += threads) {
       Moments sum = {0.0f, 0.0f, 0.0f};
-      const int from = MIXED ? c * (int)a.inner : c, to = MIXED ? from + (int)a.inner : c + 1;  // its elements in the panel
-      for (int e = from; e < to; ++e)
-        for (int row = 0; row < rows; ++row) sum = merge(sum, of_threads[e % W * threads + row * width + e / W]);
+      for (int vector = c * inner / W; vector <= ((c + 1) * inner - 1) / W; ++vector) {
+        const int own = MIXED ? (int)(vector * W < c * inner) : c % W;
+        for (int row = 0; row < rows; ++row) sum = merge(sum, of_threads[own * threads + row * width + vector]);
+      }
       static_cast<Moments *>(a.partial)[(i64)blockIdx.y * a.channels + panel.first_channel + c] = sum;
     }
   }

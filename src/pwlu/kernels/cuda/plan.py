@@ -196,7 +196,7 @@ def _plan_rows(work: _Work, geometry: tuple[int, int, int], intervals: int, kind
     threads = _fitting(work, gpu, fixed, of_thread) if inner == 1 else work.threads
     if threads is None or threads < width:
         return None
-    shared = max(fixed + threads * of_thread, threads * vector * work.moments)
+    shared = max(fixed + threads * of_thread, threads * max(own, 2) * work.moments)
     if shared > gpu.processor.shared_of_block:
         return None
     kernel, panels = f"{work.name}_{form}_{work.dtype}_{vector}", -(-across // width)

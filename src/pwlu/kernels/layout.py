@@ -29,18 +29,23 @@ def geometry(x: Tensor, channels: int, channel_dim: int) -> tuple[int, int, int]
 
 def check(x: Tensor, tables: list[Tensor], intervals: int, channel_dim: int) -> int:
     """The number of channels, once shapes are such that a kernel stays inside of its arrays, whoever called the operator."""
-    channels = tables[0].shape[0] if tables[0].ndim else 0
-    one = (channels,)
-    wide = (channels, intervals + (1 if len(tables) == 5 else 2))
-    shapes = (one, one, wide, one, one) if len(tables) == 5 else (one, one, wide, wide)
-    device = x.device
-    for table, shape in zip(tables, shapes, strict=True):
-        if table.shape != shape or table.device != device or intervals < 1:
-            expected = "(C,), (C,), (C, N+1), (C,), (C,)" if len(tables) == 5 else "(C,), (C,), (C, N+2), (C, N+2)"
-            found = ", ".join(f"{tuple(t.shape)} on {t.device}" for t in tables)
-            raise ValueError(f"pwlu: expected parameters {expected} with at least 1 interval on {device}, not {found}")
+    first, second, wide, *others = tables
+    channels, one, device = (first.shape[0] if first.ndim else 0), first.shape, x.device
+    many = (channels, intervals + (1 if len(tables) == 5 else 2))
+    last = one if len(tables) == 5 else many
+    if len(one) != 1 or second.shape != one or wide.shape != many or intervals < 1 or any(t.shape != last for t in others):
+        _refuse(x, tables)
+    for table in tables:
+        if table.device != device:
+            _refuse(x, tables)
     check_channels(x, channels, channel_dim)
     return channels
+
+
+def _refuse(x: Tensor, tables: list[Tensor]) -> None:
+    expected = "(C,), (C,), (C, N+1), (C,), (C,)" if len(tables) == 5 else "(C,), (C,), (C, N+2), (C, N+2)"
+    found = ", ".join(f"{tuple(t.shape)} on {t.device}" for t in tables)
+    raise ValueError(f"pwlu: expected parameters {expected} with at least 1 interval on {x.device}, not {found}")
 
 
 def check_channels(x: Tensor, channels: int, channel_dim: int) -> None:

@@ -133,7 +133,7 @@ class Kernel:
         if not x.numel():
             return grad_x if need_input else None, [torch.zeros_like(p) for p in parameters] if need_parameters else None
         x = layout.laid_out_as(grad_x, x)
-        grad = layout.laid_out_as(x, grad.to(x.dtype))
+        grad = layout.laid_out_as(x, grad if grad.dtype is x.dtype else grad.to(x.dtype))
         originals = parameters
         kind, parameters = _for_kernel(parameters)
         addresses = [x.data_ptr(), grad.data_ptr(), grad_x.data_ptr()]
@@ -165,9 +165,10 @@ def _for_kernel(parameters: list[Tensor]) -> tuple[int, list[Tensor]]:
     if not parameters:
         return 0, parameters
     dtype = parameters[0].dtype
-    if dtype in _KINDS and all(p.dtype == dtype and p.is_contiguous() for p in parameters):
-        return _KINDS[dtype], parameters
-    return 0, [p.to(torch.float32).contiguous() for p in parameters]
+    for parameter in parameters:
+        if parameter.dtype is not dtype or dtype not in _KINDS or not parameter.is_contiguous():
+            return 0, [p.to(torch.float32).contiguous() for p in parameters]
+    return _KINDS[dtype], parameters
 
 
 @functools.cache

@@ -45,7 +45,7 @@ def check(x: Tensor, tables: list[Tensor], intervals: int, channel_dim: int) -> 
 def _refuse(x: Tensor, tables: list[Tensor]) -> None:
     expected = "(C,), (C,), (C, N+1), (C,), (C,)" if len(tables) == 5 else "(C,), (C,), (C, N+2), (C, N+2)"
     found = ", ".join(f"{tuple(t.shape)} on {t.device}" for t in tables)
-    raise ValueError(f"pwlu: expected parameters {expected} with at least 1 interval on {x.device}, not {found}")
+    raise ValueError(f"pwlu: expected parameters of the shapes {expected} with at least 1 interval on {x.device}, not {found}")
 
 
 def check_channels(x: Tensor, channels: int, channel_dim: int) -> None:

@@ -232,6 +232,41 @@ def test_moments_have_no_gradient(device):
     assert not m2.requires_grad
 
 
+def test_observe_is_forward_with_moments_and_parameters_at_rest(device):
+    x = torch.randn(4, 3, 5, device=device, requires_grad=True)
+    parameters = [p.requires_grad_() for p in unit(3, 4, device=device)]
+    y, count, mean, m2 = ops.observe(x, *parameters, 1)
+    assert torch.equal(y, function(x, *parameters))
+    for found, expected in zip((count, mean, m2), ops.moments(x, 3, 1), strict=True):
+        torch.testing.assert_close(found, expected)
+        assert not found.requires_grad
+    grad = torch.randn_like(y)
+    of_x, *others = torch.autograd.grad(y, [x, *parameters], grad)
+    assert torch.equal(of_x, torch.autograd.grad(function(x, *parameters), x, grad)[0])
+    assert all(g.shape == p.shape and not g.any() for g, p in zip(others, parameters, strict=True))
+    frozen = [p.detach() for p in parameters]
+    assert not ops.observe(x.detach(), *frozen, 1)[0].requires_grad
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_observe_under_compile(backend, device):
+    torch._dynamo.reset()
+    x = torch.randn(4, 3, 5, device=device, requires_grad=True)
+    parameters = [p.requires_grad_() for p in unit(3, 4, device=device)]
+
+    def step(x):
+        y, _, mean, m2 = ops.observe(x * 2, *parameters, 1)
+        return y, mean + m2
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for found, expected in zip(compiled(x), step(x), strict=True):
+        torch.testing.assert_close(found, expected)
+    leaves = [x, *parameters]
+    found, expected = (torch.autograd.grad(f(x)[0].square().sum(), leaves) for f in (compiled, step))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 # torch.func: plain torch does the work, and does it right.
 
 

@@ -79,13 +79,15 @@ __device__ void differentiate(float (&x)[U][W], const float (&g)[U][W], const Bo
     for (int u = 0; u < U; ++u)
 #pragma unroll
       for (int j = 0; j < W; ++j)
-        x[u][j] = derivative<false>(x[u][j], g[u][j], b[EACH ? j : 0], slopes[EACH ? j : 0], stride, intervals, t[u][j], bits[u][j]);
+        x[u][j] =
+            derivative<false>(x[u][j], g[u][j], b[EACH ? j : 0], slopes[EACH ? j : 0], stride, intervals, t[u][j], bits[u][j]);
   } else {
 #pragma unroll
     for (int u = 0; u < U; ++u)
 #pragma unroll
       for (int j = 0; j < W; ++j)
-        x[u][j] = derivative<true>(x[u][j], g[u][j], b[EACH ? j : 0], slopes[EACH ? j : 0], stride, intervals, t[u][j], bits[u][j]);
+        x[u][j] =
+            derivative<true>(x[u][j], g[u][j], b[EACH ? j : 0], slopes[EACH ? j : 0], stride, intervals, t[u][j], bits[u][j]);
   }
 }
 
@@ -208,7 +210,8 @@ __device__ void backward_planes(const Arguments &a) {
   if (threadIdx.x < 32) finish(a, channel, [&](int k) { return widen(totals[k * apart]); });
 }
 
-// A block works on a panel of a row's vectors, over some rows; a thread on one vector of each, with a column for every channel of it.
+// A block works on a panel of a row's vectors, over some rows; a thread on one vector of each, with a column for every channel of
+// it.
 template <typename T, int W, bool SUMS, bool MIXED>
 __device__ void backward_rows(const Arguments &a) {
   constexpr int U = MIXED ? MIXED_AT_ONCE : ROWS_AT_ONCE;
@@ -274,7 +277,7 @@ __device__ void backward_rows(const Arguments &a) {
   // The threads' columns are added up in the place of the first thread that has the channel. A warp takes the lines of 32 channels.
   const int width = a.width, inner = MIXED ? (int)a.inner : 1;
   const auto first_of = [&](int c) { return c * inner / W; };                                      // vector
-  const auto own = [&](int c, int vector) { return MIXED ? (int)(vector * W < c * inner) : c % W; };  // column: 1 if another comes first
+  const auto own = [&](int c, int vector) { return MIXED ? (int)(vector * W < c * inner) : c % W; };  // 1: another comes first
   const int lane = threadIdx.x % 32, warps = threads / 32;
   for (int base = 0; base < panel.channels; base += 32) {
     const int c = base + lane;

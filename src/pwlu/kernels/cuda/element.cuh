@@ -13,8 +13,8 @@ typedef long long i64;
 #define RESIDENT_THREADS 2048
 #endif
 
-// Shared memory by 32-bit addresses, which one multiply-add can compute. The compiler does not see what these touch: between them and
-// ordinary accesses to the same memory there is a __syncthreads.
+// Shared memory by 32-bit addresses, which one multiply-add can compute. The compiler does not see what these touch: between them
+// and ordinary accesses to the same memory there is a __syncthreads.
 __device__ unsigned address_of(const void *shared) { return (unsigned)__cvta_generic_to_shared(shared); }
 __device__ float load(unsigned address) {
   float value;

@@ -23,7 +23,7 @@ _MAP_STEPS = 16  # vectors a thread of a map takes when there is enough work for
 _TABLE_BYTES = 56 << 10  # for the tables of a panel
 _COLUMN_BYTES = 1100  # for the columns of a thread
 _PANEL_OVERHEAD = 8.0  # steps it takes to fill the tables of a panel
-_PANEL = 32  # PANEL in element.cuh
+_PANEL = 32  # PANEL in share.cuh
 _MANY_INTERVALS = 40  # from here on few threads fit into shared memory, and each works on two elements at a time
 _CHUNK = 8192  # elements of one channel that a block takes before it goes on
 _ELEMENTS_OF_THREAD = 8  # a thread should have at least, before it reads several at once
@@ -156,7 +156,7 @@ def _plan_planes(work: _Work, geometry: tuple[int, int, int], intervals: int, ki
     along = min(splits, outer, _MOST_BLOCKS)
     pieces = min(max(-(-splits // outer), -(-units // _MOST_UNITS)), _MOST_BLOCKS)
     piece = -(-units // pieces)
-    along = max(along, -(-outer * piece // _MOST_UNITS))
+    along = outer if pieces > 1 else max(along, -(-outer * piece // _MOST_UNITS))  # several planes, or pieces of one
     if along > _MOST_BLOCKS:
         return None
     blocks = channels, along, -(-units // piece)

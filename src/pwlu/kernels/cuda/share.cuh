@@ -25,11 +25,11 @@ struct Stretch {
   }
 };
 
-// The vectors that a thread works on, one in every of its rows. Blocks are (panel of `width` vectors, split). The threads of a block take
-// `rows` rows at a time, the splits one after the other, so that all together walk through memory in order. A row holds all channels, `inner`
-// elements each, and a panel whole channels. If inner is 1 (channels_last), the W elements of a vector belong to as many
-// channels, else (MIXED) to two at most. The tables of a panel's channels are kept in shared memory as [line][place]: channel c of the
-// panel has the place c or, if inner is 1, one that lets neighbouring threads read neighbouring places.
+// The vectors that a thread works on, one in every of its rows. Blocks are (panel of `width` vectors, split). The threads of a block
+// take `rows` rows at a time, the splits one after the other, so that all together walk through memory in order. A row holds all
+// channels, `inner` elements each, and a panel whole channels. If inner is 1 (channels_last), the W elements of a vector belong to as
+// many channels, else (MIXED) to two at most. The tables of a panel's channels are kept in shared memory as [line][place]: channel c
+// of the panel has the place c or, if inner is 1, one that lets neighbouring threads read neighbouring places.
 #define PANEL 32  // most vectors across if inner is 1
 template <int W, bool MIXED>
 struct Panel {
@@ -70,15 +70,16 @@ __device__ void stage(const Arguments &a, const void *array, const Panel &panel,
       float values[8];
 #pragma unroll
       for (int u = 0; u < 8; ++u)
-        if (c + u * warps < panel.channels) values[u] = read(array, (i64)(panel.first_channel + c + u * warps) * length + k, a.kind);
+        if (c + u * warps < panel.channels)
+          values[u] = read(array, (i64)(panel.first_channel + c + u * warps) * length + k, a.kind);
 #pragma unroll
       for (int u = 0; u < 8; ++u)
         if (c + u * warps < panel.channels) to[(c + u * warps) * (length | 1) + k] = values[u];
     }
 }
 
-// Every line of every channel of a panel, handed to put(line, place, (S, P)). `room`: channels x (N + 1 | 1) floats of shared memory,
-// not needed if MIXED: then channels are few, and threads take lines.
+// Every line of every channel of a panel, handed to put(line, place, (S, P)). `room`: channels x (N + 1 | 1) floats of shared
+// memory, not needed if MIXED: then channels are few, and threads take lines.
 template <int W, bool MIXED, typename Put>
 __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel, float *room, const Put &put) {
   const int n = a.intervals;
@@ -90,7 +91,9 @@ __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel,
     }
     return;
   }
-  const auto get = [&](int which, int c) { return read(a.parameters[which], panel.first_channel + min(c, panel.channels - 1), a.kind); };
+  const auto get = [&](int which, int c) {
+    return read(a.parameters[which], panel.first_channel + min(c, panel.channels - 1), a.kind);
+  };
   int c = threadIdx.x;  // what its first channel needs besides the heights is on its way while those are copied
   float left = get(0, c), right = get(1, c), left_slope = get(3, c), right_slope = get(4, c);
   stage(a, a.parameters[2], panel, n + 1, room);

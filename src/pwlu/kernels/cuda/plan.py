@@ -154,7 +154,8 @@ def _plan_planes(work: _Work, geometry: tuple[int, int, int], intervals: int, ki
     kernel, shared = f"{name}_planes_{work.dtype}_{vector}", fixed + threads * of_thread
     splits = share_out(work, channels, outer * units / threads, gpu.slots(kernel, threads, shared))
     along = min(splits, outer, _MOST_BLOCKS)
-    pieces = min(max(-(-splits // outer), -(-units // _MOST_UNITS)), _MOST_BLOCKS)
+    pieces = min(-(-splits // outer), _MOST_BLOCKS) if outer <= _MOST_BLOCKS else 1
+    pieces = max(pieces, -(-units // _MOST_UNITS))
     piece = -(-units // pieces)
     along = outer if pieces > 1 else max(along, -(-outer * piece // _MOST_UNITS))  # several planes, or pieces of one
     if along > _MOST_BLOCKS:

@@ -48,9 +48,16 @@ class Problem(NamedTuple):
         return x.contiguous(memory_format=torch.channels_last if self.layout == "channels_last" else torch.contiguous_format)
 
 
-def plain(act: pwlu.PWLU) -> Callable[[Tensor], Tensor]:
+class Plain(nn.Module):
     """The formula in plain torch, differentiated by autograd."""
-    return lambda x: reference.forward(x, *act.unit_parameters(), act.channel_dim)
+
+    def __init__(self, act: pwlu.PWLU) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As PWLU."""
+        return reference.forward(x, *self.act.unit_parameters(), self.act.channel_dim)
 
 
 def competitors(problem: Problem, options: argparse.Namespace) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -76,10 +83,10 @@ def competitors(problem: Problem, options: argparse.Namespace) -> dict[str, Call
     large = problem.shape == GPU_SHAPES[0] and problem.layout == "NCHW" and problem.dtype != "float16"
     if not options.fast and (options.device == "cpu" or large):  # compiling takes half a minute
         if options.device == "cpu":
-            calls[f"plain torch N={first}"] = plain(act)
+            calls[f"plain torch N={first}"] = Plain(act)
         else:
             torch._dynamo.reset()
-            calls[f"compiled formula N={first}"] = torch.compile(plain(act))
+            calls[f"compiled formula N={first}"] = torch.compile(Plain(act))
     return calls
 
 

@@ -1,6 +1,5 @@
 """The CUDA kernels as far as no GPU is needed: they compile for every architecture, the cache, and how work is shared out."""
 
-import functools
 import importlib.util
 import os
 import re
@@ -165,7 +164,7 @@ SMALL = plans.Processor("sm_75", 2, 1024, 64 << 10, 64 << 10)  # many rounds and
 
 
 def gpu(processor):
-    return plans.Gpu(processor, functools.partial(plans.by_shared_memory, processor))
+    return plans.Gpu(processor, lambda _, threads, shared: plans.by_shared_memory(processor, threads, shared))
 
 
 def elements(plan, geometry):
@@ -216,6 +215,26 @@ def elements(plan, geometry):
     processor=st.sampled_from([H200, RTX, SMALL]),
 )
 def test_every_element_is_taken_once(outer, channels, inner, intervals, dtype, aligned, what, processor):
+    check_plan(outer, channels, inner, intervals, dtype, aligned, what, processor)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    outer=st.integers(40, 200),
+    inner=st.sampled_from([1, 3, 49, 1025, 4100, 4225]),
+    what=st.sampled_from(["forward", "backward"]),
+)
+def test_when_the_grid_is_full(outer, inner, what):
+    """As for more than 65535 planes: their pieces do not become blocks."""
+    most = plans._MOST_BLOCKS
+    plans._MOST_BLOCKS = 50
+    try:
+        check_plan(outer, 2, inner, 16, "float32", True, what, H200)
+    finally:
+        plans._MOST_BLOCKS = most
+
+
+def check_plan(outer, channels, inner, intervals, dtype, aligned, what, processor):
     geometry = (1, 1, outer * inner) if channels == 1 else (outer, channels, inner)
     if outer * channels * inner > 1_000_000:
         return
@@ -230,7 +249,7 @@ def test_every_element_is_taken_once(outer, channels, inner, intervals, dtype, a
     assert 32 <= plan.threads <= kernels.functions()[plan.kernel].threads
     assert plan.shared <= processor.shared_of_block
     assert plan.splits == plan.blocks[1] * plan.blocks[2]
-    assert max(plan.blocks[1:]) <= 65535
+    assert max(plan.blocks[1:]) <= plans._MOST_BLOCKS
     assert (elements(plan, geometry) == 1).all()
     if what == "backward":
         last = plans.plan_finish(plan, channels, intervals)

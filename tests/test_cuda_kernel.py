@@ -3,6 +3,8 @@
 Run with ``pytest --device cuda``; test_kernels.py and test_ops.py compare every operator with the oracle there, too.
 """
 
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -253,6 +255,24 @@ def test_warm_up(device, monkeypatch):
         act = ops.forward(x, *(p.requires_grad_() for p in parameters), dim)
         act.sum().backward()
     assert pwlu.warm_up("cpu") == 1
+
+
+def test_warm_up_then_a_capture_at_once():
+    """In a process where nothing else has run: the first launch of all is a captured one."""
+    code = """
+import torch, pwlu
+act, x = pwlu.PWLU(5).cuda(), torch.randn(8, 5, 30, 30, device="cuda", requires_grad=True)
+pwlu.warm_up("cuda", [torch.float32])
+torch.ones(3, device="cuda", requires_grad=True).sum().backward()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    y = act(x)
+    grads = torch.autograd.grad(y.square().sum(), [x, *act.parameters()])
+graph.replay()
+assert torch.equal(y, act(x))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
 
 
 def test_a_thread_that_never_used_cuda(device):

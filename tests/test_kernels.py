@@ -226,6 +226,26 @@ def rounding_of_relu(x):
     )
 
 
+@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("shape", [(3, 4, 64), (50, 4), (6, 4, 49)])
+def test_a_parameter_that_is_nan(code, device, which, shape):
+    """As after a step that diverged: NaN wherever the definition has it, in that channel alone."""
+    x, parameters = torch.randn(shape, device=device) * 3, unit(4, 16, device=device)
+    parameters[which][2] = torch.nan
+    y = code.forward(x, *parameters, 1)
+    assert y.isnan().tolist() == reference.forward(x, *parameters, 1).isnan().tolist()
+    grad_x, grads = code.backward(torch.ones_like(x), x, *parameters, 1, True, True)
+    assert not grad_x[:, [0, 1, 3]].isnan().any()
+    assert not any(g[[0, 1, 3]].isnan().any() for g in grads)
+
+
+def test_moments_of_huge_numbers(code, device):
+    for shape, dim in [((100, 8), 1), ((4, 8, 50), 1), ((6, 8, 49), 1)]:
+        _, mean, m2 = code.moments(torch.full(shape, 1e25, device=device), 8, dim)
+        assert mean.tolist() == [torch.tensor(1e25).item()] * 8
+        assert m2.isfinite().all()
+
+
 def test_empty_inputs(code, device):
     parameters = unit(3, 4, device=device)
     for shape in [(0, 3), (5, 3, 0), (0, 3, 0, 2)]:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from helpers import DTYPES, parameter_dtype, unit
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import pwlu
@@ -265,6 +267,48 @@ def test_observe_under_compile(backend, device):
     found, expected = (torch.autograd.grad(f(x)[0].square().sum(), leaves) for f in (compiled, step))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+# The short way around the dispatcher is taken only where nobody else takes part.
+
+
+def test_batched_gradients(device):
+    x = torch.randn(4, 3, 5, device=device, dtype=torch.float64, requires_grad=True)
+    parameters = [p.requires_grad_() for p in unit(3, 4, torch.float64, device)]
+    y = function(x, *parameters)
+    grads = torch.randn(2, *y.shape, device=device, dtype=torch.float64)
+    together = torch.autograd.grad(y, [x, *parameters], grads, is_grads_batched=True, retain_graph=True)
+    for i, grad in enumerate(grads):
+        for batched, alone in zip(together, torch.autograd.grad(y, [x, *parameters], grad, retain_graph=True), strict=True):
+            torch.testing.assert_close(batched[i], alone)
+    call = lambda x: function(x, *parameters)  # noqa: E731
+    jacobian = torch.autograd.functional.jacobian
+    torch.testing.assert_close(jacobian(call, x, vectorize=True), jacobian(call, x))
+
+
+def test_recorded_before_dispatch(device):
+    x, parameters = torch.randn(4, 3, 5, device=device), unit(3, 4, device=device)
+    graph = make_fx(lambda x: function(x, *parameters), pre_dispatch=True)(x)
+    assert any(node.target is ops.forward for node in graph.graph.nodes)
+    assert torch.equal(graph(x), function(x, *parameters))
+
+
+def test_a_tensor_of_zeros_without_memory(device):
+    x, parameters = torch._efficientzerotensor(4, 3, 5, device=device), unit(3, 4, device=device)
+    assert torch.equal(function(x, *parameters), function(torch.zeros(4, 3, 5, device=device), *parameters))
+
+
+def test_function_modes_see_the_operator(device):
+    seen = []
+
+    class Log(TorchFunctionMode):
+        def __torch_function__(self, call, types, arguments=(), keywords=None):
+            seen.append(call)
+            return call(*arguments, **(keywords or {}))
+
+    with Log():
+        function(torch.randn(4, 3, device=device), *unit(3, 4, device=device))
+    assert ops.forward in seen
 
 
 # torch.func: plain torch does the work, and does it right.

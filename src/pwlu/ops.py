@@ -14,6 +14,7 @@ The derivatives are registered under the Autograd key by hand: with ``torch.libr
 tensor takes half as long again (benchmarks/overhead.py).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -160,12 +161,28 @@ def _wanted(tensors: Sequence[Any]) -> bool:
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
+@functools.cache
+def _plain_keys(device: str) -> frozenset[int]:
+    """What the dispatcher knows of an ordinary tensor and of one made in inference mode."""
+    ordinary = torch.empty(0, device=device)
+    with torch.inference_mode():
+        return frozenset(torch._C._dispatch_keys(t).raw_repr() for t in (ordinary, torch.empty(0, device=device)))
+
+
 def _plain(x: Tensor, others: Sequence[Any]) -> bool:
-    """Whether nothing but a kernel could have a say: no mode, no subclass of Tensor, no lazy negation."""
-    if torch._C._len_torch_dispatch_stack() or not (x.is_cuda or x.is_cpu) or x.layout is not torch.strided:
+    """Whether nothing but autograd and a kernel could have a say.
+
+    That is: no mode, no subclass, no tensor that the dispatcher treats in a special way (negated, batched, zero, sparse, ...).
+    """
+    if not (x.is_cuda or x.is_cpu) or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
+    if torch._ops._len_torch_dispatch_stack_pre_dispatch():
+        return False
+    keys = _plain_keys(x.device.type)
     for argument in (x, *others):
-        if isinstance(argument, Tensor) and (type(argument) not in _PLAIN_TYPES or argument.is_neg()):
+        if isinstance(argument, Tensor) and (
+            type(argument) not in _PLAIN_TYPES or torch._C._dispatch_keys(argument).raw_repr() not in keys
+        ):
             return False
     return True
 
@@ -214,7 +231,7 @@ class _DirectForward(_Forward):
 def pwlu(x: Tensor, *rest: Any) -> Tensor:
     """``torch.ops.pwlu.forward``, by a short way where no one but autograd and a kernel takes part.
 
-    The dispatcher would take a quarter of a step of training on a small tensor (benchmarks/overhead.py).
+    The dispatcher would take some microseconds more: see "operator alone" in benchmarks/overhead.py.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or _transformed() or not _plain(x, rest):
         return forward(x, *rest)
@@ -292,12 +309,14 @@ def _autograd_observe(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return _below_autograd(observe, x, *rest)
 
 
-def warm_up(device: torch.device | str = "cuda", dtypes: Sequence[torch.dtype] = (torch.float32,)) -> int:
+def warm_up(
+    device: torch.device | str = "cuda", dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
+) -> int:
     """Compile and load now what the first calls on that device would; return the number of kernels.
 
-    Worth it before a CUDA graph is captured, where nothing can be loaded, and before timing anything. The first time on a
-    machine takes about ten seconds for each type of x; later, kernels come from the cache. 0 means that plain torch serves the
-    device: `pwlu info` says why.
+    Worth it before a CUDA graph is captured, where nothing can be loaded, and before timing anything. `dtypes`: of the inputs.
+    The first time on a machine takes some ten seconds of a core for each; later, kernels come from the cache. 0: plain torch
+    serves the device, and `pwlu info` says why.
     """
     device = torch.device(device)
     if device.type == "cuda":

@@ -4,6 +4,7 @@ import functools
 import os
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from pwlu.kernels import layout
 from pwlu.kernels.cuda import compile as kernels
-from pwlu.kernels.cuda.driver import Loaded
+from pwlu.kernels.cuda.driver import Loaded, refuse_during_capture
 from pwlu.kernels.cuda.plan import Gpu, Plan, Processor, plan_backward, plan_finish, plan_finish_moments, plan_map
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -23,7 +24,7 @@ _PLANS = 4096  # shapes remembered
 class Kernel:
     """The kernels on one device. The methods take the operators' arguments; None means: not for these, use plain torch.
 
-    That is so for float64, and for so many intervals that their sums do not fit into the device's shared memory.
+    That is so for float64, and where no plan fits: so many intervals that a table or a warp's sums exceed shared memory, say.
     """
 
     def __init__(self, index: int) -> None:
@@ -50,10 +51,10 @@ class Kernel:
 
     def load(self, name: str) -> Loaded:
         """The kernel of that name, compiled and loaded once."""
-        with self._lock:
-            if name not in self._loaded:
-                processor = self.processor
-                self._loaded[name] = Loaded(name, self.index, processor.architecture, processor.shared_of_block)
+        if name not in self._loaded:
+            loaded = Loaded(name, self.index, self.processor.architecture, self.processor.shared_of_block)
+            with self._lock:  # several threads may come here at once: one of them wins
+                self._loaded.setdefault(name, loaded)
         return self._loaded[name]
 
     def _launch(self, plan: Plan, *addresses: int) -> None:
@@ -204,15 +205,14 @@ def _try(index: int) -> Kernel:
         import cuda.core  # noqa: F401
     except ImportError as error:
         raise _Impossible(f"cuda-core is missing ({error}): pip install 'pwlu[cuda]'") from error
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "pwlu: its first use on this device falls into the capture of a CUDA graph, where nothing can be loaded. "
-            f"Run the model once before the capture, or call pwlu.warm_up(device='cuda:{index}') first."
-        )
+    with torch.cuda.device(index):
+        refuse_during_capture("its first use on this device", index)
     kernel = Kernel(index)
     try:
         kernel.load("finish_moments")  # the smallest: if it compiles and loads, the others do
     except Exception as error:  # whatever NVRTC, its absence, or the driver may raise
+        if "out of memory" in str(error).lower():  # that passes
+            raise
         raise _Impossible(f"NVRTC or the driver failed: {type(error).__name__}: {error}") from error
     return kernel
 
@@ -238,6 +238,8 @@ def warm_up(index: int, dtypes: tuple[torch.dtype, ...]) -> int:
     if chosen is None:
         return 0
     wanted = [n for n in kernels.functions() if n.startswith("finish") or any(f"_{_NAMES[d]}_" in n for d in dtypes)]
-    for name in wanted:
-        chosen.load(name)
+    with torch.cuda.device(index):
+        refuse_during_capture("warming up", index)
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # NVRTC lets other threads run
+        list(threads.map(chosen.load, wanted))
     return len(wanted)

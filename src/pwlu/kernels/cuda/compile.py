@@ -4,6 +4,7 @@ NVRTC comes with torch, and NVIDIA's cuda-core calls it and keeps what it made o
 architecture and NVRTC's version, and files appear by an atomic rename. No GPU is needed to compile.
 """
 
+import contextlib
 import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ class Function(NamedTuple):
 
 
 def functions() -> dict[str, Function]:
-    """Every kernel there is, by name: ``{operation}_{planes|rows}_{dtype}_{elements at once}``."""
+    """Every kernel there is, by name: ``{operation}_{planes|rows|mixed}_{dtype}_{elements at once}``."""
     found = [Function(f"finish_{what}", f"reduce_{what}", FINISH_THREADS) for what in ("gradients", "moments")]
     for dtype, of_c in TYPES.items():
         for form, (template, last) in FORMS.items():
@@ -56,7 +57,8 @@ def functions() -> dict[str, Function]:
                 for what, kind in MAPS.items():
                     of_template = f"map_{template}<{of_c}, {width}, {kind}{last}>"
                     resident = {"moments": "1", "observe": "1536"}.get(what, "RESIDENT_THREADS") if form == "planes" else "1"
-                    found.append(Function(f"{what}_{form}_{dtype}_{width}", of_template, MAP_THREADS, resident))
+                    threads = MIXED_THREADS if form == "mixed" else MAP_THREADS
+                    found.append(Function(f"{what}_{form}_{dtype}_{width}", of_template, threads, resident))
             for width in BACKWARD_VECTORS[form][dtype]:
                 for what, sums, at_once in BACKWARDS:
                     if form == "planes" or at_once == 1:
@@ -93,13 +95,13 @@ def compile_functions(chosen: list[Function], architecture: str, keep: bool = Tr
     try:
         with FileStreamProgramCache(build.cache_folder() / "cuda", max_size_bytes=_CACHE_BYTES) as cache:
             found = cache.get(key)
-            if found is None or not _is_whole(found):
-                found = bytes(made().code)
-                cache[key] = hashlib.sha256(found).digest() + found
-            else:
-                found = found[_DIGEST_BYTES:]
-            return ObjectCode.from_cubin(found)
-    except OSError:  # read only, full, or no home: compile for this process alone
+            if found is not None and _is_whole(found):
+                return ObjectCode.from_cubin(found[_DIGEST_BYTES:])
+            code = made()
+            with contextlib.suppress(OSError):  # a full disk
+                cache[key] = hashlib.sha256(bytes(code.code)).digest() + bytes(code.code)
+            return code
+    except OSError:  # no home, or a folder that cannot be made or read: compile for this process alone
         return made()
 
 

@@ -57,17 +57,22 @@ def bind(index: int) -> None:
     Device(index).set_current()
 
 
+def refuse_during_capture(what: str, index: int) -> None:
+    """Raise if the current stream of the current device is being captured."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"pwlu: {what} falls into the capture of a CUDA graph, where nothing can be loaded. "
+            f"Run the model once before the capture, or call pwlu.warm_up('cuda:{index}') first."
+        )
+
+
 class Loaded:
     """One kernel on one device. Calling it launches it."""
 
     def __init__(self, name: str, index: int, architecture: str, shared_of_block: int) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"pwlu: the first use of kernel {name} falls into the capture of a CUDA graph, where nothing can be loaded. "
-                f"Run the model once before the capture, or call pwlu.warm_up(device='cuda:{index}') first."
-            )
         self.index = index
         with torch.cuda.device(index):
+            refuse_during_capture(f"the first use of kernel {name}", index)
             bind(index)
             self._code = kernels.compile_functions([kernels.functions()[name]], architecture)  # unloaded with this object
             self._kernel = self._code.get_kernel(name)

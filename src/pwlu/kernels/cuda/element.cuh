@@ -7,7 +7,7 @@ typedef long long i64;
 // Threads that a multiprocessor can hold.
 #if __CUDA_ARCH__ == 750
 #define RESIDENT_THREADS 1024
-#elif __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+#elif __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1100
 #define RESIDENT_THREADS 1536
 #else
 #define RESIDENT_THREADS 2048
@@ -30,7 +30,7 @@ __device__ void store_pair(unsigned address, float2 pair) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" : : "r"(address), "f"(pair.x), "f"(pair.y));
 }
 
-// What every kernel gets, packed by driver.py in this order. A tensor is (outer, channels, inner) in memory order.
+// What every kernel gets, in the order in which driver.py packs the addresses and plan.py the numbers. A tensor is (outer, channels, inner) in memory order.
 struct Arguments {
   const void *x, *grad;
   void *out;  // y or the gradient of x
@@ -164,7 +164,7 @@ struct Bounds {
   }
 
   // Elements below this in size need no care: nothing overflows, nothing is infinite or NaN.
-  __device__ float limit() const { return 1e30f / fmaxf(scale, 1.0f); }
+  __device__ float limit() const { return left == left ? 1e30f / fmaxf(scale, 1.0f) : 0.0f; }  // NaN: all do
 
   // The rules of reference.segments.
   __device__ Place place(float x, float intervals) const {
@@ -212,7 +212,9 @@ __device__ float2 line(int intervals, int k, const Bounds &b, float width, float
 }
 
 // The knots before and after line k; the first or last one twice for those outside.
-__device__ int knot_before(const Arguments &a, int k) { return k > a.intervals + 1 ? a.intervals : max(min(k, a.intervals) - 1, 0); }
+__device__ int knot_before(const Arguments &a, int k) {
+  return k > a.intervals + 1 ? a.intervals : max(min(k, a.intervals) - 1, 0);
+}
 __device__ int knot_after(const Arguments &a, int k) { return min(k, a.intervals); }
 
 // All loads are independent of each other and of k, so that a warp waits once.

@@ -26,8 +26,8 @@ struct Shifted {
 
 // Chan, Golub and LeVeque's rule for two parts.
 __device__ Moments merge(Moments a, Moments b) {
+  if (a.count == 0.0f || b.count == 0.0f) return a.count == 0.0f ? b : a;
   const float count = a.count + b.count;
-  if (count == 0.0f) return a;
   const float difference = b.mean - a.mean, share = b.count / count;
   return {count, fmaf(difference, share, a.mean), a.m2 + b.m2 + difference * difference * a.count * share};
 }
@@ -70,7 +70,7 @@ __device__ float2 entry_of_lookup(const Arguments &a, int channel, int k) {
 template <typename T, int W, int KIND>
 __device__ void map_planes(const Arguments &a) {
   extern __shared__ float2 table[];
-  __shared__ Moments of_warps[8];
+  __shared__ Moments of_warps[8];  // _STATIC_BYTES in plan.py
   const int channel = blockIdx.x, threads = blockDim.x;
   const Stretch<W> stretch(a);
   const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x);

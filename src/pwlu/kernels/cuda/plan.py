@@ -20,11 +20,12 @@ _MOST_UNITS = 1 << 30  # a block counts in 32 bits
 _MOST_BLOCKS = 65535  # along y and z
 _BLOCK_RESERVE = 1024  # bytes of shared memory that the system keeps for every block
 _MAP_STEPS = 16  # vectors a thread of a map takes when there is enough work for everyone
+_STATIC_BYTES = 96  # of a map in planes
 _TABLE_BYTES = 56 << 10  # for the tables of a panel
 _COLUMN_BYTES = 1100  # for the columns of a thread
 _PANEL_OVERHEAD = 8.0  # steps it takes to fill the tables of a panel
 _PANEL = 32  # PANEL in share.cuh
-_MANY_INTERVALS = 40  # from here on few threads fit into shared memory, and each works on two elements at a time
+_MANY_INTERVALS = 40  # from here on few threads fit into shared memory, and each works on several vectors at a time
 _CHUNK = 8192  # elements of one channel that a block takes before it goes on
 _ELEMENTS_OF_THREAD = 8  # a thread should have at least, before it reads several at once
 _SMALL_PLANE = 1024  # elements; mixed below, if vectors do not fit
@@ -112,7 +113,7 @@ def divider(divisor: int) -> tuple[int, int]:
     return ((1 << 32) * ((1 << shift) - divisor)) // divisor + 1, shift
 
 
-def by_shared_memory(processor: Processor, _kernel: str, threads: int, shared: int) -> int:
+def by_shared_memory(processor: Processor, threads: int, shared: int) -> int:
     """Blocks that a multiprocessor runs at a time, if registers do not limit them; the driver knows better."""
     return max(1, min(processor.threads // threads, processor.shared // (shared + _BLOCK_RESERVE), 32))
 
@@ -138,13 +139,15 @@ def _fitting(work: _Work, gpu: Gpu, fixed: int, of_thread: int) -> int | None:
     """The number of threads with the most of them resident; None if no block fits into shared memory."""
     options = [t for t in (work.threads, work.threads // 2, work.threads // 4) if t >= 32]
     options = [t for t in options if fixed + t * of_thread <= gpu.processor.shared_of_block]
-    return max(options, key=lambda t: t * by_shared_memory(gpu.processor, "", t, fixed + t * of_thread), default=None)
+    return max(options, key=lambda t: t * by_shared_memory(gpu.processor, t, fixed + t * of_thread), default=None)
 
 
 def _plan_planes(work: _Work, geometry: tuple[int, int, int], intervals: int, kind: int, vector: int, gpu: Gpu) -> Plan | None:
     outer, channels, inner = geometry
     units = inner // vector
     fixed, of_thread = work.lines * work.table, work.lines * work.column
+    if work.moments and fixed + _STATIC_BYTES > gpu.processor.shared_of_block:
+        return None
     threads = _fitting(work, gpu, fixed, of_thread)
     if threads is None:
         return None
@@ -233,7 +236,7 @@ def _widest(work: _Work, form: str, length: int, aligned: bool) -> int:
 def plan_map(
     what: str, dtype: str, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu
 ) -> Plan | None:
-    """forward, lookup, moments, or observe (forward with moments); None if N is too large for the device."""
+    """forward, lookup, moments, or observe (forward with moments); None if that does not fit the device."""
     moments, has_table = what in ("observe", "moments"), what != "moments"
     lines = intervals + (2 if what == "lookup" else 3)
     sizes = (lines, 8 if has_table else 0, 4 if has_table else 0, 0, 12 if moments else 0)
@@ -245,7 +248,7 @@ def plan_map(
 def plan_backward(
     sums: bool, dtype: str, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu
 ) -> Plan | None:
-    """The gradient of x and, with sums, those of the parameters; None if N is too large for the device."""
+    """The gradient of x and, with sums, those of the parameters; None if that does not fit the device."""
     lines = intervals + 3
     sizes = (lines, 4, 0 if sums else 4, 8 if sums else 0, 0)
     costs = (lines / 8, 1e9, 4.0) if sums else (2.0, _MAP_STEPS, 0.0)

@@ -12,7 +12,7 @@ struct Stretch {
     const i64 start = (i64)blockIdx.z * a.piece, of_plane = a.inner / W;
     const i64 planes = a.of_split + (blockIdx.y < a.outer - a.of_split * gridDim.y ? 1 : 0);
     base = ((i64)blockIdx.y * a.channels + blockIdx.x) * of_plane + start;
-    stride = gridDim.y * a.channels * of_plane;
+    stride = (i64)gridDim.y * a.channels * of_plane;
     count = (int)(planes * max(min((i64)a.piece, of_plane - start), (i64)0));
     units = (unsigned)of_plane, magic = a.magic, shift = a.shift;
   }
@@ -62,8 +62,8 @@ struct Panel {
 
 // Copies the rows of a table (C, length) to shared memory in the order they have; there, they get an odd length, so that threads
 // that read down a column meet different banks. Eight loads of a warp are under way at a time.
-template <typename Panel>
-__device__ void stage(const Arguments &a, const void *array, const Panel &panel, int length, float *to) {
+template <int W, bool MIXED>
+__device__ void stage(const Arguments &a, const void *array, const Panel<W, MIXED> &panel, int length, float *to) {
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
   for (int k = threadIdx.x % 32; k < length; k += 32)
     for (int c = warp; c < panel.channels; c += 8 * warps) {

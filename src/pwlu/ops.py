@@ -178,11 +178,10 @@ def _plain(x: Tensor, others: Sequence[Any]) -> bool:
         return False
     if torch._ops._len_torch_dispatch_stack_pre_dispatch():
         return False
-    keys = _plain_keys(x.device.type)
-    for argument in (x, *others):
-        if isinstance(argument, Tensor) and (
-            type(argument) not in _PLAIN_TYPES or torch._C._dispatch_keys(argument).raw_repr() not in keys
-        ):
+    if type(x) not in _PLAIN_TYPES or torch._C._dispatch_keys(x).raw_repr() not in _plain_keys(x.device.type):
+        return False
+    for argument in others:  # nothing but negation makes a parameter special, and asking is four times cheaper
+        if isinstance(argument, Tensor) and (type(argument) not in _PLAIN_TYPES or argument.is_neg()):
             return False
     return True
 
@@ -211,11 +210,11 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        need_input, *needs, _ = ctx.needs_input_grad
-        arguments = (grad, *ctx.saved_tensors, ctx.channel_dim, need_input, any(needs))
+        needs = ctx.needs_input_grad[:-1]
+        arguments = (grad, *ctx.saved_tensors, ctx.channel_dim, needs[0], any(needs[1:]))
         # gradients are enabled here only if a second derivative is wanted; else the way through Autograd is saved
         grads = backward(*arguments) if torch.is_grad_enabled() else _below_autograd(backward, *arguments)
-        return (*(g if need else None for g, need in zip(grads, (need_input, *needs), strict=True)), None)
+        return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None)
 
 
 class _DirectForward(_Forward):

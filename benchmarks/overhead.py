@@ -15,7 +15,7 @@ from timing import RESULTS, interleaved, machine, percentiles, write
 from torch import Tensor
 
 import pwlu
-from pwlu import ops
+from pwlu import implementations, ops
 
 
 def registered() -> Callable[..., Tensor]:
@@ -23,7 +23,7 @@ def registered() -> Callable[..., Tensor]:
     library = torch.library.Library("pwlu_overhead", "DEF")
     library.define(f"forward(Tensor x, {ops._PARAMETERS}, int channel_dim) -> Tensor")
     for key in ("CPU", "CUDA"):
-        library.impl("forward", ops._kernel_forward, key)
+        library.impl("forward", implementations.kernel_forward, key)
     operator = torch.ops.pwlu_overhead.forward.default
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -55,7 +55,7 @@ def main() -> None:
     act = pwlu.PWLU(x.shape[1]).to(options.device)
     parameters = act.unit_parameters()
     slow = registered()
-    kernel = ops._kernel(x)
+    kernel = implementations.kernel_of(x)
     calls: dict[str, Callable[[], Tensor]] = {
         "F.silu": lambda: F.silu(x),
         "PWLU": lambda: act(x),

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
+from pwlu import implementations as served
 from pwlu import ops, reference
 from pwlu.kernels import cpu, cuda
 
@@ -31,11 +32,11 @@ def parameter_dtype(dtype):
 def implementations(device):
     """Every code that computes the operators on that device, by name, each with the functions of reference.py."""
     default = SimpleNamespace(
-        forward=ops._default_forward,
-        backward=lambda grad, x, *rest: _optional(ops._default_backward(grad, x, *rest), *rest[-2:]),
-        lookup=ops._default_lookup,
-        moments=ops._default_moments,
-        observe=ops._default_observe,
+        forward=served.default_forward,
+        backward=lambda grad, x, *rest: _optional(served.default_backward(grad, x, *rest), *rest[-2:]),
+        lookup=served.default_lookup,
+        moments=served.default_moments,
+        observe=served.default_observe,
     )
     operator = SimpleNamespace(
         forward=ops.forward,

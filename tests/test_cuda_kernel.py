@@ -13,7 +13,7 @@ import torch
 from helpers import assert_within, oracle, unit, wild_values
 
 import pwlu
-from pwlu import ops, reference
+from pwlu import implementations, ops, reference
 from pwlu.functional import pwlu as function
 from pwlu.kernels import cuda
 from pwlu.kernels.cuda import compile as kernels
@@ -296,7 +296,7 @@ def test_tensors_on_two_devices(device):
     with pytest.raises(ValueError, match="heights is on cpu"):
         function(x, *parameters[:2], parameters[2].cpu(), *parameters[3:], dim)
     with pytest.raises(ValueError, match="expected parameters"):
-        ops._kernel_forward(x, *parameters[:2], parameters[2].cpu(), *parameters[3:], dim)
+        implementations.kernel_forward(x, *parameters[:2], parameters[2].cpu(), *parameters[3:], dim)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

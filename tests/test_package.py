@@ -28,7 +28,8 @@ ALLOWED = {
     "kernels.cuda.plan": {"kernels.cuda.compile"},
     "kernels.cuda.driver": {"kernels.cuda.compile", "kernels.cuda.plan"},
     "kernels.cuda": {"kernels.layout", "kernels.cuda.compile", "kernels.cuda.driver", "kernels.cuda.plan"},
-    "ops": {"reference", "kernels.cpu", "kernels.cuda"},
+    "implementations": {"reference", "kernels.cpu", "kernels.cuda"},
+    "ops": {"reference", "implementations"},
     "functional": {"ops"},
     "starts": set(),
     "module": {"functional", "reference", "starts"},
@@ -37,7 +38,7 @@ ALLOWED = {
     "cli.info": {"kernels.build", "kernels.cpu", "kernels.cuda", "version"},
     "kernels": set(),
     "__main__": {"cli"},
-    "": {"functional", "ops", "reference", "fuse", "module", "version"},
+    "": {"functional", "implementations", "reference", "fuse", "module", "version"},
 }
 
 

@@ -8,8 +8,8 @@ The mathematics is in :mod:`pwlu.reference`, the function in :mod:`pwlu.function
 
 from pwlu import functional, reference
 from pwlu.fuse import FusedPWLU, fuse_
+from pwlu.implementations import warm_up
 from pwlu.module import PWLU
-from pwlu.ops import warm_up
 from pwlu.version import __version__
 
 __all__ = ["PWLU", "FusedPWLU", "__version__", "functional", "fuse_", "reference", "warm_up"]

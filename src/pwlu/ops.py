@@ -1,4 +1,4 @@
-"""The operators ``torch.ops.pwlu.*``: schemas, shapes, derivatives, and which code serves which device.
+"""The operators ``torch.ops.pwlu.*``: schemas, shapes and derivatives.
 
     forward(x, left, right, heights, left_slope, right_slope, channel_dim) -> y
     backward(grad, x, left, ..., right_slope, channel_dim, need_input, need_parameters) -> gradients in that order
@@ -8,7 +8,7 @@
                           forward and moments in one pass over x; the parameters' gradients are zero, for they stand still
 
 Outputs have the memory layout of ``torch.empty_like(x)``. In ``backward`` an empty tensor stands for a gradient that
-was not asked for. Every device is served by plain torch unless it has a kernel; kernels are imported when first used.
+was not asked for. What computes them on which device is in ``implementations.py``.
 
 The derivatives are registered under the Autograd key by hand: with ``torch.library.register_autograd`` a call on a small
 tensor takes half as long again (benchmarks/overhead.py).
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pwlu import reference
+from pwlu import implementations, reference
 
 _PARAMETERS = "Tensor left, Tensor right, Tensor heights, Tensor left_slope, Tensor right_slope"
 _SCHEMAS = (
@@ -42,89 +42,6 @@ moments = torch.ops.pwlu.moments.default
 observe = torch.ops.pwlu.observe.default
 
 
-# Every device: plain torch.
-
-
-def _laid_out(x: Tensor, y: Tensor) -> Tensor:
-    like = torch.empty_like(x)
-    return y if y.stride() == like.stride() else like.copy_(y)
-
-
-def _gradients(x: Tensor, grad_x: Tensor | None, grads: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
-    """In the form of the schema."""
-    grad_x = x.new_empty(0) if grad_x is None else grad_x
-    return (grad_x, *(grads or (x.new_empty(0) for _ in range(5))))
-
-
-def _default_forward(x: Tensor, *rest: Any) -> Tensor:
-    return _laid_out(x, reference.forward(x, *rest))
-
-
-def _default_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    grad_x, grads = reference.backward(grad, x, *rest)
-    grads = grads and [g.clone() for g in grads]  # some are views of one tensor; outputs must not share memory
-    return _gradients(x, None if grad_x is None else _laid_out(x, grad_x), grads)
-
-
-def _default_lookup(x: Tensor, *rest: Any) -> Tensor:
-    return _laid_out(x, reference.lookup(x, *rest))
-
-
-def _count(x: Tensor, channels: int) -> Tensor:
-    return torch.full((), x.numel() // channels, dtype=torch.int64, device=x.device)
-
-
-def _default_moments(x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, ...]:
-    return (_count(x, channels), *reference.moments(x, channels, channel_dim))
-
-
-def _default_observe(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return (_default_forward(x, *rest), *_default_moments(x, rest[0].shape[0], rest[-1]))
-
-
-# CPU and CUDA: a kernel where there is one and it takes such arguments (it returns None if it does not).
-
-
-def _kernel(x: Tensor) -> Any:
-    if x.is_cuda:
-        from pwlu.kernels import cuda
-
-        return cuda.kernel(x.device.index)
-    from pwlu.kernels import cpu
-
-    return cpu.kernel()
-
-
-def _kernel_forward(x: Tensor, *rest: Any) -> Tensor:
-    kernel = _kernel(x)
-    y = kernel and kernel.forward(x, *rest)
-    return _default_forward(x, *rest) if y is None else y
-
-
-def _kernel_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    kernel = _kernel(x)
-    found = kernel and kernel.backward(grad, x, *rest)
-    return _default_backward(grad, x, *rest) if found is None else _gradients(x, *found)
-
-
-def _kernel_lookup(x: Tensor, *rest: Any) -> Tensor:
-    kernel = _kernel(x)
-    y = kernel and kernel.lookup(x, *rest)
-    return _default_lookup(x, *rest) if y is None else y
-
-
-def _kernel_moments(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    kernel = _kernel(x)
-    found = kernel and kernel.moments(x, *rest)
-    return _default_moments(x, *rest) if found is None else found
-
-
-def _kernel_observe(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    kernel = _kernel(x)
-    found = kernel and kernel.observe(x, *rest)
-    return _default_observe(x, *rest) if found is None else found
-
-
 # Shapes, for tracing and the meta device.
 
 
@@ -135,7 +52,7 @@ def _fake_like_x(x: Tensor, *rest: Any) -> Tensor:
 def _fake_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *parameters, _, need_input, need_parameters = rest
     grads = [torch.empty_like(p, memory_format=torch.contiguous_format) for p in parameters] if need_parameters else None
-    return _gradients(x, torch.empty_like(x) if need_input else None, grads)
+    return implementations.gradients(x, torch.empty_like(x) if need_input else None, grads)
 
 
 def _fake_moments(x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, ...]:
@@ -224,7 +141,7 @@ class _DirectForward(_Forward):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *inputs, ctx.channel_dim = arguments
         ctx.save_for_backward(*inputs)
-        return _kernel_forward(*arguments)
+        return implementations.kernel_forward(*arguments)
 
 
 def pwlu(x: Tensor, *rest: Any) -> Tensor:
@@ -234,7 +151,7 @@ def pwlu(x: Tensor, *rest: Any) -> Tensor:
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or _transformed() or not _plain(x, rest):
         return forward(x, *rest)
-    return _DirectForward.apply(x, *rest) if _wanted((x, *rest)) else _kernel_forward(x, *rest)
+    return _DirectForward.apply(x, *rest) if _wanted((x, *rest)) else implementations.kernel_forward(x, *rest)
 
 
 class _Observe(torch.autograd.Function):
@@ -282,7 +199,7 @@ def _autograd_forward(*arguments: Any) -> Tensor:
 def _autograd_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Differentiable, in plain torch, where a second derivative is asked for."""
     if _transformed() or _wanted((grad, x, *rest)):
-        return _gradients(x, *reference.backward(grad, x, *rest))
+        return implementations.gradients(x, *reference.backward(grad, x, *rest))
     return _below_autograd(backward, grad, x, *rest)
 
 
@@ -302,42 +219,25 @@ def _autograd_moments(*arguments: Any) -> tuple[Tensor, ...]:
 def _autograd_observe(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     if _transformed():
         arguments = (x, *(p.detach() for p in rest[:-1]), rest[-1])
-        return (reference.forward(*arguments), *_default_moments(x.detach(), rest[0].shape[0], rest[-1]))
+        return (reference.forward(*arguments), *implementations.default_moments(x.detach(), rest[0].shape[0], rest[-1]))
     if _wanted((x, *rest)):
         return _Observe.apply(x, *rest)
     return _below_autograd(observe, x, *rest)
 
 
-def warm_up(
-    device: torch.device | str = "cuda", dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
-) -> int:
-    """Compile and load now what the first calls on that device would; return the number of kernels.
-
-    Worth it before a CUDA graph is captured, where nothing can be loaded, and before timing anything. `dtypes`: of the inputs.
-    The first time on a machine takes some ten seconds of a core for each; later, kernels come from the cache. 0: plain torch
-    serves the device, and `pwlu info` says why.
-    """
-    device = torch.device(device)
-    if device.type == "cuda":
-        from pwlu.kernels import cuda
-
-        return cuda.warm_up(torch.cuda.current_device() if device.index is None else device.index, tuple(dtypes))
-    return int(device.type == "cpu" and _kernel(torch.empty(0, device=device)) is not None)
-
-
 _BY_KERNEL: dict[Any, Callable[..., Any]] = {
-    forward: _kernel_forward,
-    backward: _kernel_backward,
-    lookup: _kernel_lookup,
-    moments: _kernel_moments,
-    observe: _kernel_observe,
+    forward: implementations.kernel_forward,
+    backward: implementations.kernel_backward,
+    lookup: implementations.kernel_lookup,
+    moments: implementations.kernel_moments,
+    observe: implementations.kernel_observe,
 }
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "forward": (_default_forward, _fake_like_x, _autograd_forward),
-    "backward": (_default_backward, _fake_backward, _autograd_backward),
-    "lookup": (_default_lookup, _fake_like_x, _autograd_lookup),
-    "moments": (_default_moments, _fake_moments, _autograd_moments),
-    "observe": (_default_observe, _fake_observe, _autograd_observe),
+    "forward": (implementations.default_forward, _fake_like_x, _autograd_forward),
+    "backward": (implementations.default_backward, _fake_backward, _autograd_backward),
+    "lookup": (implementations.default_lookup, _fake_like_x, _autograd_lookup),
+    "moments": (implementations.default_moments, _fake_moments, _autograd_moments),
+    "observe": (implementations.default_observe, _fake_observe, _autograd_observe),
 }
 for (_name, (_default, _fake, _autograd)), _by_kernel in zip(_IMPLEMENTATIONS.items(), _BY_KERNEL.values(), strict=True):
     _library.impl(_name, _default, "CompositeExplicitAutograd")

@@ -1,1 +1,1 @@
-"""Kernels: leaves of the package, imported by ``ops.py`` alone and only when an operator first needs them."""
+"""Kernels: leaves of the package, imported by ``implementations.py`` alone and only when an operator first needs them."""

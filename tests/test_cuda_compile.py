@@ -58,6 +58,18 @@ def test_arguments_are_packed_in_the_order_of_the_struct():
     assert -(-packed // 8) * 8 == plans.NUMBERS_BYTES  # a C struct with 64-bit members has a multiple of 8 bytes
 
 
+@needs_nvrtc
+def test_several_threads_at_once():
+    """In a process where cuda.core has not been imported."""
+    code = (
+        "from concurrent.futures import ThreadPoolExecutor\nfrom pwlu.kernels.cuda import compile as k\n"
+        "f = k.functions()['finish_moments']\n"
+        "with ThreadPoolExecutor(8) as threads:\n"
+        "    print(len(set(threads.map(lambda _: bytes(k.compile_functions([f], 'sm_80', keep=False).code), range(8)))))"
+    )
+    assert process("", code).communicate()[0] == "1\n"
+
+
 # The cache.
 
 COMPILE = (

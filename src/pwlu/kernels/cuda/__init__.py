@@ -202,7 +202,7 @@ def _try(index: int) -> Kernel:
     if torch.cuda.get_device_capability(index) < _OLDEST:
         raise _Impossible(f"{torch.cuda.get_device_name(index)} is older than compute capability 7.5")
     try:
-        import cuda.core  # noqa: F401
+        kernels.core()
     except ImportError as error:
         raise _Impossible(f"cuda-core is missing ({error}): pip install 'pwlu[cuda]'") from error
     with torch.cuda.device(index):

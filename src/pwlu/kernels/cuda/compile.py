@@ -6,6 +6,7 @@ architecture and NVRTC's version, and files appear by an atomic rename. No GPU i
 
 import contextlib
 import hashlib
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,28 +76,38 @@ def source(chosen: list[Function]) -> str:
     return "".join((folder / name).read_text() for name in SOURCES) + "".join(f.declaration() for f in chosen)
 
 
+_importing = threading.Lock()
+
+
+def core() -> Any:
+    """The package cuda.core, imported by one thread at a time: two at once find half of it."""
+    with _importing:
+        import cuda.core
+        import cuda.core.utils
+
+        return cuda.core
+
+
 def compile_functions(chosen: list[Function], architecture: str, keep: bool = True) -> Any:
     """Machine code of the chosen kernels for an architecture such as ``sm_90``: a ``cuda.core.ObjectCode``.
 
     Taken from the cache, and put there, unless told otherwise; a cache that cannot be used is no error.
     """
-    from cuda.core import ObjectCode, Program, ProgramOptions
-    from cuda.core.utils import FileStreamProgramCache, make_program_cache_key
-
-    options = ProgramOptions(arch=architecture, std="c++17")
+    cuda = core()
+    options = cuda.ProgramOptions(arch=architecture, std="c++17")
     text = source(chosen)
-    key = make_program_cache_key(code=text, code_type="c++", options=options, target_type="cubin")
+    key = cuda.utils.make_program_cache_key(code=text, code_type="c++", options=options, target_type="cubin")
 
     def made() -> Any:
-        return Program(text, "c++", options).compile("cubin")
+        return cuda.Program(text, "c++", options).compile("cubin")
 
     if not keep:
         return made()
     try:
-        with FileStreamProgramCache(build.cache_folder() / "cuda", max_size_bytes=_CACHE_BYTES) as cache:
+        with cuda.utils.FileStreamProgramCache(build.cache_folder() / "cuda", max_size_bytes=_CACHE_BYTES) as cache:
             found = cache.get(key)
             if found is not None and _is_whole(found):
-                return ObjectCode.from_cubin(found[_DIGEST_BYTES:])
+                return cuda.ObjectCode.from_cubin(found[_DIGEST_BYTES:])
             code = made()
             with contextlib.suppress(OSError):  # a full disk
                 cache[key] = hashlib.sha256(bytes(code.code)).digest() + bytes(code.code)

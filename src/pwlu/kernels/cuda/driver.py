@@ -52,9 +52,7 @@ def _check(status: int, what: str) -> None:
 
 def bind(index: int) -> None:
     """Make the context torch uses for that device current: a thread that never called CUDA has none."""
-    from cuda.core import Device
-
-    Device(index).set_current()
+    kernels.core().Device(index).set_current()
 
 
 def refuse_during_capture(what: str, index: int) -> None:

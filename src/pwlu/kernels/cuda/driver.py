@@ -1,6 +1,6 @@
 """The few calls of the CUDA driver that running a kernel needs: load it, and launch it on torch's current stream.
 
-Launches go through ctypes and one packed struct: cuda-core's own launch looks at every argument, which takes twice as long.
+Launches go through ctypes and one packed struct, instead of cuda-core's own launch, which looks at every argument on its own.
 """
 
 import ctypes

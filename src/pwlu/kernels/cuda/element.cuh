@@ -30,7 +30,8 @@ __device__ void store_pair(unsigned address, float2 pair) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" : : "r"(address), "f"(pair.x), "f"(pair.y));
 }
 
-// What every kernel gets, in the order in which driver.py packs the addresses and plan.py the numbers. A tensor is (outer, channels, inner) in memory order.
+// What every kernel gets, in the order in which driver.py packs the addresses and plan.py the numbers. A tensor is (outer,
+// channels, inner) in memory order.
 struct Arguments {
   const void *x, *grad;
   void *out;  // y or the gradient of x

@@ -191,11 +191,8 @@ def _plan_rows(work: _Work, geometry: tuple[int, int, int], intervals: int, kind
     fixed, of_thread = work.lines * places * work.table + staged, work.lines * own * work.column
     if vector > 1 and (fixed > _TABLE_BYTES or of_thread > _COLUMN_BYTES):
         return None
-    if (
-        inner == 1
-        and vector > 1
-        and outer * channels < _ELEMENTS_OF_THREAD * gpu.processor.multiprocessors * gpu.processor.threads
-    ):
+    enough = _ELEMENTS_OF_THREAD * gpu.processor.multiprocessors * gpu.processor.threads
+    if inner == 1 and vector > 1 and outer * channels < enough:
         return None  # more threads, with one element each, fill their tables sooner
     threads = _fitting(work, gpu, fixed, of_thread) if inner == 1 else work.threads
     if threads is None or threads < width:
@@ -213,12 +210,10 @@ def _plan_rows(work: _Work, geometry: tuple[int, int, int], intervals: int, kind
 
 def _plan(work: _Work, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu) -> Plan | None:
     _, channels, inner = geometry
-    if (
-        channels == 1 and math.gcd(inner, _CHUNK) >= _CHUNK // 8
-    ):  # any cut will do, so blocks can walk through memory side by side
-        inner = math.gcd(inner, _CHUNK)
-        geometry = (geometry[2] // inner, 1, inner)
-    vector = _widest(work, "planes", inner, aligned)
+    chunk = math.gcd(inner, _CHUNK)
+    if channels == 1 and chunk >= _CHUNK // 8:  # cut anywhere: so blocks can walk through memory side by side
+        geometry, inner = (inner // chunk, 1, chunk), chunk
+    vector = next(v for v in work.vectors["planes"][work.dtype] if v == 1 or (aligned and inner % v == 0))
     if channels > 1 and inner * channels < 1 << 31 and (inner == 1 or (inner < _SMALL_PLANE and vector == 1)):
         form = "rows" if inner == 1 else "mixed"
         for narrower in work.vectors[form][work.dtype]:
@@ -227,10 +222,6 @@ def _plan(work: _Work, geometry: tuple[int, int, int], intervals: int, kind: int
                 if found is not None:
                     return found
     return _plan_planes(work, geometry, intervals, kind, vector, gpu)
-
-
-def _widest(work: _Work, form: str, length: int, aligned: bool) -> int:
-    return next(v for v in work.vectors[form][work.dtype] if v == 1 or (aligned and length % v == 0))
 
 
 def plan_map(

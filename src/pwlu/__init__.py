@@ -1,15 +1,29 @@
 """pwlu: the Piecewise Linear Unit, an activation function that a network learns for itself.
 
-    act = pwlu.PWLU(channels=64)   # starts as ReLU, one function a channel
-    pwlu.fuse_(model)              # for inference
+    report = pwlu.convert_(model, sample)                          # activations -> PWLUs
+    phases = pwlu.TwoPhase(model, optimizer, realign_at=steps)     # then train as usual
+    pwlu.fuse_(model)                                              # for inference
 
-The mathematics is in :mod:`pwlu.reference`, the function in :mod:`pwlu.functional`.
+The mathematics is in :mod:`pwlu.reference`, the function in :mod:`pwlu.functional`, the module is :class:`pwlu.PWLU`.
 """
 
 from pwlu import functional, reference
 from pwlu.fuse import FusedPWLU, fuse_
 from pwlu.implementations import warm_up
+from pwlu.learning import TwoPhase, freeze_, parameter_groups, realign_
 from pwlu.module import PWLU
 from pwlu.version import __version__
 
-__all__ = ["PWLU", "FusedPWLU", "__version__", "functional", "fuse_", "reference", "warm_up"]
+__all__ = [
+    "PWLU",
+    "FusedPWLU",
+    "TwoPhase",
+    "__version__",
+    "freeze_",
+    "functional",
+    "fuse_",
+    "parameter_groups",
+    "realign_",
+    "reference",
+    "warm_up",
+]

@@ -42,6 +42,27 @@ def pwlu(
     return ops.pwlu(x, left, right, heights, left_slope, right_slope, channel_dim)
 
 
+def observe(
+    x: Tensor,
+    left: Tensor,
+    right: Tensor,
+    heights: Tensor,
+    left_slope: Tensor,
+    right_slope: Tensor,
+    channel_dim: int,
+    pool: Tensor,
+) -> Tensor:
+    """As :func:`pwlu`, for a unit that stands still and watches its input (Phase I of the learning method).
+
+    Count, mean and sum of squared deviations of each channel of x are added to `pool`, (3, C), in place; the gradients of the
+    parameters are zero, but not missing. A forward pass that gradient checkpointing runs again does not count.
+    """
+    check(x, left, right, heights, left_slope, right_slope, channel_dim)
+    y, *moments = ops.observe(x, left, right, heights, left_slope, right_slope, channel_dim)
+    ops.pool(pool, *moments)
+    return y
+
+
 # What fx.symbolic_trace records is the call itself; the checks below need real shapes.
 torch.fx.wrap("pwlu")
 

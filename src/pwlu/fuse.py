@@ -103,7 +103,8 @@ def _tables(unit: PWLU) -> dict[str, Tensor]:
 
 
 def _fuse(unit: PWLU, tables: dict[str, Tensor]) -> None:
-    for name in ("left", "right", "heights", "left_slope", "right_slope", "bounds", "init"):
+    state = ("running_mean", "running_std", "updates", "dropped", "steps", "realigned", "pool", "phase", "loaded")
+    for name in ("left", "right", "heights", "left_slope", "right_slope", "bounds", "init", *state):
         delattr(unit, name)
     for name, table in tables.items():
         unit.register_buffer(name, table)

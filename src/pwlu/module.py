@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pwlu import functional, reference
-from pwlu.starts import find_start, fit_bounds
+from pwlu.starts import Start, find_start, fit_bounds
 
 
 class PWLU(nn.Module):
@@ -22,10 +22,15 @@ class PWLU(nn.Module):
         bounds: where the N intervals begin and end. Where the start has a kink (ReLU at 0), they move a little, by up to half
             an interval (one, if there are two kinks as in ReLU6), so that a knot lies on it.
         init: the function to start as: a name such as ``"relu"``, ``"silu"``, ``"identity"`` (see
-            ``pwlu.starts.STARTS``) or a function from tensor to tensor.
+            ``pwlu.starts.STARTS``), a function from tensor to tensor, or a ``pwlu.starts.Start``.
         channel_dim: 1 for images (B, C, H, W), -1 for sequences (B, T, C).
 
     Parameters: ``left`` (C,), ``right`` (C,), ``heights`` (C, N+1), ``left_slope`` (C,), ``right_slope`` (C,).
+
+    State for the learning method (:class:`pwlu.TwoPhase`), always in the state dict: ``running_mean`` and ``running_std`` (C,)
+    of the input; ``updates`` and ``dropped`` (C,), how often they were updated or found not to be finite; ``steps``, of Phase I;
+    ``realigned``; and ``pool`` (3, C), count, mean and sum of squared deviations since the last step.
+    ``phase`` is 0 without a controller, else 1 or 2; the function computed is that of the parameters in every phase.
 
     Shape: any; output as input, in dtype and memory layout too.
 
@@ -35,12 +40,19 @@ class PWLU(nn.Module):
         y = act(torch.randn(8, 64, 32, 32))  # equals relu(x) until it is trained
     """
 
+    running_mean: Tensor
+    running_std: Tensor
+    updates: Tensor
+    dropped: Tensor
+    steps: Tensor
+    realigned: Tensor
+
     def __init__(
         self,
         channels: int = 1,
         intervals: int = 16,
         bounds: tuple[float, float] = (-3.0, 3.0),
-        init: str | Callable[[Tensor], Tensor] = "relu",
+        init: str | Callable[[Tensor], Tensor] | Start = "relu",
         channel_dim: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -50,47 +62,125 @@ class PWLU(nn.Module):
         self.intervals = _whole_number("intervals", intervals, "8 to 16 work well", 1)
         self.channel_dim = _whole_number("channel_dim", channel_dim, "1 for images, -1 for the last")
         self.init = init
-        self.bounds = fit_bounds(_check_bounds(bounds, dtype), self.intervals, find_start(init).kinks, init)
+        start = find_start(init)
+        self.bounds = fit_bounds(_check_bounds(bounds, dtype), self.intervals, start.kinks, start.name)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.left = nn.Parameter(torch.empty(self.channels, **options))
         self.right = nn.Parameter(torch.empty(self.channels, **options))
         self.heights = nn.Parameter(torch.empty(self.channels, self.intervals + 1, **options))
         self.left_slope = nn.Parameter(torch.empty(self.channels, **options))
         self.right_slope = nn.Parameter(torch.empty(self.channels, **options))
+        self.phase = 0
+        self.loaded = False  # a controller that has counted steps must look again
+        device, wide = self.left.device, reference.compute_dtype(self.left)
+        for name in ("running_mean", "running_std"):
+            self.register_buffer(name, torch.empty(self.channels, device=device, dtype=wide))
+        for name in ("updates", "dropped"):
+            self.register_buffer(name, torch.empty(self.channels, device=device, dtype=torch.int64))
+        self.register_buffer("steps", torch.empty((), device=device, dtype=torch.int64))
+        self.register_buffer("realigned", torch.empty((), device=device, dtype=torch.bool))
+        # In the state dict like a buffer, but not registered as one: every process has its own until they are merged, and
+        # DistributedDataParallel would overwrite all of them with that of the first.
+        self.pool = torch.empty(3, self.channels, device=device, dtype=wide)
         self.reset_parameters()
+
+    def start_parameters(self) -> tuple[Tensor, ...]:
+        """The parameters at the start, ``init`` between ``bounds``, in float64 on the CPU."""
+        left, right = (torch.full((self.channels,), b, dtype=torch.float64, device="cpu") for b in self.bounds)
+        start = find_start(self.init)
+        heights, *slopes = reference.start(start.function, left, right, self.intervals)
+        if start.slopes is not None:
+            slopes = [torch.full_like(left, slope) for slope in start.slopes]
+        return left, right, heights, *slopes
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Back to the start: ``init`` between ``bounds``."""
-        left, right = (torch.full((self.channels,), b, dtype=torch.float64, device="cpu") for b in self.bounds)
-        values = reference.start(find_start(self.init).function, left, right, self.intervals)
-        for parameter, value in zip(self.unit_parameters(), (left, right, *values), strict=True):
+        """Back to the start: ``init`` between ``bounds``, and no statistics."""
+        for parameter, value in zip(self.unit_parameters(), self.start_parameters(), strict=True):
             parameter.copy_(value)
+        for state in (*self.buffers(recurse=False), self.pool):
+            state.zero_()
 
     def unit_parameters(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter, nn.Parameter, nn.Parameter]:
         """left, right, heights, left_slope, right_slope: the order in which functions take them."""
         return self.left, self.right, self.heights, self.left_slope, self.right_slope
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.pwlu(x, self.left, self.right, self.heights, self.left_slope, self.right_slope, self.channel_dim)
+        parameters = (self.left, self.right, self.heights, self.left_slope, self.right_slope, self.channel_dim)
+        if self.phase == 1 and self.training:
+            return functional.observe(x, *parameters, self.pool)
+        return functional.pwlu(x, *parameters)
 
     def extra_repr(self) -> str:
-        init = self.init if isinstance(self.init, str) else getattr(self.init, "__name__", repr(self.init))
         left, right = self.bounds
         return (
-            f"channels={self.channels}, intervals={self.intervals}, bounds=({left:g}, {right:g}), init={init!r}, "
-            f"channel_dim={self.channel_dim}"
+            f"channels={self.channels}, intervals={self.intervals}, bounds=({left:g}, {right:g}), "
+            f"init={find_start(self.init).name!r}, channel_dim={self.channel_dim}"
         )
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PWLU":
+        super()._apply(fn, recurse)
+        # moved with the model, but not rounded to 16 bits with it: steps of a tenth would vanish
+        wide = reference.compute_dtype(self.running_mean)
+        self.running_mean, self.running_std = self.running_mean.to(wide), self.running_std.to(wide)
+        self.pool = fn(self.pool).to(wide)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has no controller, which would let it out of Phase I.
+        return {**self.__dict__, "phase": 0, "loaded": False}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "pool"] = self.pool
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         if any(prefix + name in state_dict for name in ("inv_step", "slopes", "offsets")):
-            *_, error_msgs = rest
             error_msgs.append(
                 f"{prefix or 'the state'} holds a fused PWLU, this model an unfused one. The parameters cannot be had back "
                 "from the tables: load the weights saved before pwlu.fuse_, or fuse this model first: pwlu.fuse_(model)."
             )
             return
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if not any(key.startswith(prefix) for key in state_dict) and self._at_start():
+            return  # weights from before the conversion: the unit stays as it is, at its start
+        pool = state_dict.get(prefix + "pool")
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if pool is None:
+            self.pool.zero_()
+        else:
+            unexpected_keys[:] = [key for key in unexpected_keys if key != prefix + "pool"]
+            if pool.shape != self.pool.shape:
+                error_msgs.append(f"size mismatch for {prefix}pool: {tuple(pool.shape)} in the state, {tuple(self.pool.shape)} here.")
+            elif local_metadata.get("assign_to_params_buffers", False):
+                self.pool = pool.detach()
+            else:
+                self.pool.copy_(pool)
+        self.loaded = True
+        if self.phase and not self.realigned.is_meta:
+            self.phase = 2 if self.realigned else 1
+
+    def _at_start(self) -> bool:
+        if self.heights.is_meta:
+            return False
+        pairs = zip(self.unit_parameters(), self.start_parameters(), strict=True)
+        return not self.steps and all(torch.equal(whole(p).cpu(), value.to(p.dtype)) for p, value in pairs)
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """The values of a parameter that may be split over processes (as fully_shard does it)."""
+    parameter = parameter.detach()
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
 def _whole_number(name: str, value: Any, hint: str, least: int | None = None) -> int:

@@ -6,6 +6,7 @@
     moments(x, channels, channel_dim) -> (count, mean, M2)
     observe(x, left, ..., right_slope, channel_dim) -> (y, count, mean, M2)
                           forward and moments in one pass over x; the parameters' gradients are zero, for they stand still
+    pool(pool, count, mean, M2)                                     adds moments to those in `pool`, (3, C), in place
 
 Outputs have the memory layout of ``torch.empty_like(x)``. In ``backward`` an empty tensor stands for a gradient that
 was not asked for. What computes them on which device is in ``implementations.py``.
@@ -31,6 +32,7 @@ _SCHEMAS = (
     "lookup(Tensor x, Tensor left, Tensor inv_step, Tensor slopes, Tensor offsets, int channel_dim) -> Tensor",
     "moments(Tensor x, int channels, int channel_dim) -> (Tensor, Tensor, Tensor)",
     f"observe(Tensor x, {_PARAMETERS}, int channel_dim) -> (Tensor, Tensor, Tensor, Tensor)",
+    "pool(Tensor(a!) pool, Tensor count, Tensor mean, Tensor m2) -> ()",
 )
 _library = torch.library.Library("pwlu", "DEF")
 for _schema in _SCHEMAS:
@@ -40,6 +42,7 @@ backward = torch.ops.pwlu.backward.default
 lookup = torch.ops.pwlu.lookup.default
 moments = torch.ops.pwlu.moments.default
 observe = torch.ops.pwlu.observe.default
+pool = torch.ops.pwlu.pool.default
 
 
 # Shapes, for tracing and the meta device.
@@ -246,3 +249,14 @@ for (_name, (_default, _fake, _autograd)), _by_kernel in zip(_IMPLEMENTATIONS.it
     _library.impl(_name, _autograd, "Autograd")
     _library.impl(_name, _default, "FuncTorchBatchedDecomposition")
     torch.library.register_fake(f"pwlu::{_name}", _fake, lib=_library)
+
+
+def _pool(pool: Tensor, count: Tensor, mean: Tensor, m2: Tensor) -> None:
+    """Asked when it runs, also from compiled code: what is computed during a backward pass is a forward pass run again by
+    gradient checkpointing, whose input has been counted."""
+    if torch._C._current_graph_task_id() == -1:
+        pool.copy_(reference.merge(pool, count, mean, m2))
+
+
+_library.impl("pool", _pool, "CompositeExplicitAutograd")
+torch.library.register_fake("pwlu::pool", lambda *_: None, lib=_library)

@@ -250,6 +250,19 @@ def moments(x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, Tensor]
     return mean, variance * values.shape[1]
 
 
+def merge(pool: Tensor, count: Tensor, mean: Tensor, m2: Tensor) -> Tensor:
+    """Count, mean and M2 of two sets of numbers from those of either: rows of (3, C), as `pool` has them.
+
+    n = n_1 + n_2, with e = mean_2 - mean_1: mean = mean_1 + e n_2/n, M2 = M2_1 + M2_2 + e^2 n_1 n_2/n.
+    """
+    n_1, mean_1, m2_1 = pool
+    n_2 = count.to(pool.dtype)
+    n = n_1 + n_2
+    share = n_2 / n.clamp(min=1)  # of nothing and nothing: 0
+    distance = mean.to(pool.dtype) - mean_1
+    return torch.stack([n, mean_1 + distance * share, m2_1 + m2.to(pool.dtype) + distance * distance * n_1 * share])
+
+
 def start(function: Callable[[Tensor], Tensor], left: Tensor, right: Tensor, intervals: int) -> tuple[Tensor, Tensor, Tensor]:
     """Heights, left slope and right slope with which a unit with these bounds (C,) starts as `function`.
 

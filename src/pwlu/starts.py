@@ -9,43 +9,51 @@ from torch import Tensor, nn
 
 
 class Start(NamedTuple):
-    """A function and its kinks: a knot on each lets a unit equal it there."""
+    """A function, its kinks (a knot on each lets a unit equal it there), its slopes far out where known, and its name."""
 
     function: Callable[[Tensor], Tensor]
     kinks: tuple[float, ...] = ()
+    slopes: tuple[float, float] | None = None
+    name: str = ""
 
 
 def _identity(x: Tensor) -> Tensor:
     return x
 
 
+_SELU_SCALE = 1.0507009873554805
 STARTS: dict[str, Start] = {
-    "relu": Start(F.relu, (0.0,)),
-    "relu6": Start(F.relu6, (0.0, 6.0)),
-    "leaky_relu": Start(F.leaky_relu, (0.0,)),
-    "elu": Start(F.elu),
-    "selu": Start(F.selu, (0.0,)),
-    "gelu": Start(F.gelu),
-    "silu": Start(F.silu),
-    "swish": Start(F.silu),
-    "mish": Start(F.mish),
-    "softplus": Start(F.softplus),
-    "hardswish": Start(F.hardswish, (-3.0, 3.0)),
-    "hardsigmoid": Start(F.hardsigmoid, (-3.0, 3.0)),
-    "hardtanh": Start(F.hardtanh, (-1.0, 1.0)),
-    "sigmoid": Start(torch.sigmoid),
-    "tanh": Start(torch.tanh),
-    "identity": Start(_identity),
+    "relu": Start(F.relu, (0.0,), (0.0, 1.0)),
+    "relu6": Start(F.relu6, (0.0, 6.0), (0.0, 0.0)),
+    "leaky_relu": Start(F.leaky_relu, (0.0,), (0.01, 1.0)),
+    "elu": Start(F.elu, (), (0.0, 1.0)),
+    "celu": Start(F.celu, (), (0.0, 1.0)),
+    "selu": Start(F.selu, (0.0,), (0.0, _SELU_SCALE)),
+    "gelu": Start(F.gelu, (), (0.0, 1.0)),
+    "silu": Start(F.silu, (), (0.0, 1.0)),
+    "swish": Start(F.silu, (), (0.0, 1.0)),
+    "mish": Start(F.mish, (), (0.0, 1.0)),
+    "softplus": Start(F.softplus, (), (0.0, 1.0)),
+    "hardswish": Start(F.hardswish, (-3.0, 3.0), (0.0, 1.0)),
+    "hardsigmoid": Start(F.hardsigmoid, (-3.0, 3.0), (0.0, 0.0)),
+    "hardtanh": Start(F.hardtanh, (-1.0, 1.0), (0.0, 0.0)),
+    "sigmoid": Start(torch.sigmoid, (), (0.0, 0.0)),
+    "tanh": Start(torch.tanh, (), (0.0, 0.0)),
+    "identity": Start(_identity, (), (1.0, 1.0)),
 }
+STARTS = {name: start._replace(name=name) for name, start in STARTS.items()}
 
 
-def find_start(init: str | Callable[[Tensor], Tensor]) -> Start:
+def find_start(init: "str | Callable[[Tensor], Tensor] | Start") -> Start:
     """The start of that name; a function that is none of ours is taken as it is, without kinks."""
+    if isinstance(init, Start):
+        return init
     if isinstance(init, nn.Module):
         raise ValueError(f"pwlu: init must be a name or a function, not a module: write 'silu' or F.silu, not {init}")
     if not isinstance(init, str):
         same = F.relu if init is torch.relu else init
-        return next((start for start in STARTS.values() if start.function is same), Start(init))
+        known = next((start for start in STARTS.values() if start.function is same), None)
+        return known or Start(init, name=getattr(init, "__name__", repr(init)))
     if init not in STARTS:
         raise ValueError(f"pwlu: init {init!r} is not known. Write one of {', '.join(STARTS)}, or pass a function")
     return STARTS[init]

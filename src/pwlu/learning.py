@@ -1,0 +1,312 @@
+"""The paper's two phases, as hooks of the optimizer: any training loop stays as it is."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from pwlu import reference, statistics
+from pwlu.module import PWLU, whole
+from pwlu.starts import find_start
+
+
+def units_of(model: nn.Module) -> dict[str, PWLU]:
+    """Every PWLU of the model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, PWLU)}
+
+
+def parameter_groups(
+    model: nn.Module, lr: float, weight_decay: float = 0.0, lr_factor: float = 1.0
+) -> list[dict[str, Any]]:
+    """Two groups for an optimizer: the weights, and the parameters of PWLUs with ``lr * lr_factor`` and no weight decay.
+
+    Decay would pull heights and bounds towards zero, which is no simpler a function. Parameters that need no gradient are left out.
+    """
+    units = units_of(model)
+    if not units:
+        raise ValueError(f"parameter_groups: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)")
+    of_units = {id(p) for unit in units.values() for p in unit.unit_parameters()}
+    weights = [p for p in model.parameters() if p.requires_grad and id(p) not in of_units]
+    learned = [p for p in model.parameters() if p.requires_grad and id(p) in of_units]
+    groups = [
+        {"params": weights, "lr": lr, "weight_decay": weight_decay, "name": "weights"},
+        {"params": learned, "lr": lr * lr_factor, "weight_decay": 0.0, "name": "pwlu"},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def freeze_(model: nn.Module, frozen: bool = True) -> list[str]:
+    """Let no PWLU of the model learn any more (``frozen=False``: let them learn again); return their names.
+
+    Gradients are taken away too, so that no optimizer goes on with them. DistributedDataParallel must be told anew which parameters
+    learn: wrap the model after this.
+    """
+    units = units_of(model)
+    for unit in units.values():
+        unit.requires_grad_(not frozen)
+        _take_gradients([unit])
+    return list(units)
+
+
+class Realigned(NamedTuple):
+    """What :func:`realign_` did to one unit: of its channels, how many were left as they were."""
+
+    name: str
+    channels: int
+    kept: int
+
+
+@torch.no_grad()
+def realign_(model: nn.Module) -> list[Realigned]:
+    """Put the bounds of every PWLU where its inputs are, and its function back to the start: what happens at step T'.
+
+        B_L = mu - 3 sigma,  B_R = mu + 3 sigma,  Y_k = f(B_k),  K_L, K_R = slopes of f over one more interval
+
+    with f the start (``init``), and mu and sigma the running statistics of Phase I. Parameters are written in place. A channel
+    that has no statistics, or a sigma of 0, keeps the parameters it has.
+    """
+    units = units_of(model)
+    if not units:
+        raise ValueError(f"realign_: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)")
+    if done := [name for name, unit in units.items() if unit.realigned]:
+        raise RuntimeError(
+            f"realign_: {_some(done)} had its Phase I already; realigning again would undo what was learned. "
+            "To begin anew: call reset_parameters() on the units."
+        )
+    if not any(unit.updates.any() for unit in units.values()):
+        raise RuntimeError(
+            "realign_: no PWLU has statistics of its input yet. Train some steps with pwlu.TwoPhase(model, optimizer, realign_at=...)"
+        )
+    return [_realign(name, unit) for name, unit in units.items()]
+
+
+def _realign(name: str, unit: PWLU) -> Realigned:
+    mu, sigma = (s.to("cpu", torch.float64) for s in (unit.running_mean, unit.running_std))
+    left, right = mu - 3 * sigma, mu + 3 * sigma
+    # An interval must be wider than the parameters' rounding, or knots would fall together.
+    roundoff = torch.finfo(unit.left.dtype).eps * torch.maximum(left.abs(), right.abs())
+    usable = (unit.updates > 0).cpu() & ((right - left) / unit.intervals > 4 * roundoff) & (right - left).isfinite()
+    old = [whole(p) for p in unit.unit_parameters()]
+    left, right = torch.where(usable, left, old[0].cpu()), torch.where(usable, right, old[1].cpu())
+    new = (left, right, *reference.start(find_start(unit.init).function, left, right, unit.intervals))
+    for parameter, before, value in zip(unit.unit_parameters(), old, new, strict=True):
+        mask = usable.to(before.device)
+        mask = mask[:, None] if value.ndim == 2 else mask
+        _write(parameter, torch.where(mask, value.to(before.device, before.dtype), before))
+    unit.realigned.fill_(True)
+    unit.pool.zero_()
+    if unit.phase == 1:
+        unit.phase = 2
+    return Realigned(name, unit.channels, int((~usable).sum()))
+
+
+def _write(parameter: Tensor, value: Tensor) -> None:
+    """In place, so that whoever holds the parameter keeps it; where it is split over processes, each writes its part."""
+    if hasattr(parameter, "placements"):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(value)
+
+
+def _take_gradients(units: Iterable[PWLU]) -> None:
+    for unit in units:
+        for parameter in unit.unit_parameters():
+            parameter.grad = None
+
+
+class TwoPhase:
+    """The learning method of the paper, without a line in the training loop.
+
+    Phase I, the first `realign_at` steps of the optimizer: PWLU parameters do not change at all, statistics of their inputs are
+    kept. When the last of these steps ends, :func:`realign_` puts every PWLU where its inputs are. Phase II: ordinary training.
+
+    Args:
+        model: with PWLUs; may be wrapped (DistributedDataParallel, torch.compile, fully_shard), before or after.
+        optimizer: the one that holds the PWLU parameters.
+        realign_at: T', in steps of the optimizer; the paper takes 5 epochs.
+        copies: models of the same structure whose PWLUs are realigned too, by copying: an exponential moving average.
+        process_group: of the processes that train the model together; default: the model's own if it is a
+            DistributedDataParallel, else all of them.
+
+    A step counts when the optimizer really stepped. All that has to survive is in the model's state dict: to resume, load model and
+    optimizer, and make a TwoPhase as at the beginning, before or after loading.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        realign_at: int,
+        copies: Sequence[nn.Module] = (),
+        process_group: "dist.ProcessGroup | None" = None,
+    ) -> None:
+        self.realign_at = _check_steps(realign_at)
+        self.model = model
+        self._units = units_of(model)
+        if not self._units:
+            raise ValueError(f"TwoPhase: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)")
+        optimizer = _unwrapped(optimizer)
+        self._check_optimizer(optimizer)
+        self.copies = [self._check_copy(copy) for copy in copies]
+        if process_group is None and isinstance(model, DistributedDataParallel):
+            process_group = model.process_group
+        self.process_group = process_group
+        self.report: list[Realigned] = []
+        self._check_alone()
+        self._look_again()
+        for unit in self._units.values():
+            unit.phase = 2 if unit.realigned else 1
+        # The optimizer holds the controller, not the other way round: it lives as long as the optimizer does, and lets go then.
+        self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+        self._let_go = weakref.finalize(self, _let_go, list(self._units.values()))
+        self._let_go.atexit = False
+
+    @property
+    def phase(self) -> int:
+        """1 or 2."""
+        return max((unit.phase for unit in self._units.values()), default=0)
+
+    @property
+    def steps(self) -> int:
+        """Steps of Phase I taken so far."""
+        if any(unit.loaded for unit in self._units.values()):
+            self._look_again()
+        return self._steps
+
+    def remove(self) -> None:
+        """Let go of model and optimizer. PWLUs then train from the next step on, wherever they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._let_go()
+
+    def __repr__(self) -> str:
+        phase = "I" if self.phase == 1 else "II"
+        return f"TwoPhase({len(self._units)} PWLUs, Phase {phase}, {self.steps} of {self.realign_at} steps of Phase I taken)"
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """No gradient, no change: a gradient of zero would still move a parameter by momentum or decay."""
+        if any(unit.loaded for unit in self._units.values()):
+            self._look_again()
+        if self.phase != 1:
+            return None
+        units = self._units.values()
+        _take_gradients(units)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+        if closure is None:
+            return None
+
+        def still() -> Any:
+            loss = closure()
+            _take_gradients(units)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": still}
+        return (args[0], still, *args[2:]), kwargs
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.phase != 1:
+            return
+        # A fused optimizer is called by GradScaler also when it is to do nothing; the others are not called then.
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and found_inf.item():
+            return
+        statistics.advance_(list(self._units.values()), self.process_group)
+        self._steps += 1
+        if self._steps >= self.realign_at:
+            self.report = realign_(self.model)
+            for copy in self.copies:
+                self._copy_to(copy)
+
+    @torch.no_grad()
+    def _copy_to(self, copy: list[PWLU]) -> None:
+        for unit, other in zip(self._units.values(), copy, strict=True):
+            for target, value in zip(other.unit_parameters(), unit.unit_parameters(), strict=True):
+                target.copy_(value)
+            for target, value in zip(other.buffers(), unit.buffers(), strict=True):
+                target.copy_(value)
+
+    def _look_again(self) -> None:
+        """Steps and phase as the model's state has them."""
+        states = {(int(unit.steps), bool(unit.realigned)) for unit in self._units.values()}
+        if len(states) > 1:
+            raise ValueError(
+                f"TwoPhase: the PWLUs of this model have not come equally far: (steps of Phase I, realigned) are {sorted(states)}. "
+                "Load one complete state dict, or begin anew: call reset_parameters() on every PWLU."
+            )
+        ((self._steps, realigned),) = states
+        if not realigned and self._steps >= self.realign_at:
+            raise ValueError(
+                f"TwoPhase: the model has taken {self._steps} steps of Phase I and was not realigned, so realign_at={self.realign_at} "
+                f"has passed. Write a realign_at above {self._steps}, or realign now: pwlu.realign_(model), before TwoPhase."
+            )
+        for unit in self._units.values():
+            unit.loaded = False
+
+    def _check_alone(self) -> None:
+        """Two controllers would count every step twice. One whose optimizer is gone, but not yet collected, does not matter."""
+        if any(unit.phase for unit in self._units.values()):
+            gc.collect()
+        if taken := [name for name, unit in self._units.items() if unit.phase]:
+            raise RuntimeError(
+                f"TwoPhase: {_some(taken)} has a TwoPhase already. Keep that one, which works as long as its optimizer does, or "
+                "call its remove() first."
+            )
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        wanted = [(name, p) for name, unit in self._units.items() for p in unit.unit_parameters() if p.requires_grad]
+        missing = list(dict.fromkeys(name for name, p in wanted if id(p) not in held))
+        if missing:
+            raise ValueError(
+                f"TwoPhase: the optimizer does not hold the parameters of {_some(missing)}. Make it after pwlu.convert_ (and after "
+                "fully_shard): torch.optim.SGD(pwlu.parameter_groups(model, lr=...), ...). If they are split over several "
+                "optimizers, put all PWLU parameters of a model into one, or make one TwoPhase for each part of the model."
+            )
+
+    def _check_copy(self, copy: nn.Module) -> list[PWLU]:
+        others = list(units_of(copy).values())
+        shapes = [[tuple(u.heights.shape) for u in units] for units in (self._units.values(), others)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"TwoPhase: copies must have the PWLUs of the model, {len(self._units)} with the same shapes in the same order; "
+                f"{type(copy).__name__} has {len(others)}. Copy the model after pwlu.convert_: copies=[copy.deepcopy(model)]"
+            )
+        return others
+
+
+def _let_go(units: Sequence[PWLU]) -> None:
+    for unit in units:
+        unit.phase = 0
+
+
+def _unwrapped(optimizer: Any) -> Optimizer:
+    """The optimizer inside what Lightning or Accelerate wrap around it."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"TwoPhase: optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}. If there are several, give the "
+            "one that holds the PWLU parameters."
+        )
+    return optimizer
+
+
+def _check_steps(realign_at: Any) -> int:
+    if isinstance(realign_at, bool) or not isinstance(realign_at, int) or realign_at < 1:
+        raise ValueError(
+            f"TwoPhase: realign_at must be a whole number of optimizer steps of at least 1, such as 5 * len(loader), not "
+            f"{realign_at!r}. To train without Phase I, leave TwoPhase out."
+        )
+    return realign_at
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -8,6 +8,9 @@ The mathematics is in :mod:`pwlu.reference`, the function in :mod:`pwlu.function
 """
 
 from pwlu import functional, reference
+from pwlu.baselines import activation
+from pwlu.conversion.kinds import DEFAULT_KINDS
+from pwlu.convert import convert_, restore_
 from pwlu.fuse import FusedPWLU, fuse_
 from pwlu.implementations import warm_up
 from pwlu.learning import TwoPhase, freeze_, parameter_groups, realign_
@@ -15,15 +18,19 @@ from pwlu.module import PWLU
 from pwlu.version import __version__
 
 __all__ = [
+    "DEFAULT_KINDS",
     "PWLU",
     "FusedPWLU",
     "TwoPhase",
     "__version__",
+    "activation",
+    "convert_",
     "freeze_",
     "functional",
     "fuse_",
     "parameter_groups",
     "realign_",
     "reference",
+    "restore_",
     "warm_up",
 ]

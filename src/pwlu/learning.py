@@ -21,16 +21,16 @@ def units_of(model: nn.Module) -> dict[str, PWLU]:
     return {name: module for name, module in model.named_modules() if isinstance(module, PWLU)}
 
 
-def parameter_groups(
-    model: nn.Module, lr: float, weight_decay: float = 0.0, lr_factor: float = 1.0
-) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, lr: float, weight_decay: float = 0.0, lr_factor: float = 1.0) -> list[dict[str, Any]]:
     """Two groups for an optimizer: the weights, and the parameters of PWLUs with ``lr * lr_factor`` and no weight decay.
 
     Decay would pull heights and bounds towards zero, which is no simpler a function. Parameters that need no gradient are left out.
     """
     units = units_of(model)
     if not units:
-        raise ValueError(f"parameter_groups: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)")
+        raise ValueError(
+            f"parameter_groups: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)"
+        )
     of_units = {id(p) for unit in units.values() for p in unit.unit_parameters()}
     weights = [p for p in model.parameters() if p.requires_grad and id(p) not in of_units]
     learned = [p for p in model.parameters() if p.requires_grad and id(p) in of_units]
@@ -121,6 +121,17 @@ def _take_gradients(units: Iterable[PWLU]) -> None:
             parameter.grad = None
 
 
+def _join(optimizer: Optimizer, units: Iterable[PWLU]) -> None:
+    """Momentum of 0 for units that begin to learn, where torch's fused SGD wants it for all parameters of a group or for none."""
+    learned = {id(p) for unit in units for p in unit.unit_parameters()}
+    for group in optimizer.param_groups:
+        if group.get("fused") and group.get("momentum"):
+            if any("momentum_buffer" in optimizer.state.get(p, {}) for p in group["params"]):
+                for parameter in group["params"]:
+                    if id(parameter) in learned and parameter.requires_grad:
+                        optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
 class TwoPhase:
     """The learning method of the paper, without a line in the training loop.
 
@@ -165,7 +176,7 @@ class TwoPhase:
             unit.phase = 2 if unit.realigned else 1
         # The optimizer holds the controller, not the other way round: it lives as long as the optimizer does, and lets go then.
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
-        self._let_go = weakref.finalize(self, _let_go, list(self._units.values()))
+        self._let_go = weakref.finalize(optimizer, _let_go, list(self._units.values()))
         self._let_go.atexit = False
 
     @property
@@ -194,9 +205,12 @@ class TwoPhase:
         """No gradient, no change: a gradient of zero would still move a parameter by momentum or decay."""
         if any(unit.loaded for unit in self._units.values()):
             self._look_again()
-        if self.phase != 1:
-            return None
         units = self._units.values()
+        if self.phase != 1:
+            if not self._joined:
+                _join(optimizer, units)
+                self._joined = True
+            return None
         _take_gradients(units)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if closure is None:
@@ -249,6 +263,7 @@ class TwoPhase:
             )
         for unit in self._units.values():
             unit.loaded = False
+        self._joined = False
 
     def _check_alone(self) -> None:
         """Two controllers would count every step twice. One whose optimizer is gone, but not yet collected, does not matter."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pwlu import functional, reference
-from pwlu.starts import Start, find_start, fit_bounds
+from pwlu.starts import Start, find_start, fit_bounds, start_parameters
 
 
 class PWLU(nn.Module):
@@ -87,11 +87,7 @@ class PWLU(nn.Module):
     def start_parameters(self) -> tuple[Tensor, ...]:
         """The parameters at the start, ``init`` between ``bounds``, in float64 on the CPU."""
         left, right = (torch.full((self.channels,), b, dtype=torch.float64, device="cpu") for b in self.bounds)
-        start = find_start(self.init)
-        heights, *slopes = reference.start(start.function, left, right, self.intervals)
-        if start.slopes is not None:
-            slopes = [torch.full_like(left, slope) for slope in start.slopes]
-        return left, right, heights, *slopes
+        return left, right, *start_parameters(find_start(self.init), left, right, self.intervals)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -128,7 +124,7 @@ class PWLU(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no controller, which would let it out of Phase I.
-        return {**self.__dict__, "phase": 0, "loaded": False}
+        return {**super().__getstate__(), "phase": 0, "loaded": False}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -153,15 +149,15 @@ class PWLU(nn.Module):
         if not any(key.startswith(prefix) for key in state_dict) and self._at_start():
             return  # weights from before the conversion: the unit stays as it is, at its start
         pool = state_dict.get(prefix + "pool")
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if pool is None:
             self.pool.zero_()
         else:
             unexpected_keys[:] = [key for key in unexpected_keys if key != prefix + "pool"]
             if pool.shape != self.pool.shape:
-                error_msgs.append(f"size mismatch for {prefix}pool: {tuple(pool.shape)} in the state, {tuple(self.pool.shape)} here.")
+                error_msgs.append(
+                    f"size mismatch for {prefix}pool: {tuple(pool.shape)} in the state, {tuple(self.pool.shape)} here."
+                )
             elif local_metadata.get("assign_to_params_buffers", False):
                 self.pool = pool.detach()
             else:

@@ -1,11 +1,16 @@
 """Functions a unit can start as, by name, with the places where each has a kink."""
 
-from collections.abc import Callable
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from pwlu import reference
 
 
 class Start(NamedTuple):
@@ -90,3 +95,48 @@ def fit_bounds(bounds: tuple[float, float], intervals: int, kinks: tuple[float, 
             f"of init={init!r}, at {', '.join(f'{k:g}' for k in kinks)}. Write more intervals or narrower bounds"
         )
     return fitted
+
+
+def start_error(start: Start, bounds: tuple[float, float], intervals: int) -> float:
+    """The largest difference between a unit at its start and the function, for |x| <= 100, in float64."""
+    return float(_start_errors(start, [bounds], intervals)[0])
+
+
+def best_bounds(start: Start, intervals: int, bounds: tuple[float, float] | None = None) -> tuple[float, float]:
+    """Bounds with which a unit comes close to the function everywhere: exact between knots on its kinks, else the best of a grid.
+
+    Given bounds are only widened, where a kink lies outside. A function whose slopes far out are not known gets (-3, 3).
+    """
+    left, right = bounds or (-3.0, 3.0)
+    widened = min([left, *start.kinks]), max([right, *start.kinks])
+    fitted = fit_bounds(widened, intervals, start.kinks, start.name)
+    if bounds is not None or start.slopes is None or start_error(start, fitted, intervals) < 1e-6:
+        return fitted
+    return _searched(start, intervals)
+
+
+@functools.cache
+def _searched(start: Start, intervals: int) -> tuple[float, float]:
+    choices = []
+    for left, right in itertools.product((-b / 4 for b in range(4, 41)), (b / 4 for b in range(4, 41))):
+        with contextlib.suppress(ValueError):  # such bounds and kinks do not go together
+            choices.append(fit_bounds((left, right), intervals, start.kinks, start.name))
+    return choices[int(_start_errors(start, choices, intervals).argmin())]
+
+
+def _start_errors(start: Start, choices: Sequence[tuple[float, float]], intervals: int) -> Tensor:
+    far = torch.logspace(1, 2, 50, dtype=torch.float64)
+    x = torch.cat([-far, torch.linspace(-10, 10, 2001, dtype=torch.float64), far])
+    left, right = torch.tensor(choices, dtype=torch.float64).T
+    units = (left, right, *start_parameters(start, left, right, intervals))
+    with torch.no_grad():
+        differences = reference.forward(x[:, None].expand(-1, len(choices)), *units, channel_dim=1) - start.function(x)[:, None]
+    return differences.abs().amax(0)
+
+
+def start_parameters(start: Start, left: Tensor, right: Tensor, intervals: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Heights and outer slopes of units with these bounds (C,) that begin as the function; far out they follow its own slopes."""
+    heights, *slopes = reference.start(start.function, left, right, intervals)
+    if start.slopes is not None:
+        slopes = [torch.full_like(left, slope) for slope in start.slopes]
+    return heights, *slopes

@@ -1,0 +1,93 @@
+"""What a conversion found and did."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pwlu.starts import Start
+
+
+@dataclass
+class Site:
+    """One place in one module where an activation is applied.
+
+    ``name``: of the module that computes it after the conversion. ``was``: what stood there. ``shape`` of its input for the sample
+    (the first, if it was called more than once). ``modes``: train, eval or both. ``action``: converted, skipped (by a rule or on
+    request), impossible, or unreached. ``error``: the largest difference of the new activation's start to what stood there, for
+    |x| <= 100; None if it is not meant to start as that.
+    """
+
+    name: str
+    was: str
+    kind: str
+    shape: tuple[int, ...] = ()
+    channels: int = 0
+    channel_dim: int = 1
+    positions: int | None = None
+    modes: tuple[str, ...] = ()
+    calls: int = 0
+    source: str = ""
+    action: str = "skipped"
+    reason: str = ""
+    parameters: int = 0
+    error: float | None = None
+    start: Start | None = field(default=None, repr=False)
+
+
+@dataclass
+class Report:
+    """Every site of a model, in the order in which the sample reached them. Prints as a table; iterates over sites."""
+
+    model: str
+    sites: list[Site]
+    notes: list[str] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.sites)
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def of(self, action: str) -> list[Site]:
+        """The sites of which this became: converted, skipped, impossible or unreached."""
+        return [site for site in self.sites if site.action == action]
+
+    @property
+    def converted(self) -> list[Site]:
+        """The sites that have a new activation."""
+        return self.of("converted")
+
+    @property
+    def parameters(self) -> int:
+        """Parameters added."""
+        return sum(site.parameters for site in self.sites)
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """For a data frame or JSON."""
+        rows = [asdict(site) for site in self.sites]
+        for row, site in zip(rows, self.sites, strict=True):
+            row["start"] = site.start and site.start.name
+        return rows
+
+    def __str__(self) -> str:
+        head = ("name", "was", "shape", "what happened", "why")
+        rows = [(s.name, s.was, " x ".join(map(str, s.shape)), s.action, _why(s)) for s in self.sites]
+        widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        counts = {action: len(self.of(action)) for action in ("converted", "skipped", "impossible", "unreached")}
+        parts = [f"{n} {action}" for action, n in counts.items() if n or action == "converted"]
+        summary = f"{self.model}: {', '.join(parts)}; {self.parameters:,} parameters added"
+        return "\n".join([*lines, summary, *self.notes])
+
+
+def _why(site: Site) -> str:
+    notes = [site.reason] if site.reason else []
+    if site.action == "converted":
+        if site.error:
+            notes.append(f"starts within {site.error:.2g} of it")
+        if len(site.modes) == 1:
+            notes.append(f"in {site.modes[0]} mode only")
+    return "; ".join(notes)

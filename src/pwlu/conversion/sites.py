@@ -1,0 +1,117 @@
+"""From calls to sites: which calls are one place, what is known of it, and whether a rule leaves it alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from pwlu.conversion.report import Site
+from pwlu.conversion.rewrite import Edit
+from pwlu.conversion.tracing import Call
+
+
+@dataclass
+class Found:
+    """A site and how it would be converted."""
+
+    site: Site
+    calls: list[Call] = field(default_factory=list)
+    owner: str = ""  # the module that gets a child
+    key: str = ""  # under this name
+    edit: Edit | None = None
+    module: nn.Module | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it is to be converted."""
+        return self.site.action == "converted"
+
+
+@dataclass
+class Rules:
+    """What is to be left alone."""
+
+    kinds: tuple[str | type[nn.Module], ...]
+    granularity: str
+    where: Callable[[Site], bool] | None
+    min_positions: int
+
+    def includes(self, kind: str) -> bool:
+        """Whether activations of this kind are replaced."""
+        return kind in {k if isinstance(k, str) else k.__name__ for k in self.kinds}
+
+
+def find_sites(recorded: dict[str, list[Call]]) -> list[Found]:
+    """Calls with the same module and place are one site. A module called from one place only is a site by itself."""
+    groups: dict[Any, list[tuple[str, Call]]] = {}
+    for mode, calls in recorded.items():
+        for call in calls:
+            location = call.location
+            groups.setdefault(
+                (call.module, location.owner or location.nearest, location.filename, location.line, location.end), []
+            ).append((mode, call))
+    founds = []
+    for calls in groups.values():
+        first = calls[0][1]
+        modes = tuple(dict.fromkeys(mode for mode, _ in calls))
+        name = first.module if first.module is not None else joined(first.location.owner or first.location.nearest, first.kind)
+        was = first.was if first.module is not None else f"{'x' if first.method else 'F'}.{first.was}"
+        site = Site(
+            name, was, first.kind, first.shape, modes=modes, calls=len(calls), source=str(first.location), start=first.start
+        )
+        founds.append(Found(site, [call for _, call in calls]))
+    return founds
+
+
+def joined(prefix: str, name: str) -> str:
+    """The full name of a child."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _channel_dim(call: Call) -> int:
+    dim = call.channel_dim
+    if dim is None or not -len(call.shape) <= dim < len(call.shape):
+        dim = 1 if len(call.shape) >= 4 else -1
+    return dim
+
+
+def _positions(call: Call, dim: int) -> int | None:
+    """Of a map, height x width; None for a vector or a sequence."""
+    n = len(call.shape)
+    if n < 3 or (n == 3 and dim % n == n - 1):
+        return None
+    rest = [size for d, size in enumerate(call.shape) if d != dim % n and (d != 0 or dim % n == 0)]
+    return int(torch.Size(rest).numel())
+
+
+def decide(found: Found, rules: Rules) -> None:
+    """Whether a site is to be converted, and if not, why."""
+    site, calls = found.site, found.calls
+    dims = {_channel_dim(call) for call in calls if call.shape}
+    sizes = {call.shape[_channel_dim(call)] for call in calls if call.shape}
+    site.channel_dim = next(iter(dims), 1)
+    positions = [p for call in calls if (p := _positions(call, _channel_dim(call))) is not None]
+    site.positions = max(positions, default=None)
+    site.channels = next(iter(sizes), 1)
+    reused = any(call.reused for call in calls)
+    if not rules.includes(site.kind):
+        site.reason = f"{site.kind} is not in kinds"
+    elif not all(call.dtype.is_floating_point for call in calls):
+        site.reason = f"its input is {calls[0].dtype}"
+    elif all(call.feeds_gate for call in calls):
+        site.reason = "it feeds a gate"
+    elif site.positions is not None and site.positions < rules.min_positions:
+        site.reason = f"maps of {site.positions} position{'s' * (site.positions != 1)}"
+    elif rules.where is not None and not rules.where(site):
+        site.reason = "declined by where"
+    elif reused:
+        site.action, site.reason = "impossible", "it writes into its input, which is used again: make it inplace=False"
+    elif rules.granularity == "channel" and len(sizes) > 1:
+        widths = ", ".join(map(str, sorted(sizes)))
+        site.action, site.reason = "impossible", f"one place, called with {widths} channels: granularity='layer' would do"
+    elif rules.granularity == "channel" and len(dims) > 1:
+        site.action, site.reason = "impossible", f"called with channels in dimensions {', '.join(map(str, sorted(dims)))}"
+    else:
+        site.action = "converted"

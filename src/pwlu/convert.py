@@ -1,0 +1,254 @@
+"""Putting PWLUs (or other activations) into a model that exists: every place where it applies an activation gets one of its own."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pwlu.baselines import activation
+from pwlu.conversion import rewrite
+from pwlu.conversion.kinds import ARGUMENTS, DEFAULT_KINDS
+from pwlu.conversion.planning import plan
+from pwlu.conversion.report import Report, Site
+from pwlu.conversion.sites import Found, Rules, decide, find_sites
+from pwlu.conversion.tracing import Call, Runs, registrations, stateless_leaf, unshare
+from pwlu.module import PWLU
+from pwlu.starts import STARTS, Start, best_bounds, find_start, start_error
+
+Factory = Callable[[int, Site], nn.Module]
+_REPLACED = "_pwlu_replaced"  # what stood there, by child, in the owner's __dict__; None for a call of a function
+
+
+def convert_(
+    model: nn.Module,
+    sample: Any,
+    to: str | Factory = "pwlu",
+    kinds: Iterable[str | type[nn.Module]] = DEFAULT_KINDS,
+    bounds: tuple[float, float] | None = None,
+    intervals: int = 16,
+    granularity: str = "channel",
+    init: str | Callable[[Tensor], Tensor] | Start = "relu",
+    where: Callable[[Site], bool] | None = None,
+    min_positions: int = 2,
+) -> Report:
+    """Replace the activations of a model, in place, by PWLUs; return a report of every site.
+
+    A site is a place in the code of one module: an ``nn.ReLU`` that a block calls twice becomes two PWLUs, ``F.relu(x)`` in a
+    ``forward`` becomes one. The model stays what it is: class, methods, hooks, the names of its weights.
+
+    Args:
+        sample: what the model is called with: a tensor, a tuple of arguments or a dictionary of keyword arguments. It shows the
+            shapes; a copy of the model is run on it, without values where possible.
+        to: ``"pwlu"``, the name of another activation (``pwlu.activation`` makes it), or a function of (channels, site) that makes
+            a module.
+        kinds: which activations are replaced: names, or classes of modules that are activations of your own.
+        bounds: of every PWLU at its start; default (-3, 3) for ReLU, and for other functions those that fit best.
+        intervals: N.
+        granularity: ``"channel"`` for one function a channel, ``"layer"`` for one a site.
+        init: what PWLUs start as: a name, a function, or ``"same"`` for what stood there, so that a trained network goes on working.
+        where: a function of a :class:`Site` that says False to leave it as it is.
+        min_positions: maps with fewer positions (height x width) are left alone, as in squeeze-and-excitation, and so is whatever
+            feeds a gate.
+
+    Raises an error, and changes nothing, if no site is converted.
+    """
+    rules = Rules(_check_kinds(kinds), granularity, where, min_positions)
+    make = _maker(to, bounds, intervals, granularity, init)
+    _check_model(model)
+    runs = Runs(model, sample)
+    recorded = runs.record(rules.kinds)
+    if not recorded:
+        raise _could_not_run(runs)
+    founds = find_sites(recorded)
+    for found in founds:
+        decide(found, rules)
+    plan(model, founds)
+    for found in founds:
+        if found.wanted:
+            found.module = make(found.site, found.calls[0])
+            found.site.parameters = sum(p.numel() for p in found.module.parameters())
+    _try_out(runs, founds)
+    report = Report(type(model).__name__, [f.site for f in founds] + _unreached(model, recorded), _notes(runs))
+    if not report.converted:
+        raise _nothing_converted(report, model)
+    _apply(model, founds)
+    return report
+
+
+def restore_(model: nn.Module) -> list[str]:
+    """Put the activations back that :func:`convert_` replaced; return the names of what was taken out."""
+    owners = [(name, module) for name, module in model.named_modules() if _REPLACED in module.__dict__]
+    if not owners:
+        raise ValueError(f"restore_: {type(model).__name__} has nothing that pwlu.convert_ put there")
+    for name, module in owners:
+        if hasattr(type(module), "_pwlu_edits") and "_pwlu_edits" not in vars(type(module)):
+            raise ValueError(
+                f"restore_: {name or 'the model'} was wrapped after the conversion (fully_shard?). Restore it before that"
+            )
+    removed = []
+    for name, module in owners:
+        for key, old in module.__dict__.pop(_REPLACED).items():
+            if key not in module._modules:  # an attribute, not a child
+                setattr(module, key, old)
+                continue
+            removed.append(f"{name}.{key}" if name else key)
+            if old is None:
+                delattr(module, key)
+            else:
+                module._modules[key] = old.train(module.training)
+        module.__class__ = rewrite.original(type(module))
+    return removed
+
+
+# What was asked for.
+
+
+def _check_kinds(kinds: Iterable[str | type[nn.Module]]) -> tuple[str | type[nn.Module], ...]:
+    kinds = (kinds,) if isinstance(kinds, (str, type)) else tuple(kinds)
+    if unknown := [k for k in kinds if not (k in ARGUMENTS if isinstance(k, str) else isinstance(k, type))]:
+        raise ValueError(f"convert_: {unknown[0]!r} is not a kind. Write some of {', '.join(ARGUMENTS)}, or classes of modules")
+    if not kinds:
+        raise ValueError("convert_: kinds is empty, so nothing would be converted. Leave it out for the usual ones")
+    return kinds
+
+
+def _check_model(model: nn.Module) -> None:
+    from torch._dynamo.eval_frame import OptimizedModule
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel, FSDPModule, FullyShardedDataParallel, OptimizedModule)
+    if wrapper := next((type(module).__name__ for module in model.modules() if isinstance(module, wrappers)), None):
+        raise ValueError(
+            f"convert_: the model is wrapped already, by {wrapper}. Convert first, then wrap: pwlu.convert_(model, sample)"
+        )
+    if stateless_leaf(model):
+        raise ValueError(
+            f"convert_: the model is a single function, {model}, and cannot be replaced in place. "
+            "Write model = pwlu.PWLU(channels), or give the model that contains it"
+        )
+
+
+def _maker(
+    to: str | Factory, bounds: tuple[float, float] | None, intervals: int, granularity: str, init: Any
+) -> Callable[[Site, Call], nn.Module]:
+    """A function that makes the new activation of a site; wrong arguments are found now."""
+    if granularity not in ("channel", "layer"):
+        raise ValueError(f"convert_: granularity must be 'channel' or 'layer', not {granularity!r}")
+
+    def channels(site: Site) -> int:
+        return site.channels if granularity == "channel" else 1
+
+    def unit(site: Site, call: Call) -> nn.Module:
+        start = find_start(init) if init != "same" else site.start
+        assert start is not None
+        dtype = torch.float64 if call.dtype == torch.float64 else torch.float32  # knots in 16 bits would be in the wrong places
+        fitted = best_bounds(start, intervals, bounds)
+        by_name = start.name if STARTS.get(start.name) == start else start
+        act = PWLU(channels(site), intervals, fitted, by_name, site.channel_dim, device=call.device, dtype=dtype)
+        site.error = start_error(start, act.bounds, intervals) if start == site.start else None
+        return act
+
+    def other(site: Site, call: Call) -> nn.Module:
+        if isinstance(to, str):
+            return activation(to, channels(site)).to(call.device, call.dtype)
+        module = to(channels(site), site)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"convert_: to must return a module, but for {site.name} it returned {module!r}")
+        return module
+
+    if to != "pwlu":
+        if isinstance(to, str):
+            activation(to, 1)
+        elif not callable(to):
+            raise ValueError(f"convert_: to must be a name or a function of (channels, site), not {to!r}")
+        return other
+    start = find_start("relu" if init == "same" else init)
+    PWLU(1, intervals, bounds or best_bounds(start, intervals), init=start)
+    return unit
+
+
+# Doing it.
+
+
+def _apply(model: nn.Module, founds: Sequence[Found], trial: bool = False) -> None:
+    """Put the new activations in (for a trial, mere place-holders) and rewrite the calls."""
+    wanted = [found for found in founds if found.wanted]
+    if any(found.edit and stateless_leaf(model.get_submodule(found.owner)) for found in wanted):
+        unshare(model)
+    for found in wanted:
+        owner = model.get_submodule(found.owner)
+        new = nn.Identity() if trial or found.module is None else found.module
+        owner.__dict__.setdefault(_REPLACED, {}).setdefault(found.key, owner._modules.get(found.key))
+        owner._modules[found.key] = new.train(owner.training)
+        if found.edit is not None:
+            rewrite.rewrite_(owner, found.edit)
+        _leave_fast_path(model, found.owner)
+
+
+def _leave_fast_path(model: nn.Module, name: str) -> None:
+    """torch's transformer layers have, for evaluation, one kernel for everything, with an activation of its own."""
+    while True:
+        module = model.get_submodule(name)
+        for cls, key, value in (
+            (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
+            (nn.TransformerEncoder, "use_nested_tensor", False),
+        ):
+            if isinstance(module, cls) and hasattr(module, key):
+                module.__dict__.setdefault(_REPLACED, {}).setdefault(key, getattr(module, key))
+                setattr(module, key, value)
+        if not name:
+            return
+        name = name.rpartition(".")[0]
+
+
+def _try_out(runs: Runs, founds: Sequence[Found]) -> None:
+    """Convert a copy and run it: a new activation that is not called stands where nobody looks, and is given up."""
+    while names := {found.site.name: set(found.site.modes) for found in founds if found.wanted}:
+        missed = runs.check(partial(_apply, founds=founds, trial=True), names)
+        if not missed:
+            return
+        for found in founds:
+            if found.wanted and found.site.name in missed:
+                found.site.action, found.site.reason = "impossible", "the model does not call it by its registered name"
+
+
+# What to say.
+
+
+def _unreached(model: nn.Module, recorded: dict[str, list[Call]]) -> list[Site]:
+    """Modules that are activations by their class and were called in neither mode."""
+    called = {call.module for calls in recorded.values() for call in calls}
+    kinds = {kind.replace("_", ""): kind for kind in ARGUMENTS}
+    reason = "the sample reaches it in neither training nor evaluation mode"
+    return [
+        Site(name, str(module), kinds[type(module).__name__.lower()], action="unreached", reason=reason)
+        for name, (_, _, module) in registrations(model).items()
+        if name not in called and stateless_leaf(module) and type(module).__name__.lower() in kinds
+    ]
+
+
+def _notes(runs: Runs) -> list[str]:
+    notes = []
+    for mode, error in runs.failures.items():
+        text = (str(error).strip().splitlines() or [""])[0][:200]
+        notes.append(f"In {mode} mode the model could not be run on the sample ({type(error).__name__}: {text}).")
+    return notes
+
+
+def _could_not_run(runs: Runs) -> RuntimeError:
+    error = runs.failures["eval"]
+    new = RuntimeError(
+        f"convert_: the model could not be run on the sample, neither in training nor in evaluation mode: {type(error).__name__}: "
+        f"{error}\nThe sample is what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments."
+    )
+    new.__cause__ = error
+    return new
+
+
+def _nothing_converted(report: Report, model: nn.Module) -> ValueError:
+    units = sum(isinstance(module, PWLU) for module in model.modules())
+    already = f" It has {units} PWLUs already." if units else ""
+    seen = f"\n{report}" if report.sites else " No activation was seen: no call of relu, gelu, silu, ..."
+    return ValueError(f"convert_: nothing in {report.model} was converted.{already}{seen}")

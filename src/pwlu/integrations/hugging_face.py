@@ -1,0 +1,127 @@
+"""The two phases in Hugging Face's Trainer, which makes its optimizer itself: a callback meets it when training begins.
+
+    pwlu.convert_(model, sample)
+    trainer = Trainer(model, args, callbacks=[TwoPhaseCallback(realign_after_epochs=5)], ...)
+    own_group_(trainer)  # no weight decay for PWLUs
+    trainer.train()
+
+Where the Trainer is given an optimizer (``optimizers=``) made of :func:`pwlu.parameter_groups`, the callback alone is enough.
+"""
+
+import math
+import warnings
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from pwlu.learning import TwoPhase, units_of
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise ImportError(
+        "pwlu.integrations.hugging_face needs the package transformers, which could not be imported: "
+        "pip install 'pwlu[transformers]'"
+    ) from error
+
+
+class TwoPhaseCallback(TrainerCallback):
+    """:class:`pwlu.TwoPhase` as a callback of the Trainer, from the beginning of its training to the end.
+
+    Args:
+        realign_at: T' in steps of the optimizer; or
+        realign_after_epochs: T' in passes over the training data, which must have a length; the paper takes 5.
+
+    A checkpoint of the Trainer holds all that is needed to go on with ``resume_from_checkpoint``. A second ``train()`` goes on
+    with the PWLUs as they are: those that were realigned are not realigned again.
+
+    ``phases`` is the :class:`pwlu.TwoPhase` of the training that runs or ran last, None before the first.
+    """
+
+    def __init__(self, realign_at: int | None = None, realign_after_epochs: float | None = None) -> None:
+        if (realign_at is None) == (realign_after_epochs is None):
+            raise ValueError(
+                f"TwoPhaseCallback: give either realign_at (steps) or realign_after_epochs, not realign_at={realign_at!r} and "
+                f"realign_after_epochs={realign_after_epochs!r}. The paper's choice: realign_after_epochs=5"
+            )
+        if realign_after_epochs is not None and not 0 < realign_after_epochs < math.inf:
+            raise ValueError(
+                f"TwoPhaseCallback: realign_after_epochs must be a number above 0, such as 5, not {realign_after_epochs!r}. "
+                "To train without Phase I, leave the callback out."
+            )
+        self.realign_at = realign_at
+        self.realign_after_epochs = realign_after_epochs
+        self.phases: TwoPhase | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Begin, or go on with, the phase the model is in: if the Trainer resumes, it has loaded its checkpoint by now."""
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        self._let_go()  # of a training that was broken off
+        self.phases = phases = TwoPhase(model, optimizer, self._steps(args, kwargs.get("train_dataloader")))
+        last = phases.steps + state.max_steps - state.global_step
+        if phases.phase == 1 and last <= phases.realign_at:
+            warnings.warn(
+                f"TwoPhaseCallback: Phase I takes {phases.realign_at} steps, and this training ends after {last} of them: no "
+                "PWLU will learn. Train longer, or realign earlier.",
+                stacklevel=2,
+            )
+        learned = _parameters_of_units(model)
+        decays = {g.get("weight_decay", 0.0) for g in optimizer.param_groups if any(id(p) in learned for p in g["params"])}
+        if any(decays):
+            warnings.warn(
+                f"TwoPhaseCallback: PWLU parameters have a weight decay of {max(decays):g}, which pulls heights and bounds "
+                "towards zero. Right after the Trainer is made, write pwlu.integrations.hugging_face.own_group_(trainer).",
+                stacklevel=2,
+            )
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Let go of model and optimizer: another training may begin."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self.phases is not None:
+            self.phases.remove()
+
+    def _steps(self, args: TrainingArguments, loader: Any) -> int:
+        if self.realign_after_epochs is None:
+            assert self.realign_at is not None
+            return self.realign_at
+        try:
+            batches = len(loader)
+        except TypeError:
+            raise ValueError(
+                f"TwoPhaseCallback: realign_after_epochs={self.realign_after_epochs} needs training data with a length, and "
+                f"{type(getattr(loader, 'dataset', loader)).__name__} has none. Give the number of steps: realign_at=1000"
+            ) from None
+        # What is left over at the end of an epoch makes one step more.
+        return max(1, round(self.realign_after_epochs * math.ceil(batches / args.gradient_accumulation_steps)))
+
+
+def own_group_(trainer: Trainer, lr_factor: float = 1.0) -> Optimizer:
+    """Give the PWLU parameters a group of their own in the Trainer's optimizer: ``lr * lr_factor`` and no weight decay.
+
+    The Trainer spares biases and norms from its ``weight_decay``, by their names, and would pull heights and bounds to zero.
+    Its optimizer is made here, otherwise as its arguments have it, and returned. Call this before ``train()``.
+    """
+    if trainer.model_init is not None:
+        raise ValueError(
+            "own_group_: with model_init, train() makes a new model and a new optimizer. Give the Trainer model=... instead, "
+            "or override its create_optimizer()."
+        )
+    optimizer: Optimizer = trainer.create_optimizer()
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        raise ValueError(
+            "own_group_: the optimizer has a scheduler already, which would not know the new group. Call own_group_ right "
+            "after the Trainer is made; for an optimizer of your own, use pwlu.parameter_groups(model, lr=...) instead."
+        )
+    learned = _parameters_of_units(trainer.model)
+    for group in list(optimizer.param_groups):
+        if own := [p for p in group["params"] if id(p) in learned]:
+            group["params"] = [p for p in group["params"] if id(p) not in learned]
+            optimizer.add_param_group({**group, "params": own, "lr": group["lr"] * lr_factor, "weight_decay": 0.0})
+    return optimizer
+
+
+def _parameters_of_units(model: nn.Module) -> set[int]:
+    return {id(p) for unit in units_of(model).values() for p in unit.unit_parameters()}

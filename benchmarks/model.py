@@ -1,22 +1,47 @@
-"""Time a stack of convolution, batch norm and activation: ReLU, SiLU and PWLU, in inference and training, eager and compiled.
+"""Time whole networks with ReLU, SiLU and PWLU side by side: inference, a step of training, memory, and the conversion itself.
 
-For inference PWLU is fused, in two ways: as torch.compile sees it, aten operators that melt into their neighbours ("melted"),
-and as the operator pwlu::lookup, which the compiler cannot see into ("kernel").
+inference   ResNet-18 and MobileNet-V3-small, PWLUs fused: eager and compiled, float32 and bfloat16 channels_last. Compiled, the
+            fused form is timed in two ways: as torch.compile sees it, aten operators that melt into their neighbours, and as
+            the operator pwlu::lookup, which the compiler cannot see into ("kernel").
+training    a step of ResNet-18 with SGD, bfloat16 autocast, channels_last: eager and compiled, Phase I and Phase II, and the
+            memory at its peak above what the model holds between steps.
+conversion  seconds that pwlu.convert_ takes, for each of some models.
 """
 
 import argparse
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torchvision
 from timing import RESULTS, interleaved, machine, percentiles, write
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 import pwlu
 from pwlu import ops
+
+Row = dict[str, Any]
+NETWORKS = ("resnet18", "mobilenet_v3_small")
+CONVERTED = (
+    "resnet18",
+    "resnet50",
+    "mobilenet_v2",
+    "mobilenet_v3_small",
+    "mobilenet_v3_large",
+    "efficientnet_b0",
+    "densenet121",
+    "googlenet",
+    "regnet_y_400mf",
+    "convnext_tiny",
+    "vit_b_16",
+    "swin_t",
+)
+DETECTORS = ("retinanet_resnet50_fpn", "maskrcnn_resnet50_fpn")
 
 
 class ByKernel(nn.Module):
@@ -32,103 +57,199 @@ class ByKernel(nn.Module):
         return ops.lookup(x, unit.left, unit.inv_step, unit.slopes, unit.offsets, unit.channel_dim)
 
 
-def stack(activation: Callable[[], nn.Module], options: argparse.Namespace) -> nn.Sequential:
-    """`depth` times convolution, batch norm, activation."""
-    channels = options.shape[1]
-    layers = [
-        layer
-        for _ in range(options.depth)
-        for layer in (nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), activation())
-    ]
-    return nn.Sequential(*layers).to(options.device).to(memory_format=options.memory_format)
+def network(name: str, activation: str, options: argparse.Namespace) -> nn.Module:
+    """The network with that activation at every site that convert_ finds; ReLU stays as its authors call it, in place."""
+    torch.manual_seed(0)
+    model: nn.Module = getattr(torchvision.models, name)(weights=None)
+    if not (name == "resnet18" and activation == "relu"):
+        pwlu.convert_(model, torch.randn(2, 3, 224, 224), to="pwlu" if activation == "pwlu" else partial(_in_place, activation))
+    return model.to(options.device)
 
 
-def by_kernel(model: nn.Sequential) -> nn.Sequential:
+def _in_place(name: str, channels: int, site: Any) -> nn.Module:
+    return nn.ReLU(inplace=True) if name == "relu" else nn.SiLU(inplace=True)
+
+
+def by_kernel(model: nn.Module) -> nn.Module:
     """The same model, its fused units hidden from the compiler."""
-    return nn.Sequential(*(ByKernel(m) if isinstance(m, pwlu.FusedPWLU) else m for m in model))
+    for module in list(model.modules()):
+        for key, child in module._modules.items():
+            if isinstance(child, pwlu.FusedPWLU):
+                module._modules[key] = ByKernel(child)
+    return model
 
 
-def inference(options: argparse.Namespace) -> dict[str, nn.Module]:
-    """Models to run forward."""
-    models: dict[str, nn.Module] = {"relu": stack(nn.ReLU, options), "silu": stack(nn.SiLU, options)}
-    for model in models.values():
-        model.eval()
-    melted = stack(partial(pwlu.PWLU, options.shape[1], init="silu"), options).eval()
-    models["pwlu, not fused"] = stack(partial(pwlu.PWLU, options.shape[1], init="silu"), options).eval()
-    pwlu.fuse_(melted)
-    models["pwlu fused, melted"] = melted
-    models["pwlu fused, kernel"] = by_kernel(melted)
-    return models
+def inference(options: argparse.Namespace) -> Iterator[Row]:
+    """Forward passes, in every mode."""
+    modes = [(c, d) for c in (False, True) for d in (torch.float32, torch.bfloat16)]
+    for name in options.networks:
+        for compiled, dtype in tqdm(modes, desc=f"{name}, inference"):
+            layout = torch.channels_last if dtype == torch.bfloat16 else torch.contiguous_format
+            x = torch.randn(options.batch, 3, options.pixels, options.pixels, device=options.device)
+            x = x.to(dtype=dtype, memory_format=layout)
+            calls: dict[str, Callable[[], Any]] = {}
+            kinds = ["relu", "silu", "pwlu", "pwlu, kernel" if compiled else "pwlu, not fused"]
+            torch._dynamo.reset()
+            for kind in kinds:
+                model = network(name, kind.partition(",")[0], options).eval()
+                model = model.to(dtype=dtype, memory_format=layout)  # type: ignore[call-overload]
+                if kind in ("pwlu", "pwlu, kernel"):
+                    pwlu.fuse_(model)
+                if kind == "pwlu, kernel":
+                    by_kernel(model)
+                calls[kind] = partial(torch.compile(model, fullgraph=True) if compiled else model, x)
+            row: Row = {"what": "inference", "network": name, "mode": _mode(compiled), "dtype": _short(dtype)}
+            row |= {"batch": options.batch}
+            with torch.inference_mode():
+                yield from rows(row, calls, options)
 
 
-def training(options: argparse.Namespace) -> dict[str, nn.Module]:
-    """Models to run forward and backward."""
-    return {
-        "relu": stack(nn.ReLU, options),
-        "silu": stack(nn.SiLU, options),
-        "prelu": stack(partial(nn.PReLU, options.shape[1]), options),
-        "pwlu": stack(partial(pwlu.PWLU, options.shape[1], init="silu"), options),
-    }
-
-
-def run(model: Any, x: Tensor, dtype: torch.dtype, train: bool) -> None:
-    """One pass."""
-    with torch.autocast(x.device.type, dtype=dtype, enabled=dtype != torch.float32):
-        y = model(x)
-    if train:
-        y.float().square().mean().backward()
-        model.zero_grad()
-
-
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of all modes."""
-    x = torch.randn(options.shape, device=options.device).to(memory_format=options.memory_format)
-    wait = torch.cuda.synchronize if options.device == "cuda" else None
-    rows = []
-    modes = [(train, compiled, dtype) for train in (False, True) for compiled in (False, True) for dtype in options.dtypes]
-    for train, compiled, name in tqdm(modes, desc="modes"):
-        models = training(options) if train else inference(options)
+def training(options: argparse.Namespace) -> Iterator[Row]:
+    """Steps of training, eager and compiled."""
+    batch = options.training_batch
+    x = torch.randn(batch, 3, options.pixels, options.pixels, device=options.device)
+    x = x.contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(1000, (batch,), device=options.device)
+    for compiled in tqdm((False, True), desc="resnet18, training"):
+        calls: dict[str, Callable[[], Any]] = {}
         torch._dynamo.reset()
-        calls = {
-            n: partial(run, torch.compile(m, fullgraph=True) if compiled else m, x, getattr(torch, name), train)
-            for n, m in models.items()
+        for kind in ("relu", "silu", "pwlu", "pwlu, Phase I"):
+            model = network("resnet18", kind.partition(",")[0], options).to(memory_format=torch.channels_last).train()
+            groups = pwlu.parameter_groups(model, lr=1e-3) if "pwlu" in kind else model.parameters()
+            optimizer = torch.optim.SGD(groups, lr=1e-3, momentum=0.9)
+            if kind == "pwlu, Phase I":
+                pwlu.TwoPhase(model, optimizer, realign_at=10**9)
+            calls[kind] = partial(step, torch.compile(model) if compiled else model, optimizer, x, labels)
+        row: Row = {"what": "training", "network": "resnet18", "mode": _mode(compiled), "dtype": "bfloat16"}
+        yield from rows(row | {"batch": batch}, calls, options)
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, labels: Tensor) -> None:
+    """One step of training, as everyone writes it."""
+    optimizer.zero_grad()
+    with torch.autocast(x.device.type, torch.bfloat16):
+        loss = nn.functional.cross_entropy(model(x), labels)
+    loss.backward()
+    optimizer.step()
+
+
+def rows(row: Row, calls: dict[str, Callable[[], Any]], options: argparse.Namespace) -> list[Row]:
+    """Time the calls in turns."""
+    cuda = options.device == "cuda"
+    times = interleaved(calls, options.rounds, inner=options.inner, wait=torch.cuda.synchronize if cuda else None)
+    base = percentiles(times["relu"])["p50_ms"]
+    table = []
+    for name, each in times.items():
+        result = percentiles(each)
+        result |= {"x_relu": result["p50_ms"] / base, "peak_mib": peak(calls[name]) if cuda else float("nan")}
+        table.append(
+            row | {"call": name} | result | {"gpu_ms": float("nan"), "gpu_x_relu": float("nan")} | machine(options.device)
+        )
+        LATER.append((table[-1], table[0], calls[name]))
+    return table
+
+
+LATER: list[tuple[Row, Row, Callable[[], Any]]] = []  # a row, ReLU's row, what to call
+
+
+def busy() -> None:
+    """How long the GPU is busy in each call, host aside. Last of all: once the profiler has run, launches are slower."""
+    for row, relu, call in LATER:
+        with torch.inference_mode(row["what"] == "inference"), profile(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(3):
+                call()
+            torch.cuda.synchronize()
+        row["gpu_ms"] = sum(event.self_device_time_total for event in found.key_averages()) / 3e3
+        row["gpu_x_relu"] = row["gpu_ms"] / relu["gpu_ms"]
+
+
+def peak(call: Callable[[], Any]) -> float:
+    """MiB that a call needs at its peak, above what was allocated before."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def conversion(options: argparse.Namespace) -> Iterator[Row]:
+    """Seconds that the conversion of each model takes, on the CPU."""
+    image = torch.randn(2, 3, 224, 224)
+    samples = dict.fromkeys(CONVERTED, image) | dict.fromkeys(DETECTORS, ([image[0]],))
+    for name, sample in tqdm(samples.items(), desc="conversion"):
+        times, sites = [], 0
+        for _ in range(3):
+            model = (
+                torchvision.models.get_model(name, weights=None, weights_backbone=None)
+                if name in DETECTORS
+                else (torchvision.models.get_model(name, weights=None))
+            )
+            begin = time.perf_counter()
+            sites = len(pwlu.convert_(model, sample).converted)
+            times.append((time.perf_counter() - begin) * 1e3)
+        row: Row = {
+            "what": "conversion",
+            "network": name,
+            "mode": f"{sites} sites",
+            "dtype": "",
+            "batch": "",
+            "call": "convert_",
         }
-        with torch.set_grad_enabled(train):
-            times = interleaved(calls, options.rounds, wait=wait)
-        base = percentiles(times["relu"])["p50_ms"]
-        for call, each in times.items():
-            row: dict[str, Any] = {"what": "training" if train else "inference", "mode": "compiled" if compiled else "eager"}
-            row |= {"call": call, "dtype": name, "shape": "x".join(map(str, options.shape)), "depth": options.depth}
-            rows.append(row | percentiles(each) | {"x_relu": percentiles(each)["p50_ms"] / base} | machine(options.device))
-    return rows
+        yield row | percentiles(times) | dict.fromkeys(("x_relu", "peak_mib", "gpu_ms", "gpu_x_relu"), "") | machine("cpu")
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """A Markdown table: a line a call, a column a mode."""
-    columns = list(dict.fromkeys((r["what"], r["mode"], r["dtype"]) for r in rows))
-    cells = {(r["call"], r["what"], r["mode"], r["dtype"]): f"{r['p50_ms']:.3f} ({r['x_relu']:.2f})" for r in rows}
-    print("| ms (x ReLU) | " + " | ".join(" ".join(column) for column in columns) + " |")
-    print("|---|" + "---|" * len(columns))
-    for call in dict.fromkeys(r["call"] for r in rows):
-        print(f"| {call} | " + " | ".join(cells.get((call, *column), "") for column in columns) + " |")
+def _mode(compiled: bool) -> str:
+    return "compiled" if compiled else "eager"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return "bfloat16 channels_last" if dtype == torch.bfloat16 else "float32"
+
+
+def _cell(r: Row) -> str:
+    return f"{r['p50_ms']:.2f} ({r['x_relu']:.3f}), {r['gpu_ms']:.2f} ({r['gpu_x_relu']:.3f}), {r['peak_mib']:.0f}"
+
+
+def show(table: list[Row]) -> None:
+    """Markdown tables: a line a call, a column a mode; memory; seconds of conversion."""
+    for what, network in dict.fromkeys((r["what"], r["network"]) for r in table if r["what"] != "conversion"):
+        some = [r for r in table if (r["what"], r["network"]) == (what, network)]
+        columns = list(dict.fromkeys((r["mode"], r["dtype"]) for r in some))
+        print(
+            f"\n| {network}, {what}: ms (x ReLU), GPU alone, MiB | " + " | ".join(" ".join(column) for column in columns) + " |"
+        )
+        print("|---|" + "---|" * len(columns))
+        cells = {(r["call"], r["mode"], r["dtype"]): _cell(r) for r in some}
+        for call in dict.fromkeys(r["call"] for r in some):
+            print(f"| {call} | " + " | ".join(cells.get((call, *column), "") for column in columns) + " |")
+    if seconds := [r for r in table if r["what"] == "conversion"]:
+        print("\n| conversion | sites | s |\n|---|---|---|")
+        for r in seconds:
+            print(f"| {r['network']} | {r['mode'].partition(' ')[0]} | {r['p50_ms'] / 1e3:.2f} |")
 
 
 def main() -> None:
     """Parse the command line, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = {"inference": inference, "training": training, "conversion": conversion}
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)} (default: all)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
-    parser.add_argument("--shape", type=int, nargs=4, default=[64, 128, 56, 56], metavar=("B", "C", "H", "W"))
-    parser.add_argument("--depth", type=int, default=8, help="layers (default: %(default)s)")
-    parser.add_argument("--channels-last", action="store_true", help="memory format; default: NCHW")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="bfloat16: autocast; default: both")
-    parser.add_argument("--rounds", type=int, default=30, help="measurements of each (default: %(default)s)")
+    parser.add_argument("--networks", nargs="+", default=NETWORKS, metavar="NAME", help="in inference (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=64, help="images in inference (default: %(default)s)")
+    parser.add_argument("--training-batch", type=int, default=256, help="images in training (default: %(default)s)")
+    parser.add_argument("--pixels", type=int, default=224, help="width and height of images (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
+    parser.add_argument("--inner", type=int, default=5, help="calls in a measurement (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="default: model-DEVICE.csv in benchmarks/results")
     options = parser.parse_args()
-    options.memory_format = torch.channels_last if options.channels_last else torch.contiguous_format
-    torch.manual_seed(0)
-    rows = measure(options)
-    show(rows)
-    write(options.output or RESULTS / f"model-{options.device}.csv", rows)
+    if unknown := set(options.parts) - set(parts):
+        parser.error(f"unknown part {', '.join(sorted(unknown))}: write some of {', '.join(parts)}")
+    table = [row for name in options.parts or parts for row in parts[name](options)]
+    if options.device == "cuda":
+        busy()
+    show(table)
+    write(options.output or RESULTS / f"model-{options.device}.csv", table)
 
 
 if __name__ == "__main__":

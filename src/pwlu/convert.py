@@ -1,4 +1,4 @@
-"""Putting PWLUs (or other activations) into a model that exists: every place where it applies an activation gets one of its own."""
+"""Putting PWLUs, or other activations, into a model that exists: every place that applies an activation gets one of its own."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pwlu.baselines import activation
 from pwlu.conversion import rewrite
-from pwlu.conversion.kinds import ARGUMENTS, DEFAULT_KINDS
+from pwlu.conversion.kinds import ARGUMENTS, DEFAULT_KINDS, recognise_module
 from pwlu.conversion.planning import plan
 from pwlu.conversion.report import Report, Site
 from pwlu.conversion.sites import Found, Rules, decide, find_sites
@@ -19,6 +19,7 @@ from pwlu.starts import STARTS, Start, best_bounds, find_start, start_error
 
 Factory = Callable[[int, Site], nn.Module]
 _REPLACED = "_pwlu_replaced"  # what stood there, by child, in the owner's __dict__; None for a call of a function
+_SHARED = "_pwlu_shared"  # likewise, where one module without state stood in several places
 
 
 def convert_(
@@ -41,16 +42,17 @@ def convert_(
     Args:
         sample: what the model is called with: a tensor, a tuple of arguments or a dictionary of keyword arguments. It shows the
             shapes; a copy of the model is run on it, without values where possible.
-        to: ``"pwlu"``, the name of another activation (``pwlu.activation`` makes it), or a function of (channels, site) that makes
-            a module.
+        to: ``"pwlu"``, the name of another activation (``pwlu.activation`` makes it), or a function of (channels, site) that
+            makes a module.
         kinds: which activations are replaced: names, or classes of modules that are activations of your own.
         bounds: of every PWLU at its start; default (-3, 3) for ReLU, and for other functions those that fit best.
         intervals: N.
         granularity: ``"channel"`` for one function a channel, ``"layer"`` for one a site.
-        init: what PWLUs start as: a name, a function, or ``"same"`` for what stood there, so that a trained network goes on working.
+        init: what PWLUs start as: a name, a function, or ``"same"`` for what stood there, so that a trained network goes on
+            working.
         where: a function of a :class:`Site` that says False to leave it as it is.
-        min_positions: maps with fewer positions (height x width) are left alone, as in squeeze-and-excitation, and so is whatever
-            feeds a gate.
+        min_positions: maps with fewer positions (height x width) are left alone, as in squeeze-and-excitation, and so is
+            whatever feeds a gate.
 
     Raises an error, and changes nothing, if no site is converted.
     """
@@ -70,7 +72,8 @@ def convert_(
             found.module = make(found.site, found.calls[0])
             found.site.parameters = sum(p.numel() for p in found.module.parameters())
     _try_out(runs, founds)
-    report = Report(type(model).__name__, [f.site for f in founds] + _unreached(model, recorded), _notes(runs))
+    unreached = _unreached(model, recorded, rules)
+    report = Report(type(model).__name__, [f.site for f in founds] + unreached, _notes(runs))
     if not report.converted:
         raise _nothing_converted(report, model)
     _apply(model, founds)
@@ -99,6 +102,10 @@ def restore_(model: nn.Module) -> list[str]:
             else:
                 module._modules[key] = old.train(module.training)
         module.__class__ = rewrite.original(type(module))
+    for module in list(model.modules()):
+        module._modules.update(module.__dict__.pop(_SHARED, {}))
+    if any(_REPLACED in module.__dict__ for module in model.modules()):  # in what was put back
+        removed += restore_(model)
     return removed
 
 
@@ -106,7 +113,7 @@ def restore_(model: nn.Module) -> list[str]:
 
 
 def _check_kinds(kinds: Iterable[str | type[nn.Module]]) -> tuple[str | type[nn.Module], ...]:
-    kinds = (kinds,) if isinstance(kinds, (str, type)) else tuple(kinds)
+    kinds = tuple(kinds) if isinstance(kinds, Iterable) and not isinstance(kinds, (str, type)) else (kinds,)
     if unknown := [k for k in kinds if not (k in ARGUMENTS if isinstance(k, str) else isinstance(k, type))]:
         raise ValueError(f"convert_: {unknown[0]!r} is not a kind. Write some of {', '.join(ARGUMENTS)}, or classes of modules")
     if not kinds:
@@ -143,6 +150,8 @@ def _maker(
     def unit(site: Site, call: Call) -> nn.Module:
         start = find_start(init) if init != "same" else site.start
         assert start is not None
+        if isinstance(start.function, nn.Module) and not stateless_leaf(start.function):
+            raise ValueError(f"convert_: {site.name}, {site.was}, has parameters of its own: init='same' cannot start as that")
         dtype = torch.float64 if call.dtype == torch.float64 else torch.float32  # knots in 16 bits would be in the wrong places
         fitted = best_bounds(start, intervals, bounds)
         by_name = start.name if STARTS.get(start.name) == start else start
@@ -165,6 +174,7 @@ def _maker(
             raise ValueError(f"convert_: to must be a name or a function of (channels, site), not {to!r}")
         return other
     start = find_start("relu" if init == "same" else init)
+    PWLU(1, intervals, bounds or (-3.0, 3.0), "identity")
     PWLU(1, intervals, bounds or best_bounds(start, intervals), init=start)
     return unit
 
@@ -172,14 +182,26 @@ def _maker(
 # Doing it.
 
 
+class _StandIn(nn.Module):
+    """Computes what stood there: the course of a model may depend on values."""
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.function = call.start.function if call.module is None else model.get_submodule(call.module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
 def _apply(model: nn.Module, founds: Sequence[Found], trial: bool = False) -> None:
-    """Put the new activations in (for a trial, mere place-holders) and rewrite the calls."""
+    """Put the new activations in (for a trial, stand-ins) and rewrite the calls."""
     wanted = [found for found in founds if found.wanted]
-    if any(found.edit and stateless_leaf(model.get_submodule(found.owner)) for found in wanted):
-        unshare(model)
-    for found in wanted:
+    rewritten = {model.get_submodule(found.owner) for found in wanted if found.edit is not None}
+    for parent, key, shared in unshare(model, lambda module: module in rewritten and stateless_leaf(module)):
+        parent.__dict__.setdefault(_SHARED, {}).setdefault(key, shared)
+    modules = [_StandIn(model, found.calls[0]) if trial or found.module is None else found.module for found in wanted]
+    for found, new in zip(wanted, modules, strict=True):
         owner = model.get_submodule(found.owner)
-        new = nn.Identity() if trial or found.module is None else found.module
         owner.__dict__.setdefault(_REPLACED, {}).setdefault(found.key, owner._modules.get(found.key))
         owner._modules[found.key] = new.train(owner.training)
         if found.edit is not None:
@@ -203,30 +225,41 @@ def _leave_fast_path(model: nn.Module, name: str) -> None:
         name = name.rpartition(".")[0]
 
 
+_GIVEN_UP = {  # by whether a call was to be rewritten, and whether the new activation was called too often
+    (False, False): "the model does not call it by its registered name",
+    (False, True): "it does not always apply the same activation",
+    (True, False): "the method it is in is called by a reference taken earlier",
+    (True, True): "its place calls something else too",
+}
+
+
 def _try_out(runs: Runs, founds: Sequence[Found]) -> None:
-    """Convert a copy and run it: a new activation that is not called stands where nobody looks, and is given up."""
-    while names := {found.site.name: set(found.site.modes) for found in founds if found.wanted}:
-        missed = runs.check(partial(_apply, founds=founds, trial=True), names)
-        if not missed:
+    """Convert a copy and run it: a new activation that is not called, or also for something else, is given up."""
+    while expected := {found.site.name: found.modes for found in founds if found.wanted}:
+        wrong = runs.check(partial(_apply, founds=founds, trial=True), expected)
+        if not wrong:
             return
         for found in founds:
-            if found.wanted and found.site.name in missed:
-                found.site.action, found.site.reason = "impossible", "the model does not call it by its registered name"
+            if found.wanted and found.site.name in wrong:
+                found.site.action, found.site.reason = "impossible", _GIVEN_UP[found.edit is not None, wrong[found.site.name]]
+                found.site.parameters, found.site.error = 0, None
 
 
 # What to say.
 
 
-def _unreached(model: nn.Module, recorded: dict[str, list[Call]]) -> list[Site]:
+def _unreached(model: nn.Module, recorded: dict[str, list[Call]], rules: Rules) -> list[Site]:
     """Modules that are activations by their class and were called in neither mode."""
     called = {call.module for calls in recorded.values() for call in calls}
-    kinds = {kind.replace("_", ""): kind for kind in ARGUMENTS}
-    reason = "the sample reaches it in neither training nor evaluation mode"
-    return [
-        Site(name, str(module), kinds[type(module).__name__.lower()], action="unreached", reason=reason)
-        for name, (_, _, module) in registrations(model).items()
-        if name not in called and stateless_leaf(module) and type(module).__name__.lower() in kinds
-    ]
+    names = {kind.replace("_", ""): kind for kind in ARGUMENTS}
+    sites = []
+    for name, (_, _, module) in registrations(model).items():
+        by_class = recognise_module(module, rules.kinds)
+        kind = by_class[0] if by_class else names.get(type(module).__name__.lower()) if stateless_leaf(module) else None
+        if name not in called and kind is not None:
+            reason = "the sample reaches it in neither training nor evaluation mode"
+            sites.append(Site(name, str(module), kind, action="unreached", reason=reason))
+    return sites
 
 
 def _notes(runs: Runs) -> list[str]:
@@ -240,8 +273,9 @@ def _notes(runs: Runs) -> list[str]:
 def _could_not_run(runs: Runs) -> RuntimeError:
     error = runs.failures["eval"]
     new = RuntimeError(
-        f"convert_: the model could not be run on the sample, neither in training nor in evaluation mode: {type(error).__name__}: "
-        f"{error}\nThe sample is what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments."
+        "convert_: the model could not be run on the sample, neither in training nor in evaluation mode: "
+        f"{type(error).__name__}: {error}\nThe sample is what the model is called with: a tensor, a tuple of arguments, or a "
+        "dictionary of keyword arguments."
     )
     new.__cause__ = error
     return new

@@ -49,18 +49,16 @@ def observe(
     heights: Tensor,
     left_slope: Tensor,
     right_slope: Tensor,
-    channel_dim: int,
-    pool: Tensor,
-) -> Tensor:
+    channel_dim: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`pwlu`, for a unit that stands still and watches its input (Phase I of the learning method).
 
-    Count, mean and sum of squared deviations of each channel of x are added to `pool`, (3, C), in place; the gradients of the
-    parameters are zero, but not missing. A forward pass that gradient checkpointing runs again does not count.
+    Returns y, and of each channel of x count, mean (C,) and sum of squared deviations from it (C,). The gradients of the
+    parameters are zero, but not missing.
     """
     check(x, left, right, heights, left_slope, right_slope, channel_dim)
-    y, *moments = ops.observe(x, left, right, heights, left_slope, right_slope, channel_dim)
-    ops.pool(pool, *moments)
-    return y
+    y, count, mean, m2 = ops.watched(x, left, right, heights, left_slope, right_slope, channel_dim)
+    return y, count, mean, m2
 
 
 # What fx.symbolic_trace records is the call itself; the checks below need real shapes.

@@ -45,7 +45,7 @@ class FusedPWLU(nn.Module):
         functional.check_device("left", self.left, x)
         if self.channels > 1:
             functional.check_channels(x, self.channels, self.channel_dim)
-        return ops.lookup(x, *tables, self.channel_dim)
+        return ops.fused(x, *tables, self.channel_dim)
 
     def extra_repr(self) -> str:
         return f"channels={self.channels}, intervals={self.intervals}, channel_dim={self.channel_dim}"
@@ -103,7 +103,7 @@ def _tables(unit: PWLU) -> dict[str, Tensor]:
 
 
 def _fuse(unit: PWLU, tables: dict[str, Tensor]) -> None:
-    state = ("running_mean", "running_std", "updates", "dropped", "steps", "realigned", "pool", "phase", "loaded")
+    state = ("running_mean", "running_std", "updates", "dropped", "steps", "realigned", "_pool", "_pending", "phase", "loaded")
     for name in ("left", "right", "heights", "left_slope", "right_slope", "bounds", "init", *state):
         delattr(unit, name)
     for name, table in tables.items():

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,8 @@ def units_of(model: nn.Module) -> dict[str, PWLU]:
 def parameter_groups(model: nn.Module, lr: float, weight_decay: float = 0.0, lr_factor: float = 1.0) -> list[dict[str, Any]]:
     """Two groups for an optimizer: the weights, and the parameters of PWLUs with ``lr * lr_factor`` and no weight decay.
 
-    Decay would pull heights and bounds towards zero, which is no simpler a function. Parameters that need no gradient are left out.
+    Decay would pull heights and bounds towards zero, which is no simpler a function. Parameters that need no gradient are left
+    out.
     """
     units = units_of(model)
     if not units:
@@ -44,8 +45,8 @@ def parameter_groups(model: nn.Module, lr: float, weight_decay: float = 0.0, lr_
 def freeze_(model: nn.Module, frozen: bool = True) -> list[str]:
     """Let no PWLU of the model learn any more (``frozen=False``: let them learn again); return their names.
 
-    Gradients are taken away too, so that no optimizer goes on with them. DistributedDataParallel must be told anew which parameters
-    learn: wrap the model after this.
+    Gradients are taken away too, so that no optimizer goes on with them. DistributedDataParallel must be told anew which
+    parameters learn: wrap the model after this.
     """
     units = units_of(model)
     for unit in units.values():
@@ -81,7 +82,8 @@ def realign_(model: nn.Module) -> list[Realigned]:
         )
     if not any(unit.updates.any() for unit in units.values()):
         raise RuntimeError(
-            "realign_: no PWLU has statistics of its input yet. Train some steps with pwlu.TwoPhase(model, optimizer, realign_at=...)"
+            "realign_: no PWLU has statistics of its input yet. Train some steps with pwlu.TwoPhase(model, optimizer, "
+            "realign_at=...)"
         )
     return [_realign(name, unit) for name, unit in units.items()]
 
@@ -106,7 +108,7 @@ def _realign(name: str, unit: PWLU) -> Realigned:
     return Realigned(name, unit.channels, int((~usable).sum()))
 
 
-def _write(parameter: Tensor, value: Tensor) -> None:
+def _write(parameter: Any, value: Tensor) -> None:
     """In place, so that whoever holds the parameter keeps it; where it is split over processes, each writes its part."""
     if hasattr(parameter, "placements"):
         from torch.distributed.tensor import distribute_tensor
@@ -122,14 +124,14 @@ def _take_gradients(units: Iterable[PWLU]) -> None:
 
 
 def _join(optimizer: Optimizer, units: Iterable[PWLU]) -> None:
-    """Momentum of 0 for units that begin to learn, where torch's fused SGD wants it for all parameters of a group or for none."""
+    """Momentum of 0 for units that begin to learn: torch's fused SGD wants it for all parameters of a group, or for none."""
     learned = {id(p) for unit in units for p in unit.unit_parameters()}
     for group in optimizer.param_groups:
-        if group.get("fused") and group.get("momentum"):
-            if any("momentum_buffer" in optimizer.state.get(p, {}) for p in group["params"]):
-                for parameter in group["params"]:
-                    if id(parameter) in learned and parameter.requires_grad:
-                        optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+        begun = any("momentum_buffer" in optimizer.state.get(p, {}) for p in group["params"])
+        if group.get("fused") and group.get("momentum") and begun:
+            for parameter in group["params"]:
+                if id(parameter) in learned and parameter.requires_grad:
+                    optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 class TwoPhase:
@@ -146,8 +148,8 @@ class TwoPhase:
         process_group: of the processes that train the model together; default: the model's own if it is a
             DistributedDataParallel, else all of them.
 
-    A step counts when the optimizer really stepped. All that has to survive is in the model's state dict: to resume, load model and
-    optimizer, and make a TwoPhase as at the beginning, before or after loading.
+    A step counts when the optimizer really stepped. All that has to survive is in the model's state dict: to resume, load model
+    and optimizer, and make a TwoPhase as at the beginning, before or after loading.
     """
 
     def __init__(
@@ -170,6 +172,7 @@ class TwoPhase:
             process_group = model.process_group
         self.process_group = process_group
         self.report: list[Realigned] = []
+        self._joined = False  # whether the optimizer is ready for units that learn
         self._check_alone()
         self._look_again()
         for unit in self._units.values():
@@ -181,7 +184,7 @@ class TwoPhase:
 
     @property
     def phase(self) -> int:
-        """1 or 2."""
+        """1 or 2; 0 when it has let go of the model."""
         return max((unit.phase for unit in self._units.values()), default=0)
 
     @property
@@ -198,8 +201,8 @@ class TwoPhase:
         self._let_go()
 
     def __repr__(self) -> str:
-        phase = "I" if self.phase == 1 else "II"
-        return f"TwoPhase({len(self._units)} PWLUs, Phase {phase}, {self.steps} of {self.realign_at} steps of Phase I taken)"
+        phase = ("removed", "Phase I", "Phase II")[self.phase]
+        return f"TwoPhase({len(self._units)} PWLUs, {phase}, {self.steps} of {self.realign_at} steps of Phase I taken)"
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """No gradient, no change: a gradient of zero would still move a parameter by momentum or decay."""
@@ -244,22 +247,22 @@ class TwoPhase:
         for unit, other in zip(self._units.values(), copy, strict=True):
             for target, value in zip(other.unit_parameters(), unit.unit_parameters(), strict=True):
                 target.copy_(value)
-            for target, value in zip(other.buffers(), unit.buffers(), strict=True):
-                target.copy_(value)
+            for buffer, state in zip(other.buffers(), unit.buffers(), strict=True):
+                buffer.copy_(state)
 
     def _look_again(self) -> None:
         """Steps and phase as the model's state has them."""
         states = {(int(unit.steps), bool(unit.realigned)) for unit in self._units.values()}
         if len(states) > 1:
             raise ValueError(
-                f"TwoPhase: the PWLUs of this model have not come equally far: (steps of Phase I, realigned) are {sorted(states)}. "
-                "Load one complete state dict, or begin anew: call reset_parameters() on every PWLU."
+                "TwoPhase: the PWLUs of this model have not come equally far: (steps of Phase I, realigned) are "
+                f"{sorted(states)}. Load one complete state dict, or begin anew: call reset_parameters() on every PWLU."
             )
         ((self._steps, realigned),) = states
         if not realigned and self._steps >= self.realign_at:
             raise ValueError(
-                f"TwoPhase: the model has taken {self._steps} steps of Phase I and was not realigned, so realign_at={self.realign_at} "
-                f"has passed. Write a realign_at above {self._steps}, or realign now: pwlu.realign_(model), before TwoPhase."
+                f"TwoPhase: the model has taken {self._steps} steps of Phase I and was not realigned, so "
+                f"realign_at={self.realign_at} has passed. Write a realign_at above {self._steps}, or realign now: pwlu.realign_(model), before TwoPhase."
             )
         for unit in self._units.values():
             unit.loaded = False
@@ -271,8 +274,8 @@ class TwoPhase:
             gc.collect()
         if taken := [name for name, unit in self._units.items() if unit.phase]:
             raise RuntimeError(
-                f"TwoPhase: {_some(taken)} has a TwoPhase already. Keep that one, which works as long as its optimizer does, or "
-                "call its remove() first."
+                f"TwoPhase: {_some(taken)} has a TwoPhase already. Keep that one, which works as long as its optimizer does, "
+                "or call its remove() first."
             )
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
@@ -281,8 +284,8 @@ class TwoPhase:
         missing = list(dict.fromkeys(name for name, p in wanted if id(p) not in held))
         if missing:
             raise ValueError(
-                f"TwoPhase: the optimizer does not hold the parameters of {_some(missing)}. Make it after pwlu.convert_ (and after "
-                "fully_shard): torch.optim.SGD(pwlu.parameter_groups(model, lr=...), ...). If they are split over several "
+                f"TwoPhase: the optimizer does not hold the parameters of {_some(missing)}. Make it after pwlu.convert_ (and "
+                "after fully_shard): torch.optim.SGD(pwlu.parameter_groups(model, lr=...), ...). If they are split over several "
                 "optimizers, put all PWLU parameters of a model into one, or make one TwoPhase for each part of the model."
             )
 
@@ -291,8 +294,8 @@ class TwoPhase:
         shapes = [[tuple(u.heights.shape) for u in units] for units in (self._units.values(), others)]
         if shapes[0] != shapes[1]:
             raise ValueError(
-                f"TwoPhase: copies must have the PWLUs of the model, {len(self._units)} with the same shapes in the same order; "
-                f"{type(copy).__name__} has {len(others)}. Copy the model after pwlu.convert_: copies=[copy.deepcopy(model)]"
+                f"TwoPhase: copies must have the PWLUs of the model, {len(self._units)} with the same shapes in the same "
+                f"order; {type(copy).__name__} has {len(others)}. Copy the model after pwlu.convert_: copies=[copy.deepcopy(model)]"
             )
         return others
 
@@ -308,8 +311,8 @@ def _unwrapped(optimizer: Any) -> Optimizer:
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"TwoPhase: optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}. If there are several, give the "
-            "one that holds the PWLU parameters."
+            f"TwoPhase: optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}. If there are several, give "
+            "the one that holds the PWLU parameters."
         )
     return optimizer
 

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwlu import functional, reference
+from pwlu import functional, ops, reference
 from pwlu.starts import Start, find_start, fit_bounds, start_parameters
+
+_MOST_PENDING = 64
 
 
 class PWLU(nn.Module):
@@ -28,8 +30,8 @@ class PWLU(nn.Module):
     Parameters: ``left`` (C,), ``right`` (C,), ``heights`` (C, N+1), ``left_slope`` (C,), ``right_slope`` (C,).
 
     State for the learning method (:class:`pwlu.TwoPhase`), always in the state dict: ``running_mean`` and ``running_std`` (C,)
-    of the input; ``updates`` and ``dropped`` (C,), how often they were updated or found not to be finite; ``steps``, of Phase I;
-    ``realigned``; and ``pool`` (3, C), count, mean and sum of squared deviations since the last step.
+    of the input; ``updates`` and ``dropped`` (C,), how often they were updated or found not to be finite; ``steps``, of Phase
+    I; ``realigned``; and ``pool`` (3, C), count, mean and sum of squared deviations since the last step.
     ``phase`` is 0 without a controller, else 1 or 2; the function computed is that of the parameters in every phase.
 
     Shape: any; output as input, in dtype and memory layout too.
@@ -81,7 +83,8 @@ class PWLU(nn.Module):
         self.register_buffer("realigned", torch.empty((), device=device, dtype=torch.bool))
         # In the state dict like a buffer, but not registered as one: every process has its own until they are merged, and
         # DistributedDataParallel would overwrite all of them with that of the first.
-        self.pool = torch.empty(3, self.channels, device=device, dtype=wide)
+        self._pool = torch.empty(3, self.channels, device=device, dtype=wide)
+        self._pending: list[list[Tensor]] = []  # moments not yet added to it: one step merges those of all units at once
         self.reset_parameters()
 
     def start_parameters(self) -> tuple[Tensor, ...]:
@@ -97,6 +100,14 @@ class PWLU(nn.Module):
         for state in (*self.buffers(recurse=False), self.pool):
             state.zero_()
 
+    @property
+    def pool(self) -> Tensor:
+        """Count, mean and sum of squared deviations of the input since the last step of the optimizer: (3, C)."""
+        for moments in self._pending:
+            ops.pool(self._pool, *moments)
+        self._pending.clear()
+        return self._pool
+
     def unit_parameters(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter, nn.Parameter, nn.Parameter]:
         """left, right, heights, left_slope, right_slope: the order in which functions take them."""
         return self.left, self.right, self.heights, self.left_slope, self.right_slope
@@ -104,8 +115,17 @@ class PWLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         parameters = (self.left, self.right, self.heights, self.left_slope, self.right_slope, self.channel_dim)
         if self.phase == 1 and self.training:
-            return functional.observe(x, *parameters, self.pool)
+            y, *moments = functional.observe(x, *parameters)
+            self._keep(moments)
+            return y
         return functional.pwlu(x, *parameters)
+
+    def _keep(self, moments: list[Tensor]) -> None:
+        """Where every run of the code is a run of this line, moments wait for the step; a graph must hold the sum itself."""
+        if torch.compiler.is_compiling() or len(self._pending) >= _MOST_PENDING or _captured(moments[0]):
+            ops.pool(self._pool, *moments)
+        elif not ops.run_again():
+            self._pending.append(moments)
 
     def extra_repr(self) -> str:
         left, right = self.bounds
@@ -119,12 +139,12 @@ class PWLU(nn.Module):
         # moved with the model, but not rounded to 16 bits with it: steps of a tenth would vanish
         wide = reference.compute_dtype(self.running_mean)
         self.running_mean, self.running_std = self.running_mean.to(wide), self.running_std.to(wide)
-        self.pool = fn(self.pool).to(wide)
+        self._pool = fn(self.pool).to(wide)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no controller, which would let it out of Phase I.
-        return {**super().__getstate__(), "phase": 0, "loaded": False}
+        return {**super().__getstate__(), "phase": 0, "loaded": False, "_pool": self.pool, "_pending": []}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -159,7 +179,7 @@ class PWLU(nn.Module):
                     f"size mismatch for {prefix}pool: {tuple(pool.shape)} in the state, {tuple(self.pool.shape)} here."
                 )
             elif local_metadata.get("assign_to_params_buffers", False):
-                self.pool = pool.detach()
+                self._pool = pool.detach()
             else:
                 self.pool.copy_(pool)
         self.loaded = True
@@ -171,6 +191,10 @@ class PWLU(nn.Module):
             return False
         pairs = zip(self.unit_parameters(), self.start_parameters(), strict=True)
         return not self.steps and all(torch.equal(whole(p).cpu(), value.to(p.dtype)) for p, value in pairs)
+
+
+def _captured(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def whole(parameter: Tensor) -> Tensor:

@@ -147,14 +147,24 @@ class _DirectForward(_Forward):
         return implementations.kernel_forward(*arguments)
 
 
+def _by_dispatcher(x: Tensor, rest: Sequence[Any]) -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or _transformed() or not _plain(x, rest)
+
+
 def pwlu(x: Tensor, *rest: Any) -> Tensor:
     """``torch.ops.pwlu.forward``, by a short way where no one but autograd and a kernel takes part.
 
     The dispatcher would take some microseconds more: see "operator alone" in benchmarks/overhead.py.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _transformed() or not _plain(x, rest):
+    if _by_dispatcher(x, rest):
         return forward(x, *rest)
     return _DirectForward.apply(x, *rest) if _wanted((x, *rest)) else implementations.kernel_forward(x, *rest)
+
+
+def _only_y_differentiable(ctx: Any, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    ctx.mark_non_differentiable(*results[1:])
+    ctx.set_materialize_grads(False)  # or zeros would be made for the moments
+    return results
 
 
 class _Observe(torch.autograd.Function):
@@ -164,16 +174,49 @@ class _Observe(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         *inputs, ctx.channel_dim = arguments
         ctx.save_for_backward(*inputs)
-        results = _below_autograd(observe, *arguments)
-        ctx.mark_non_differentiable(*results[1:])
-        return results
+        return _only_y_differentiable(ctx, _below_autograd(observe, *arguments))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_moments: Any) -> tuple[Tensor | None, ...]:
         need_input, *needs, _ = ctx.needs_input_grad
         x, *parameters = ctx.saved_tensors
-        grad_x = backward(grad, x, *parameters, ctx.channel_dim, True, False)[0] if need_input else None
-        return (grad_x, *(torch.zeros_like(p) if need else None for p, need in zip(parameters, needs, strict=True)), None)
+        arguments = (grad, x, *parameters, ctx.channel_dim, True, False)
+        grad_x = None
+        if need_input:
+            grad_x = (backward(*arguments) if torch.is_grad_enabled() else _below_autograd(backward, *arguments))[0]
+        return (grad_x, *(g if need else None for g, need in zip(_zeros(grad, parameters), needs, strict=True)), None)
+
+
+def _zeros(grad: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    """Gradients of zero: in plain eager mode with one launch for all of them."""
+    if not _plain(grad, parameters) or len({p.dtype for p in parameters}) > 1:
+        return [torch.zeros_like(p) for p in parameters]
+    parts = parameters[0].new_zeros(sum(p.numel() for p in parameters)).split([p.numel() for p in parameters])
+    return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+
+
+class _DirectObserve(_Observe):
+    """The same for arguments that are known to be plain."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        *inputs, ctx.channel_dim = arguments
+        ctx.save_for_backward(*inputs)
+        return _only_y_differentiable(ctx, implementations.kernel_observe(*arguments))
+
+
+def watched(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """``torch.ops.pwlu.observe``, by a short way where no one but autograd and a kernel takes part."""
+    if _by_dispatcher(x, rest):
+        return observe(x, *rest)
+    return _DirectObserve.apply(x, *rest) if _wanted((x, *rest)) else implementations.kernel_observe(x, *rest)
+
+
+def fused(x: Tensor, *rest: Any) -> Tensor:
+    """``torch.ops.pwlu.lookup``, by a short way where no one but a kernel takes part."""
+    if _by_dispatcher(x, rest) or _wanted((x, *rest)):
+        return lookup(x, *rest)
+    return implementations.kernel_lookup(x, *rest)
 
 
 class _Lookup(torch.autograd.Function):
@@ -251,10 +294,13 @@ for (_name, (_default, _fake, _autograd)), _by_kernel in zip(_IMPLEMENTATIONS.it
     torch.library.register_fake(f"pwlu::{_name}", _fake, lib=_library)
 
 
+def run_again() -> bool:
+    """Whether a backward pass is under way: what then runs forward is gradient checkpointing, and its input has been counted."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _pool(pool: Tensor, count: Tensor, mean: Tensor, m2: Tensor) -> None:
-    """Asked when it runs, also from compiled code: what is computed during a backward pass is a forward pass run again by
-    gradient checkpointing, whose input has been counted."""
-    if torch._C._current_graph_task_id() == -1:
+    if not run_again():  # asked when it runs, also from compiled code
         pool.copy_(reference.merge(pool, count, mean, m2))
 
 

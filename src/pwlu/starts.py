@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -103,13 +103,18 @@ def start_error(start: Start, bounds: tuple[float, float], intervals: int) -> fl
 
 
 def best_bounds(start: Start, intervals: int, bounds: tuple[float, float] | None = None) -> tuple[float, float]:
-    """Bounds with which a unit comes close to the function everywhere: exact between knots on its kinks, else the best of a grid.
+    """Bounds with which a unit comes close to the function everywhere: (-3, 3) if that is exact, else the best of a grid.
 
     Given bounds are only widened, where a kink lies outside. A function whose slopes far out are not known gets (-3, 3).
     """
     left, right = bounds or (-3.0, 3.0)
     widened = min([left, *start.kinks]), max([right, *start.kinks])
-    fitted = fit_bounds(widened, intervals, start.kinks, start.name)
+    try:
+        fitted = fit_bounds(widened, intervals, start.kinks, start.name)
+    except ValueError:
+        if bounds is not None:
+            raise
+        return _searched(start, intervals)
     if bounds is not None or start.slopes is None or start_error(start, fitted, intervals) < 1e-6:
         return fitted
     return _searched(start, intervals)
@@ -117,17 +122,19 @@ def best_bounds(start: Start, intervals: int, bounds: tuple[float, float] | None
 
 @functools.cache
 def _searched(start: Start, intervals: int) -> tuple[float, float]:
-    choices = []
+    choices = [(start.kinks[0], start.kinks[1])] if len(start.kinks) == 2 else []
     for left, right in itertools.product((-b / 4 for b in range(4, 41)), (b / 4 for b in range(4, 41))):
         with contextlib.suppress(ValueError):  # such bounds and kinks do not go together
             choices.append(fit_bounds((left, right), intervals, start.kinks, start.name))
-    return choices[int(_start_errors(start, choices, intervals).argmin())]
+    errors = _start_errors(start, choices, intervals).clamp(min=1e-6).tolist()
+    return min(zip(errors, choices, strict=True), key=lambda pair: (pair[0], abs(pair[1][0] + 3) + abs(pair[1][1] - 3)))[1]
 
 
 def _start_errors(start: Start, choices: Sequence[tuple[float, float]], intervals: int) -> Tensor:
-    far = torch.logspace(1, 2, 50, dtype=torch.float64)
-    x = torch.cat([-far, torch.linspace(-10, 10, 2001, dtype=torch.float64), far])
-    left, right = torch.tensor(choices, dtype=torch.float64).T
+    options: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+    far = torch.logspace(1, 2, 50, **options)
+    x = torch.cat([-far, torch.linspace(-10, 10, 2001, **options), far])
+    left, right = torch.tensor(choices, **options).T
     units = (left, right, *start_parameters(start, left, right, intervals))
     with torch.no_grad():
         differences = reference.forward(x[:, None].expand(-1, len(choices)), *units, channel_dim=1) - start.function(x)[:, None]
@@ -135,8 +142,8 @@ def _start_errors(start: Start, choices: Sequence[tuple[float, float]], interval
 
 
 def start_parameters(start: Start, left: Tensor, right: Tensor, intervals: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Heights and outer slopes of units with these bounds (C,) that begin as the function; far out they follow its own slopes."""
-    heights, *slopes = reference.start(start.function, left, right, intervals)
+    """Heights and outer slopes of units with these bounds (C,) that begin as the function, with its own slopes far out."""
+    heights, left_slope, right_slope = reference.start(start.function, left, right, intervals)
     if start.slopes is not None:
-        slopes = [torch.full_like(left, slope) for slope in start.slopes]
-    return heights, *slopes
+        left_slope, right_slope = (torch.full_like(left, slope) for slope in start.slopes)
+    return heights, left_slope, right_slope

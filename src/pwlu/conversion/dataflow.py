@@ -11,23 +11,30 @@ from torch.utils._pytree import tree_leaves
 
 MULTIPLY = frozenset({"mul", "mul_", "multiply", "multiply_"})
 GATES = frozenset({"sigmoid", "sigmoid_", "hardsigmoid", "hardsigmoid_"})
-# Between a gate and what it multiplies there may be a change of shape.
 SHAPING = frozenset(
     {"view", "reshape", "expand", "expand_as", "unsqueeze", "squeeze", "permute", "transpose", "flatten", "unflatten"}
 )
+# What there may be between a gate and what it multiplies.
+BEHIND_GATE = SHAPING | {"__getitem__", "view_as", "reshape_as", "broadcast_to", "repeat", "interpolate", "contiguous", "to"}
 CONVOLUTIONS = {f"{name}{n}d": n for name in ("conv", "conv_transpose") for n in (1, 2, 3)}
 OVER_DIM_1 = frozenset({"batch_norm", "group_norm", "instance_norm"})
 OVER_LAST = frozenset({"linear", "layer_norm", "rms_norm", "embedding", "matmul", "mm", "addmm"})
+LAYERS = frozenset({*CONVOLUTIONS, *OVER_DIM_1, *OVER_LAST})
+SAMPLE = "sample"  # in place of the name of a function
 ATTRIBUTE = "_pwlu_node"
 
 
 class Node:
-    """One call of a torch function: its name, what it was computed from, and the dimension of its channels if known."""
+    """One call of a torch function: its name, what it was computed from, and the dimension of its channels if known.
 
-    __slots__ = ("channel_dim", "consumed", "inputs", "name")
+    ``varies``: with the sample, unlike a parameter or a constant.
+    """
+
+    __slots__ = ("channel_dim", "consumed", "inputs", "name", "varies")
 
     def __init__(self, name: str, inputs: list["Node"], channel_dim: int | None) -> None:
         self.name, self.inputs, self.channel_dim, self.consumed = name, inputs, channel_dim, False
+        self.varies: bool = name == SAMPLE or name in LAYERS or any(node.varies for node in inputs)
 
 
 def node_of(tensor: Tensor) -> Node | None:
@@ -57,8 +64,8 @@ class Dataflow:
         return node
 
     def feeding_gates(self, outputs: Any) -> set[Node]:
-        """The nodes from which every way to an output of the model leads through a gate: a sigmoid that multiplies."""
-        gates = {gate for node in self.nodes if node.name in MULTIPLY for gate in map(_gate, node.inputs) if gate is not None}
+        """The nodes from which every way to an output of the model leads through a gate: a sigmoid that multiplies features."""
+        gates = {gate for node in self.nodes if node.name in MULTIPLY and (gate := _gate_of(node.inputs)) is not None}
         if not gates:
             return set()
         returned = [node for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and (node := node_of(leaf)) is not None]
@@ -66,8 +73,15 @@ class Dataflow:
         return _before(gates) - free
 
 
+def _gate_of(factors: list[Node]) -> Node | None:
+    """The sigmoid among two factors, if the other one is no constant (as in 255 * sigmoid(x)) and no sigmoid (a score)."""
+    gates = [_gate(node) for node in factors]
+    others = [node for node, gate in zip(factors, gates, strict=True) if gate is None and node.varies]
+    return next((gate for gate in gates if gate is not None), None) if others else None
+
+
 def _gate(node: Node) -> Node | None:
-    while node.name in SHAPING and node.inputs:
+    while node.name in BEHIND_GATE and node.inputs:
         node = node.inputs[0]
     return node if node.name in GATES else None
 
@@ -95,7 +109,7 @@ def _channel_dim(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
     if not known:
         return None
     x, dim = known[0]
-    if name in ("permute", "transpose", "movedim", "swapaxes"):
+    if name in ("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis"):
         return _permuted(name, args, kwargs, x, dim)
     same = [(t, d) for t, d in known if t.ndim == y.ndim]
     if same:
@@ -106,11 +120,11 @@ def _channel_dim(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
 
 
 def _permuted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor, dim: int) -> int | None:
-    numbers = tree_leaves((args[1:], list(kwargs.values())))
+    numbers = [n for n in tree_leaves((args, list(kwargs.values()))) if isinstance(n, int)]
     order = list(range(x.ndim))
     if name == "permute":
         order = [n % x.ndim for n in numbers]
-    elif name in ("transpose", "swapaxes"):
+    elif name in ("transpose", "swapaxes", "swapdims"):
         a, b = (n % x.ndim for n in numbers)
         order[a], order[b] = order[b], order[a]
     else:

@@ -1,7 +1,8 @@
 """Which functions of torch are activations: their kinds, their arguments, and the start that equals each."""
 
+import copy
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 class Activation(NamedTuple):
-    """A call of an activation: its kind, what it is applied to, the start that equals it, and whether it writes into its input."""
+    """A call of an activation: its kind, its input, the start that equals it, and whether it writes into its input."""
 
     kind: str
     x: Tensor
@@ -58,14 +59,16 @@ def recognise(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     special = {k: v for k, v in given.items() if v != ARGUMENTS[kind][k]}
     if kind == "hardtanh" and (special.get("min_val"), special.get("max_val")) == (0, 6):
         kind, special = "relu6", {}  # that is how nn.ReLU6 says it
-    return Activation(kind, x, _start(kind, special), in_place)
+    return Activation(kind, x, _start(kind, *special.items()), in_place)
 
 
-def _start(kind: str, special: dict[str, Any]) -> Start:
+@cache
+def _start(kind: str, *arguments: tuple[str, Any]) -> Start:
     """The start of that kind, with other arguments than the default ones if there are any."""
     known = STARTS[kind]
-    if not special:
+    if not arguments:
         return known
+    special = dict(arguments)
     function = partial(getattr(F, kind), **special)
     name = f"{kind}({', '.join(f'{k}={v}' for k, v in special.items())})"
     kinks, slopes = known.kinks, known.slopes
@@ -82,7 +85,7 @@ def _quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-_TANH_GELU = _start("gelu", {"approximate": "tanh"})
+_TANH_GELU = _start("gelu", ("approximate", "tanh"))
 _QUICK_GELU = Start(_quick_gelu, (), (0.0, 1.0), "quick_gelu")
 # Modules of transformers and timm that write the formula out and call no function that is in ARGUMENTS.
 _BY_CLASS_NAME = {
@@ -95,8 +98,10 @@ _BY_CLASS_NAME = {
 
 def recognise_module(module: nn.Module, kinds: Iterable[str | type[nn.Module]]) -> tuple[str, Start] | None:
     """Kind and start of a module that is an activation by its class: one of `kinds`, or known to write a formula out."""
-    if any(isinstance(kind, type) and isinstance(module, kind) for kind in kinds):
-        return type(module).__name__, Start(module, name=type(module).__name__)
+    if kind := next((kind for kind in kinds if isinstance(kind, type) and isinstance(module, kind)), None):
+        function = copy.copy(module)
+        function.__dict__.pop("forward", None)  # that of its class, not of whoever watches it
+        return kind.__name__, Start(function, name=type(module).__name__)
     if start := _BY_CLASS_NAME.get(type(module).__name__):
         return "gelu", start
     return None

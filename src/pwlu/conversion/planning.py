@@ -1,8 +1,9 @@
 """How sites are converted: which module gets which child, and which calls have to be rewritten for that."""
 
+from collections import Counter
 from collections.abc import Sequence
 
-from torch import nn
+from torch import fx, nn
 
 from pwlu.conversion import rewrite
 from pwlu.conversion.sites import Found, joined
@@ -14,7 +15,9 @@ def plan(model: nn.Module, founds: Sequence[Found]) -> None:
     """Which module gets which child, and which calls have to be rewritten for that."""
     taken: set[str] = set()
     by_module: dict[str, list[Found]] = {}
+    crowds = Counter(found.calls[0].location for found in founds)
     for found in founds:
+        found.alone = crowds[found.calls[0].location] == 1
         name = found.calls[0].module
         if name is not None:
             by_module.setdefault(name, []).append(found)
@@ -23,7 +26,7 @@ def plan(model: nn.Module, founds: Sequence[Found]) -> None:
     for name, places in by_module.items():
         owner, _, key = name.rpartition(".")
         # The registered module is replaced itself where that serves one place; every other place gets a child of its own.
-        everywhere = all(found.wanted for found in places)
+        everywhere = all(found.wanted and not any(call.by_keyword for call in found.calls) for found in places)
         if everywhere and (len(places) == 1 or _one_place_stays(model, places, owner, key, taken)):
             continue
         for found in places:
@@ -46,6 +49,7 @@ def _one_place_stays(model: nn.Module, places: Sequence[Found], owner: str, key:
         if len({(f.site.channels, f.site.channel_dim) for f in fixed}) > 1:
             return False
         for other in fixed[1:]:
+            fixed[0].modes.update(other.modes)
             other.site.action, other.site.reason = (
                 "skipped",
                 f"shares {fixed[0].site.name}: the places that call it cannot be told apart",
@@ -63,8 +67,12 @@ def _edit(model: nn.Module, found: Found, child: str) -> rewrite.Edit:
     if location.owner is None:
         raise rewrite.NotPossible(f"it is called in {location.code.co_qualname}, {location}, which is no method of a module")
     owner = model.get_submodule(location.owner)
+    if isinstance(owner, fx.GraphModule):
+        raise rewrite.NotPossible("it is in a graph of torch.fx: convert the model before its graph is made")
     if isinstance(owner, _CONTAINERS):
         raise rewrite.NotPossible(f"it is called by {type(owner).__name__}, where a new child would become a layer")
+    if not found.alone:
+        raise rewrite.NotPossible(f"it is called at a place, {location}, that calls other activations too")
     return rewrite.plan(type(owner), location.code, location.end, child, call.method)
 
 

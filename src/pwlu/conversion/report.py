@@ -11,10 +11,10 @@ from pwlu.starts import Start
 class Site:
     """One place in one module where an activation is applied.
 
-    ``name``: of the module that computes it after the conversion. ``was``: what stood there. ``shape`` of its input for the sample
-    (the first, if it was called more than once). ``modes``: train, eval or both. ``action``: converted, skipped (by a rule or on
-    request), impossible, or unreached. ``error``: the largest difference of the new activation's start to what stood there, for
-    |x| <= 100; None if it is not meant to start as that.
+    ``name``: of the module that computes it after the conversion. ``was``: what stood there. ``shape``: of its input for the
+    sample (the first, if it was called more than once). ``modes``: train, eval or both. ``action``: converted, skipped (by a
+    rule or on request), impossible, or unreached. ``error``: the largest difference of the new activation's start to what
+    stood there, for |x| <= 100; None if it does not start as that.
     """
 
     name: str

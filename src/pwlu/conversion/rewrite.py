@@ -6,19 +6,21 @@ defaults are those of the original method. The class is made anew from the sourc
 """
 
 import __future__
+
 import ast
 import builtins
 import copy
 import functools
 import hashlib
 import linecache
+import types
 from collections.abc import Sequence
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from pwlu.conversion.source import nested
+from pwlu.conversion.source import innermost, nested
 
 _FUTURES = functools.reduce(
     lambda flags, name: flags | getattr(__future__, name).compiler_flag, __future__.all_feature_names, 0
@@ -74,16 +76,27 @@ def rewritten(cls: type, edits: tuple[Edit, ...]) -> type:
     }
     for name in dict.fromkeys(edit.method for edit in edits):
         outer = _lookup(cls, name)
-        inner = _innermost(outer)
+        inner = innermost(outer)
         of_method = [edit for edit in edits if edit.method == name]
         tree = copy.deepcopy(_definition(inner.__code__))
         if any(edit.digest != _digest(tree) for edit in of_method):
             raise RuntimeError(
-                f"pwlu: the source of {cls.__qualname__}.{name} is not what it was when the model was converted. Convert again: "
-                "make the model, pwlu.convert_(model, sample), and load its state dict."
+                f"pwlu: the source of {cls.__qualname__}.{name} is not what it was when the model was converted. "
+                "Convert again: make the model, pwlu.convert_(model, sample), and load its state dict."
             )
-        body[name] = _replaced(outer, inner, _Rewriter(of_method, inner.__code__).function(inner, tree, cls.__name__))
-    return type(cls)(cls.__name__, (cls,), body)
+        new = _replaced(outer, inner, _Rewriter(of_method, inner.__code__).function(inner, tree))
+        body |= {alias: new for alias in _names(cls) if _lookup(cls, alias) is outer}
+    try:
+        return types.new_class(cls.__name__, (_Unannounced, cls), exec_body=lambda namespace: namespace.update(body))
+    except Exception as error:
+        raise NotPossible(f"no class can be derived from {cls.__qualname__} ({error})") from error
+
+
+class _Unannounced(nn.Module):
+    """Keeps ``__init_subclass__`` of the class from being told: that is often where classes are registered by their names."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
 
 
 def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
@@ -92,8 +105,8 @@ def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
 
 
 def _rebuild(cls: type, edits: Sequence[Sequence[Any]]) -> nn.Module:
-    cls = rewritten(cls, tuple(Edit(*edit) for edit in edits))
-    return cls.__new__(cls)
+    new: Any = rewritten(cls, tuple(Edit(*edit) for edit in edits))
+    return new.__new__(new)
 
 
 # Methods and their source.
@@ -104,24 +117,21 @@ def _lookup(cls: type, name: str) -> Any:
     return next(vars(klass)[name] for klass in cls.__mro__ if name in vars(klass))
 
 
-def _innermost(function: Any) -> Any:
-    """The function inside its decorators."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
+def _names(cls: type) -> list[str]:
+    return list(dict.fromkeys(name for klass in cls.__mro__ for name in vars(klass)))
 
 
 def _find_method(cls: type, code: CodeType) -> tuple[str, FunctionType]:
     for klass in cls.__mro__:
         for name, value in vars(klass).items():
-            function = _innermost(value)
+            function = innermost(value)
             if isinstance(function, FunctionType) and function.__code__ is code:
                 if _lookup(cls, name) is not value:
                     raise NotPossible(
                         f"it is in {klass.__name__}.{name}, which {cls.__name__} overrides and calls through super()"
                     )
                 if klass.__dict__.get("_pwlu_original"):
-                    function = _innermost(_lookup(klass._pwlu_original, name))
+                    function = innermost(_lookup(original(klass), name))
                 return name, function
     raise NotPossible(f"it is in {code.co_qualname}, which is not a method of {cls.__name__}")
 
@@ -165,7 +175,7 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         call = node.value
         if isinstance(call, ast.Call) and (call.end_lineno, call.end_col_offset) in self.edits:
-            raise NotPossible("its result is not used: it writes into its input")
+            raise NotPossible("its result is not used")
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -180,18 +190,18 @@ class _Rewriter(ast.NodeTransformer):
             ast.copy_location(part, node)
         return new
 
-    def function(self, old: FunctionType, tree: ast.FunctionDef, class_name: str) -> FunctionType:
+    def function(self, old: FunctionType, tree: ast.FunctionDef) -> FunctionType:
         """The method with all edits made, in the surroundings of the old one."""
         tree = self.run(tree)
         tree.decorator_list = []
         # Compiled inside a class, for names that begin with two underscores, and a function that has its free variables.
         free = [name for name in old.__code__.co_freevars if name != "__class__"]
         arguments = ast.arguments([], [ast.arg(name) for name in free], None, [], [], None, [])
-        around = ast.ClassDef(class_name, [], [], [tree], [])
+        around = ast.ClassDef(_class_around(old.__code__), [], [], [tree], [])
         factory = ast.FunctionDef("_", arguments, [around], [])
         for part in (factory, around):
             if hasattr(part, "type_params") or "type_params" in part._fields:
-                part.type_params = []  # type: ignore[attr-defined]
+                part.type_params = []
         module = ast.fix_missing_locations(ast.Module([factory], []))
         compiled = compile(module, old.__code__.co_filename, "exec", flags=old.__code__.co_flags & _FUTURES, dont_inherit=True)
         code = next(c for c in nested(compiled) if c.co_name == tree.name and c.co_firstlineno >= old.__code__.co_firstlineno)
@@ -204,6 +214,14 @@ class _Rewriter(ast.NodeTransformer):
             tuple(cells[name] for name in code.co_freevars),
         )
         return _dressed(new, old)
+
+
+def _class_around(code: CodeType) -> str:
+    """The class that the function is written in; "_", which changes no name, if there is none."""
+    names = code.co_qualname.split(".")[:-1]
+    while names and names[-1] == "<locals>":
+        del names[-2:]  # and the function that it is local to
+    return names[-1] if names else "_"
 
 
 def _argument(node: ast.Call, of_tensor: bool) -> ast.expr:
@@ -223,7 +241,7 @@ def _argument(node: ast.Call, of_tensor: bool) -> ast.expr:
 
 
 def _replaced(outer: Any, inner: FunctionType, new: FunctionType) -> Any:
-    """The decorated function `outer` with `inner` replaced, decorators being functions that keep what they decorate in a cell."""
+    """The decorated function `outer` with `inner` replaced, if its decorators are functions that keep it in a cell."""
     if outer is inner:
         return new
     if not isinstance(outer, FunctionType) or outer.__closure__ is None:
@@ -245,13 +263,14 @@ def _dressed(new: FunctionType, old: FunctionType) -> FunctionType:
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))
     lazily = hasattr(old, "__annotate__")  # from Python 3.14 on annotations are a function
-    setattr(new, "__annotate__" if lazily else "__annotations__", old.__annotate__ if lazily else dict(old.__annotations__))
+    name = "__annotate__" if lazily else "__annotations__"
+    setattr(new, name, getattr(old, name))
     new.__dict__.update(old.__dict__)
     return new
 
 
 def _holds(cell: CellType, inner: FunctionType) -> bool:
     try:
-        return _innermost(cell.cell_contents) is inner
+        return innermost(cell.cell_contents) is inner
     except ValueError:  # empty
         return False

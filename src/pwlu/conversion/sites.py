@@ -1,7 +1,8 @@
 """From calls to sites: which calls are one place, what is known of it, and whether a rule leaves it alone."""
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ class Found:
     """A site and how it would be converted."""
 
     site: Site
-    calls: list[Call] = field(default_factory=list)
+    calls: list[Call]
+    modes: Counter[str]  # how many of the calls are in train and in eval mode
     owner: str = ""  # the module that gets a child
     key: str = ""  # under this name
     edit: Edit | None = None
     module: nn.Module | None = None
+    alone: bool = True  # no other site is at the same place in the source, as in a loop over activations
 
     @property
     def wanted(self) -> bool:
@@ -45,24 +48,27 @@ class Rules:
 
 def find_sites(recorded: dict[str, list[Call]]) -> list[Found]:
     """Calls with the same module and place are one site. A module called from one place only is a site by itself."""
-    groups: dict[Any, list[tuple[str, Call]]] = {}
+    groups: dict[Any, list[Call]] = {}
+    modes: dict[Any, list[str]] = {}
     for mode, calls in recorded.items():
         for call in calls:
-            location = call.location
-            groups.setdefault(
-                (call.module, location.owner or location.nearest, location.filename, location.line, location.end), []
-            ).append((mode, call))
-    founds = []
-    for calls in groups.values():
-        first = calls[0][1]
-        modes = tuple(dict.fromkeys(mode for mode, _ in calls))
-        name = first.module if first.module is not None else joined(first.location.owner or first.location.nearest, first.kind)
-        was = first.was if first.module is not None else f"{'x' if first.method else 'F'}.{first.was}"
-        site = Site(
-            name, was, first.kind, first.shape, modes=modes, calls=len(calls), source=str(first.location), start=first.start
-        )
-        founds.append(Found(site, [call for _, call in calls]))
-    return founds
+            place = call.location
+            key = (call.module, place.owner or place.nearest, place.filename, place.line, place.end)
+            groups.setdefault(key, []).append(call)
+            modes.setdefault(key, []).append(mode)
+    return [Found(_site(calls, tuple(dict.fromkeys(modes[key]))), calls, Counter(modes[key])) for key, calls in groups.items()]
+
+
+def _site(calls: list[Call], modes: tuple[str, ...]) -> Site:
+    first = calls[0]
+    if first.module is not None:
+        name, was = first.module, first.was
+    else:
+        name = joined(first.location.owner or first.location.nearest, first.kind)
+        was = f"{'x' if first.method else 'F'}.{first.was}"
+    return Site(
+        name, was, first.kind, first.shape, modes=modes, calls=len(calls), source=str(first.location), start=first.start
+    )
 
 
 def joined(prefix: str, name: str) -> str:
@@ -90,14 +96,19 @@ def decide(found: Found, rules: Rules) -> None:
     """Whether a site is to be converted, and if not, why."""
     site, calls = found.site, found.calls
     dims = {_channel_dim(call) for call in calls if call.shape}
+    if len({len(call.shape) for call in calls}) == 1 and len({dim % len(calls[0].shape) for dim in dims}) == 1:
+        dims = {max(dims)}  # 1 and -1 are the same dimension of a matrix
+    starts = sorted({call.start.name for call in calls})
     sizes = {call.shape[_channel_dim(call)] for call in calls if call.shape}
     site.channel_dim = next(iter(dims), 1)
     positions = [p for call in calls if (p := _positions(call, _channel_dim(call))) is not None]
     site.positions = max(positions, default=None)
     site.channels = next(iter(sizes), 1)
     reused = any(call.reused for call in calls)
-    if not rules.includes(site.kind):
+    if not any(rules.includes(call.kind) for call in calls):
         site.reason = f"{site.kind} is not in kinds"
+    elif len(starts) > 1:
+        site.action, site.reason = "impossible", f"one place, called with {' and '.join(starts)}"
     elif not all(call.dtype.is_floating_point for call in calls):
         site.reason = f"its input is {calls[0].dtype}"
     elif all(call.feeds_gate for call in calls):
@@ -106,6 +117,8 @@ def decide(found: Found, rules: Rules) -> None:
         site.reason = f"maps of {site.positions} position{'s' * (site.positions != 1)}"
     elif rules.where is not None and not rules.where(site):
         site.reason = "declined by where"
+    elif any(call.arguments > 1 for call in calls):
+        site.action, site.reason = "impossible", "it is called with more than its input"
     elif reused:
         site.action, site.reason = "impossible", "it writes into its input, which is used again: make it inplace=False"
     elif rules.granularity == "channel" and len(sizes) > 1:

@@ -1,9 +1,10 @@
 """Where in the code a call stands: the module that owns it, the method, the position in the source."""
 
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ _MACHINERY = frozenset(
 
 
 class Location(NamedTuple):
-    """A call in the source: its module (None: no method of a module contains it), the method's code, the end of the expression."""
+    """A call in the source: its module (None if no method of a module contains it), the method's code, where the call ends."""
 
     owner: str | None
     nearest: str  # the module whose method led there
@@ -50,7 +51,8 @@ def caller(frame: FrameType, names: Mapping[nn.Module, str]) -> Location:
     outer: FrameType | None = place
     while outer is not None:
         module = _self(outer)
-        if module is not None and module in names:
+        cls: Any = type(module)
+        if module is not None and module in names and _has_method(cls, outer.f_code):
             nearest = names[module]
             if code is outer.f_code or code in nested(outer.f_code):
                 owner, method = nearest, outer.f_code
@@ -60,10 +62,23 @@ def caller(frame: FrameType, names: Mapping[nn.Module, str]) -> Location:
 
 
 def _self(frame: FrameType) -> nn.Module | None:
-    """The module whose method this is."""
+    """The module whose method this is, if it is one."""
     code = frame.f_code
     value = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
     return value if isinstance(value, nn.Module) else None
+
+
+@functools.cache
+def _has_method(cls: type, code: CodeType) -> bool:
+    values = (innermost(value) for klass in cls.__mro__ for value in vars(klass).values())
+    return any(getattr(value.fget if isinstance(value, property) else value, "__code__", None) is code for value in values)
+
+
+def innermost(function: Any) -> Any:
+    """The function inside its decorators."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
 
 
 def nested(code: CodeType) -> Iterator[CodeType]:

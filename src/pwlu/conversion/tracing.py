@@ -1,14 +1,16 @@
 """Watching a model run on a sample: every call of an activation, where in the code it stands, and on what.
 
-A copy of the model runs, once in training and once in evaluation mode: on fake tensors, which have shapes but no values, or for real
-where a model's course depends on values.
+A copy of the model runs, once in training and once in evaluation mode: on fake tensors, which have shapes but no values, or
+for real where a model's course depends on values.
 """
 
 import copy
+import logging
 import random
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,14 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pwlu.conversion.dataflow import Dataflow, Node, node_of
+from pwlu.conversion.dataflow import SAMPLE, Dataflow, Node, node_of
 from pwlu.conversion.kinds import recognise, recognise_module
 from pwlu.conversion.source import Location, caller
 from pwlu.starts import Start
-
-CONSUMED = "_pwlu_consumed"
 
 
 @dataclass
@@ -47,6 +47,8 @@ class Call:
     x: Tensor | None = field(repr=False)
     feeds_gate: bool = False
     reused: bool = False  # in place, and what it wrote into was used again
+    arguments: int = 1  # given to the module
+    by_keyword: bool = False  # which a PWLU cannot be called with
 
 
 class Recorder(TorchFunctionMode):
@@ -55,6 +57,8 @@ class Recorder(TorchFunctionMode):
     def __init__(self, names: Mapping[nn.Module, str]) -> None:
         super().__init__()
         self.names, self.calls, self.dataflow = names, list[Call](), Dataflow()
+        self.written: dict[int, list[tuple[Call, Tensor]]] = {}  # by storage: what activations wrote into
+        self.used_again: list[tuple[Call, Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -64,15 +68,18 @@ class Recorder(TorchFunctionMode):
         before = node_of(activation.x) if activation else None
         node = self.dataflow.record(name, args, kwargs, result)
         if node is not None:
-            for argument in (*args, *kwargs.values()):
-                if isinstance(argument, Tensor) and (writer := getattr(argument, CONSUMED, None)) is not None:
-                    writer.reused = True
+            self._used((args, kwargs))
         if activation is not None:
             call = self._call(activation.kind, activation.start, name, activation.x, before, node, result)
             call.method = not hasattr(func, "__module__") or func.__module__ is None  # x.relu(), not F.relu(x)
             if activation.in_place:  # the result above is a new tensor: whoever uses the old one saw what was written into it
-                setattr(activation.x, CONSUMED, call)
+                self.written.setdefault(_storage(activation.x), []).append((call, activation.x))
         return result
+
+    def _used(self, values: Any) -> None:
+        for tensor in tree_leaves(values):
+            if self.written and isinstance(tensor, Tensor):
+                self.used_again += [(call, x, tensor) for call, x in self.written.get(_storage(tensor), ())]
 
     def _call(self, kind: str, start: Start, was: str, x: Tensor, before: Node | None, node: Node | None, y: Tensor) -> Call:
         channel_dim = before.channel_dim if before is not None else None
@@ -84,31 +91,53 @@ class Recorder(TorchFunctionMode):
         return call
 
     def module_called(self, name: str, module: nn.Module, kinds: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        """In place of the forward of a module without children and state: if all it does is one activation, it is that."""
+        """In place of the forward of a module that may be an activation: if all it does is one activation, it is that."""
         before = len(self.calls)
         given = (*args, *kwargs.values())
         before_node = node_of(given[0]) if given and isinstance(given[0], Tensor) else None
         y = type(module).forward(module, *args, **kwargs)
         inner = self.calls[before:]
         by_class = recognise_module(module, kinds)
-        if by_class is not None and given and isinstance(given[0], Tensor) and isinstance(y, Tensor):
+        if len(inner) == 1 and len(given) == 1 and inner[0].x is given[0] and inner[0].output is y:
+            (call,) = inner
+            call.kind = by_class[0] if by_class else call.kind
+        elif by_class is not None and given and isinstance(given[0], Tensor) and isinstance(y, Tensor):
             del self.calls[before:]
             call = self._call(*by_class, "", given[0], before_node, node_of(y), y)
-        elif len(inner) == 1 and len(given) == 1 and inner[0].x is given[0] and inner[0].output is y:
-            (call,) = inner
         else:
             return y
         call.module, call.was, call.method = name, str(module), False
+        call.arguments, call.by_keyword = len(given), bool(kwargs)
         call.location = caller(sys._getframe(1), self.names)
         return y
 
     def finish(self, outputs: Any) -> list[Call]:
-        """All calls, told which of them feed a gate; tensors are let go."""
+        """All calls, told which of them feed a gate, and what they wrote into that was used again; tensors are let go."""
+        self._used(outputs)
+        for call, x, tensor in self.used_again:
+            call.reused = call.reused or _overlap(x, tensor)
         feeding = self.dataflow.feeding_gates(outputs)
         for call in self.calls:
             call.feeds_gate = call.node in feeding
             call.node = call.output = call.x = None
         return self.calls
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:  # sparse, say
+        return id(tensor)
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    if a is b or a.dtype != b.dtype:
+        return True
+    marks = torch.zeros(a.untyped_storage().nbytes() // a.element_size(), dtype=torch.bool, device="cpu")
+    one, other = (marks.as_strided(t.shape, t.stride(), t.storage_offset()) for t in (a, b))
+    one.fill_(True)
+    return bool(other.any())
 
 
 def stateless_leaf(module: nn.Module) -> bool:
@@ -126,20 +155,23 @@ def registrations(model: nn.Module) -> dict[str, tuple[nn.Module, str, nn.Module
     }
 
 
-def unshare(model: nn.Module) -> None:
-    """Give every place where a module without state is registered one of its own."""
+def unshare(model: nn.Module, which: Callable[[nn.Module], bool]) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Give every place where such a module is registered one of its own; return the places that got one, and what was there."""
     seen: set[int] = set()
+    changed = []
     for parent, key, module in registrations(model).values():
-        if id(module) in seen and stateless_leaf(module):
+        if id(module) in seen and which(module):
             parent._modules[key] = copy.deepcopy(module)
+            changed.append((parent, key, module))
         seen.add(id(module))
+    return changed
 
 
 class Runs:
     """Copies of a model that can be run on a sample, fake where possible."""
 
     def __init__(self, model: nn.Module, sample: Any) -> None:
-        self.model, self.sample = model, sample
+        self.model, self.sample = model, dict(sample) if isinstance(sample, Mapping) else sample
         self.failures: dict[str, Exception] = {}
         self.for_real: dict[str, bool] = {}
 
@@ -153,8 +185,8 @@ class Runs:
             with FakeCopyMode(mode):
                 model = copy.deepcopy(self.model)
             sample = tree_map_only(Tensor, mode.from_tensor, self.sample)
-        if isinstance(sample, Mapping):
-            return model, (), dict(sample), mode
+        if isinstance(sample, dict):
+            return model, (), sample, mode
         return model, (sample if isinstance(sample, tuple) else (sample,)), {}, mode
 
     def record(self, kinds: Iterable[Any]) -> dict[str, list[Call]]:
@@ -173,31 +205,43 @@ class Runs:
 
     def _record(self, mode: str, real: bool, kinds: Iterable[Any]) -> list[Call]:
         model, args, kwargs, fake = self.copy(real)
-        unshare(model)
+        classes = tuple(kind for kind in kinds if isinstance(kind, type))
+
+        def candidate(module: nn.Module) -> bool:
+            return stateless_leaf(module) or isinstance(module, classes)
+
+        unshare(model, candidate)
         names = {module: name for name, module in model.named_modules()}
         recorder = Recorder(names)
+        recorder.dataflow.record(SAMPLE, (), {}, (args, kwargs))
         for name, (_, _, module) in registrations(model).items():
-            if stateless_leaf(module):
-                module.forward = partial(recorder.module_called, name, module, kinds)  # type: ignore[method-assign]
+            if candidate(module):
+                module.forward = partial(recorder.module_called, name, module, kinds)
         model.train(mode == "train")
         with quiet(), _maybe(fake), recorder:
             outputs = model(*args, **kwargs)
         return recorder.finish(outputs)
 
-    def check(self, change: Any, names: Mapping[str, set[str]]) -> list[str]:
-        """Make the change to a copy and run it again: which of these modules, each with its modes, are not called?"""
-        unreached = []
+    def check(self, change: Any, expected: Mapping[str, Counter[str]]) -> dict[str, bool]:
+        """Make the change to a copy and run it again: which of these modules are never called (False) or too often (True)?"""
+        wrong = {}
         for mode, real in self.for_real.items():
             model, args, kwargs, fake = self.copy(real)
             change(model)
-            called: set[str] = set()
-            for name in names:
-                model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.add(name))
+            called = Counter[str]()
+            for name in expected:
+                model.get_submodule(name).register_forward_pre_hook(partial(_note, called, name))
             model.train(mode == "train")
             with quiet(), _maybe(fake):
                 model(*args, **kwargs)
-            unreached += [name for name, modes in names.items() if mode in modes and name not in called]
-        return unreached
+            for name, calls in expected.items():
+                if called[name] > calls[mode] or (calls[mode] and not called[name]):
+                    wrong[name] = called[name] > calls[mode]
+        return wrong
+
+
+def _note(called: Counter[str], name: str, *_: Any) -> None:
+    called[name] += 1
 
 
 @contextmanager
@@ -212,9 +256,17 @@ def _maybe(mode: Any) -> Iterator[None]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """No gradients, no warnings, and random numbers afterwards as if nothing had been drawn."""
-    state = random.getstate()
+    state, log = random.getstate(), logging.getLogger("torch._subclasses.fake_tensor")
+    numpy = sys.modules.get("numpy")
+    of_numpy = numpy.random.get_state() if numpy else None
+    enabled, log.disabled = not log.disabled, True  # it logs as an error that a shape does not fit, which is raised too
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
-    with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    random.setstate(state)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        random.setstate(state)
+        if numpy:
+            numpy.random.set_state(of_numpy)
+        log.disabled = not enabled

@@ -53,12 +53,27 @@ class TwoPhaseCallback(TrainerCallback):
         self.realign_at = realign_at
         self.realign_after_epochs = realign_after_epochs
         self.phases: TwoPhase | None = None
+        self._phase_at_end = 0
+
+    @property
+    def phase(self) -> int:
+        """1 or 2: where the training is, or was when it ended; 0 before the first."""
+        return self._phase_at_end or (self.phases.phase if self.phases else 0)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Begin, or go on with, the phase the model is in: if the Trainer resumes, it has loaded its checkpoint by now."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
-        self._let_go()  # of a training that was broken off
+        if self.phases is not None:
+            self.phases.remove()  # of a training that was broken off
+        self._phase_at_end = 0
         self.phases = phases = TwoPhase(model, optimizer, self._steps(args, kwargs.get("train_dataloader")))
+        if state.global_step and phases.phase == 1 and not phases.steps:
+            raise RuntimeError(
+                f"TwoPhaseCallback: the Trainer resumes at step {state.global_step}, but the model's PWLUs are at the start: "
+                "they were not in the checkpoint, or not found there. transformers saves some models, ViT among them, under "
+                "names by which it does not find the weights again when it resumes. Before the training that saves, write "
+                "model.save_pretrained = functools.partial(model.save_pretrained, save_original_format=False)"
+            )
         last = phases.steps + state.max_steps - state.global_step
         if phases.phase == 1 and last <= phases.realign_at:
             warnings.warn(
@@ -77,10 +92,8 @@ class TwoPhaseCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Let go of model and optimizer: another training may begin."""
-        self._let_go()
-
-    def _let_go(self) -> None:
         if self.phases is not None:
+            self._phase_at_end = self.phases.phase
             self.phases.remove()
 
     def _steps(self, args: TrainingArguments, loader: Any) -> int:

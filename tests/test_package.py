@@ -31,14 +31,53 @@ ALLOWED = {
     "implementations": {"reference", "kernels.cpu", "kernels.cuda"},
     "ops": {"reference", "implementations"},
     "functional": {"ops"},
-    "starts": set(),
-    "module": {"functional", "reference", "starts"},
+    "starts": {"reference"},
+    "module": {"functional", "ops", "reference", "starts"},
     "fuse": {"functional", "ops", "reference", "module"},
+    "statistics": {"module", "reference"},
+    "realignment": {"module", "reference", "starts"},
+    "learning": {"module", "realignment", "statistics"},
+    "baselines": {"module"},
+    "conversion": set(),
+    "conversion.kinds": {"starts"},
+    "conversion.dataflow": set(),
+    "conversion.source": set(),
+    "conversion.report": {"starts"},
+    "conversion.rewrite": {"conversion.source"},
+    "conversion.tracing": {"conversion.dataflow", "conversion.kinds", "conversion.source", "starts"},
+    "conversion.sites": {"conversion.report", "conversion.rewrite", "conversion.tracing"},
+    "conversion.planning": {"conversion", "conversion.rewrite", "conversion.sites"},
+    "convert": {
+        "baselines",
+        "conversion",
+        "conversion.kinds",
+        "conversion.planning",
+        "conversion.report",
+        "conversion.rewrite",
+        "conversion.sites",
+        "conversion.tracing",
+        "module",
+        "starts",
+    },
+    "integrations": set(),
+    "integrations.hugging_face": {"learning", "realignment"},
     "cli": {"version"},
     "cli.info": {"kernels.build", "kernels.cpu", "kernels.cuda", "version"},
     "kernels": set(),
     "__main__": {"cli"},
-    "": {"functional", "implementations", "reference", "fuse", "module", "version"},
+    "": {
+        "baselines",
+        "conversion.kinds",
+        "convert",
+        "functional",
+        "fuse",
+        "implementations",
+        "learning",
+        "module",
+        "realignment",
+        "reference",
+        "version",
+    },
 }
 
 
@@ -82,7 +121,9 @@ def test_import_needs_torch_alone():
 
 
 def test_public_names():
-    assert set(pwlu.__all__) == {"PWLU", "FusedPWLU", "__version__", "functional", "fuse_", "reference", "warm_up"}
+    names = {"PWLU", "FusedPWLU", "TwoPhase", "__version__", "freeze_", "functional", "fuse_", "parameter_groups"}
+    names |= {"realign_", "reference", "warm_up", "activation", "convert_", "restore_", "DEFAULT_KINDS"}
+    assert set(pwlu.__all__) == names
     assert all(hasattr(pwlu, name) for name in pwlu.__all__)
 
 
@@ -217,7 +258,7 @@ def test_wheel(compiler, tmp_path):
     (wheel,) = (tmp_path / "dist").iterdir()
     names = zipfile.ZipFile(wheel).namelist()
     assert {"pwlu/kernels/cpu.c", "pwlu/kernels/cuda/element.cuh", "pwlu/kernels/cuda/finish.cu"} <= set(names)
-    assert "pwlu/py.typed" in names
+    assert {"pwlu/py.typed", "pwlu/integrations/hugging_face.py"} <= set(names)
     assert "-py3-none-" in wheel.name
     built = {n for n in names if "_cpu_" in n}
     if compiler == "missing":

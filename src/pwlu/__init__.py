@@ -13,8 +13,9 @@ from pwlu.conversion.kinds import DEFAULT_KINDS
 from pwlu.convert import convert_, restore_
 from pwlu.fuse import FusedPWLU, fuse_
 from pwlu.implementations import warm_up
-from pwlu.learning import TwoPhase, freeze_, parameter_groups, realign_
+from pwlu.learning import TwoPhase, freeze_, parameter_groups
 from pwlu.module import PWLU
+from pwlu.realignment import realign_
 from pwlu.version import __version__
 
 __all__ = [

@@ -3,22 +3,17 @@
 import gc
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from pwlu import reference, statistics
-from pwlu.module import PWLU, whole
-from pwlu.starts import find_start
-
-
-def units_of(model: nn.Module) -> dict[str, PWLU]:
-    """Every PWLU of the model, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, PWLU)}
+from pwlu import statistics
+from pwlu.module import PWLU
+from pwlu.realignment import Realigned, realign_, some, units_of
 
 
 def parameter_groups(model: nn.Module, lr: float, weight_decay: float = 0.0, lr_factor: float = 1.0) -> list[dict[str, Any]]:
@@ -53,68 +48,6 @@ def freeze_(model: nn.Module, frozen: bool = True) -> list[str]:
         unit.requires_grad_(not frozen)
         _take_gradients([unit])
     return list(units)
-
-
-class Realigned(NamedTuple):
-    """What :func:`realign_` did to one unit: of its channels, how many were left as they were."""
-
-    name: str
-    channels: int
-    kept: int
-
-
-@torch.no_grad()
-def realign_(model: nn.Module) -> list[Realigned]:
-    """Put the bounds of every PWLU where its inputs are, and its function back to the start: what happens at step T'.
-
-        B_L = mu - 3 sigma,  B_R = mu + 3 sigma,  Y_k = f(B_k),  K_L, K_R = slopes of f over one more interval
-
-    with f the start (``init``), and mu and sigma the running statistics of Phase I. Parameters are written in place. A channel
-    that has no statistics, or a sigma of 0, keeps the parameters it has.
-    """
-    units = units_of(model)
-    if not units:
-        raise ValueError(f"realign_: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)")
-    if done := [name for name, unit in units.items() if unit.realigned]:
-        raise RuntimeError(
-            f"realign_: {_some(done)} had its Phase I already; realigning again would undo what was learned. "
-            "To begin anew: call reset_parameters() on the units."
-        )
-    if not any(unit.updates.any() for unit in units.values()):
-        raise RuntimeError(
-            "realign_: no PWLU has statistics of its input yet. Train some steps with pwlu.TwoPhase(model, optimizer, "
-            "realign_at=...)"
-        )
-    return [_realign(name, unit) for name, unit in units.items()]
-
-
-def _realign(name: str, unit: PWLU) -> Realigned:
-    mu, sigma = (s.to("cpu", torch.float64) for s in (unit.running_mean, unit.running_std))
-    left, right = mu - 3 * sigma, mu + 3 * sigma
-    # An interval must be wider than the parameters' rounding, or knots would fall together.
-    roundoff = torch.finfo(unit.left.dtype).eps * torch.maximum(left.abs(), right.abs())
-    usable = (unit.updates > 0).cpu() & ((right - left) / unit.intervals > 4 * roundoff) & (right - left).isfinite()
-    old = [whole(p) for p in unit.unit_parameters()]
-    left, right = torch.where(usable, left, old[0].cpu()), torch.where(usable, right, old[1].cpu())
-    new = (left, right, *reference.start(find_start(unit.init).function, left, right, unit.intervals))
-    for parameter, before, value in zip(unit.unit_parameters(), old, new, strict=True):
-        mask = usable.to(before.device)
-        mask = mask[:, None] if value.ndim == 2 else mask
-        _write(parameter, torch.where(mask, value.to(before.device, before.dtype), before))
-    unit.realigned.fill_(True)
-    unit.pool.zero_()
-    if unit.phase == 1:
-        unit.phase = 2
-    return Realigned(name, unit.channels, int((~usable).sum()))
-
-
-def _write(parameter: Any, value: Tensor) -> None:
-    """In place, so that whoever holds the parameter keeps it; where it is split over processes, each writes its part."""
-    if hasattr(parameter, "placements"):
-        from torch.distributed.tensor import distribute_tensor
-
-        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.copy_(value)
 
 
 def _take_gradients(units: Iterable[PWLU]) -> None:
@@ -157,7 +90,7 @@ class TwoPhase:
         model: nn.Module,
         optimizer: Optimizer,
         realign_at: int,
-        copies: Sequence[nn.Module] = (),
+        copies: nn.Module | Sequence[nn.Module] = (),
         process_group: "dist.ProcessGroup | None" = None,
     ) -> None:
         self.realign_at = _check_steps(realign_at)
@@ -167,7 +100,7 @@ class TwoPhase:
             raise ValueError(f"TwoPhase: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)")
         optimizer = _unwrapped(optimizer)
         self._check_optimizer(optimizer)
-        self.copies = [self._check_copy(copy) for copy in copies]
+        self.copies = [self._check_copy(copy) for copy in ([copies] if isinstance(copies, nn.Module) else copies)]
         if process_group is None and isinstance(model, DistributedDataParallel):
             process_group = model.process_group
         self.process_group = process_group
@@ -262,7 +195,8 @@ class TwoPhase:
         if not realigned and self._steps >= self.realign_at:
             raise ValueError(
                 f"TwoPhase: the model has taken {self._steps} steps of Phase I and was not realigned, so "
-                f"realign_at={self.realign_at} has passed. Write a realign_at above {self._steps}, or realign now: pwlu.realign_(model), before TwoPhase."
+                f"realign_at={self.realign_at} has passed. Write a realign_at above {self._steps}, or realign now: "
+                "pwlu.realign_(model), before TwoPhase."
             )
         for unit in self._units.values():
             unit.loaded = False
@@ -274,7 +208,7 @@ class TwoPhase:
             gc.collect()
         if taken := [name for name, unit in self._units.items() if unit.phase]:
             raise RuntimeError(
-                f"TwoPhase: {_some(taken)} has a TwoPhase already. Keep that one, which works as long as its optimizer does, "
+                f"TwoPhase: {some(taken)} has a TwoPhase already. Keep that one, which works as long as its optimizer does, "
                 "or call its remove() first."
             )
 
@@ -284,9 +218,9 @@ class TwoPhase:
         missing = list(dict.fromkeys(name for name, p in wanted if id(p) not in held))
         if missing:
             raise ValueError(
-                f"TwoPhase: the optimizer does not hold the parameters of {_some(missing)}. Make it after pwlu.convert_ (and "
-                "after fully_shard): torch.optim.SGD(pwlu.parameter_groups(model, lr=...), ...). If they are split over several "
-                "optimizers, put all PWLU parameters of a model into one, or make one TwoPhase for each part of the model."
+                f"TwoPhase: the optimizer does not hold the parameters of {some(missing)}. Make it after pwlu.convert_ (and "
+                "after fully_shard): torch.optim.SGD(pwlu.parameter_groups(model, lr=...), ...). If they are split over "
+                "several optimizers, put all PWLU parameters of a model into one, or make one TwoPhase for each part of it."
             )
 
     def _check_copy(self, copy: nn.Module) -> list[PWLU]:
@@ -295,7 +229,8 @@ class TwoPhase:
         if shapes[0] != shapes[1]:
             raise ValueError(
                 f"TwoPhase: copies must have the PWLUs of the model, {len(self._units)} with the same shapes in the same "
-                f"order; {type(copy).__name__} has {len(others)}. Copy the model after pwlu.convert_: copies=[copy.deepcopy(model)]"
+                f"order; {type(copy).__name__} has {len(others)}. Copy the model after pwlu.convert_: "
+                "copies=[copy.deepcopy(model)]"
             )
         return others
 
@@ -324,7 +259,3 @@ def _check_steps(realign_at: Any) -> int:
             f"{realign_at!r}. To train without Phase I, leave TwoPhase out."
         )
     return realign_at
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

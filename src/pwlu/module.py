@@ -96,15 +96,16 @@ class PWLU(nn.Module):
     def reset_parameters(self) -> None:
         """Back to the start: ``init`` between ``bounds``, and no statistics."""
         for parameter, value in zip(self.unit_parameters(), self.start_parameters(), strict=True):
-            parameter.copy_(value)
+            write(parameter, value)
         for state in (*self.buffers(recurse=False), self.pool):
             state.zero_()
+        self.loaded, self.phase = True, min(self.phase, 1)  # a controller begins anew with it
 
     @property
     def pool(self) -> Tensor:
         """Count, mean and sum of squared deviations of the input since the last step of the optimizer: (3, C)."""
-        for moments in self._pending:
-            ops.pool(self._pool, *moments)
+        for moments in self._pending:  # not by ops.pool, which does nothing while a backward pass is under way
+            self._pool.copy_(reference.merge(self._pool, *moments))
         self._pending.clear()
         return self._pool
 
@@ -114,7 +115,9 @@ class PWLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parameters = (self.left, self.right, self.heights, self.left_slope, self.right_slope, self.channel_dim)
-        if self.phase == 1 and self.training:
+        if self.phase == 1 and self.training and not isinstance(x, torch.fx.Proxy):
+            if self._pool.device != self.running_mean.device:  # fully_shard moves parameters and buffers, one by one
+                self._pool = self._pool.to(self.running_mean.device)
             y, *moments = functional.observe(x, *parameters)
             self._keep(moments)
             return y
@@ -122,9 +125,10 @@ class PWLU(nn.Module):
 
     def _keep(self, moments: list[Tensor]) -> None:
         """Where every run of the code is a run of this line, moments wait for the step; a graph must hold the sum itself."""
-        if torch.compiler.is_compiling() or len(self._pending) >= _MOST_PENDING or _captured(moments[0]):
+        transformed = torch._C._are_functorch_transforms_active()  # a moment may then be a batch of them
+        if torch.compiler.is_compiling() or transformed or len(self._pending) >= _MOST_PENDING or _captured(moments[0]):
             ops.pool(self._pool, *moments)
-        elif not ops.run_again():
+        elif not ops.run_again() and type(moments[0]) is Tensor:  # not a fake one
             self._pending.append(moments)
 
     def extra_repr(self) -> str:
@@ -135,11 +139,14 @@ class PWLU(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PWLU":
+        before = {"running_mean": self.running_mean, "running_std": self.running_std, "_pool": self.pool}
         super()._apply(fn, recurse)
+        self._pool = fn(self._pool)
         # moved with the model, but not rounded to 16 bits with it: steps of a tenth would vanish
-        wide = reference.compute_dtype(self.running_mean)
-        self.running_mean, self.running_std = self.running_mean.to(wide), self.running_std.to(wide)
-        self._pool = fn(self.pool).to(wide)
+        for name, wide in before.items():
+            moved = getattr(self, name)
+            if moved.dtype in (torch.bfloat16, torch.float16):
+                setattr(self, name, wide.to(moved.device, reference.compute_dtype(moved)))
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -166,10 +173,13 @@ class PWLU(nn.Module):
                 "from the tables: load the weights saved before pwlu.fuse_, or fuse this model first: pwlu.fuse_(model)."
             )
             return
-        if not any(key.startswith(prefix) for key in state_dict) and self._at_start():
+        absent = not any(key.startswith(prefix) for key in state_dict)
+        if absent and self._at_start():
             return  # weights from before the conversion: the unit stays as it is, at its start
         pool = state_dict.get(prefix + "pool")
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if absent:
+            return  # a part of a model: all that is missing has been listed
         if pool is None:
             self.pool.zero_()
         else:
@@ -201,6 +211,16 @@ def whole(parameter: Tensor) -> Tensor:
     """The values of a parameter that may be split over processes (as fully_shard does it)."""
     parameter = parameter.detach()
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+def write(parameter: Any, value: Tensor) -> None:
+    """In place, so that whoever holds the parameter keeps it; where it is split over processes, each writes its part."""
+    if hasattr(parameter, "placements"):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = value.to(parameter.device, parameter.dtype)
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(value)
 
 
 def _whole_number(name: str, value: Any, hint: str, least: int | None = None) -> int:

@@ -295,7 +295,7 @@ for (_name, (_default, _fake, _autograd)), _by_kernel in zip(_IMPLEMENTATIONS.it
 
 
 def run_again() -> bool:
-    """Whether a backward pass is under way: what then runs forward is gradient checkpointing, and its input has been counted."""
+    """Whether a backward pass is under way: what runs forward then is gradient checkpointing, whose input has been counted."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -306,3 +306,13 @@ def _pool(pool: Tensor, count: Tensor, mean: Tensor, m2: Tensor) -> None:
 
 _library.impl("pool", _pool, "CompositeExplicitAutograd")
 torch.library.register_fake("pwlu::pool", lambda *_: None, lib=_library)
+
+
+def _pool_each(info: Any, in_dims: Sequence[int | None], pool_: Tensor, *moments_: Tensor) -> tuple[None, None]:
+    """torch.vmap: one after the other. Nobody batches the pool, which is no argument of a module's."""
+    for i in range(info.batch_size):
+        pool(pool_, *(m if dim is None else m.select(dim, i) for m, dim in zip(moments_, in_dims[1:], strict=True)))
+    return None, None
+
+
+torch.library.register_vmap("pwlu::pool", _pool_each, lib=_library)

@@ -57,7 +57,7 @@ def _advance(units: list[PWLU], group: "dist.ProcessGroup | None") -> None:
 
 
 def _pools(units: list[PWLU]) -> Tensor:
-    """All pools side by side, with what is pending, which is forgotten. The same numbers as in PWLU.pool, in fewer operations."""
+    """All pools side by side, with what is pending, which is forgotten: the numbers of PWLU.pool, in fewer operations."""
     pools = torch.cat([u._pool for u in units], 1)
     for number in range(max(len(u._pending) for u in units)):
         parts = [_pending(u, number) for u in units]

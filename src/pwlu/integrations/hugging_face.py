@@ -15,7 +15,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from pwlu.learning import TwoPhase, units_of
+from pwlu.learning import TwoPhase
+from pwlu.realignment import units_of
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

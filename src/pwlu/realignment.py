@@ -1,0 +1,75 @@
+"""Realignment: the bounds of every unit go where its inputs are, and its function back to the start."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from pwlu import reference
+from pwlu.module import PWLU, whole, write
+from pwlu.starts import find_start
+
+
+def units_of(model: nn.Module) -> dict[str, PWLU]:
+    """Every PWLU of the model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, PWLU)}
+
+
+class Realigned(NamedTuple):
+    """What :func:`realign_` did to one unit: of its channels, how many were left as they were."""
+
+    name: str
+    channels: int
+    kept: int
+
+
+@torch.no_grad()
+def realign_(model: nn.Module) -> list[Realigned]:
+    """Put the bounds of every PWLU where its inputs are, and its function back to the start: what happens at step T'.
+
+        B_L = mu - 3 sigma,  B_R = mu + 3 sigma,  Y_k = f(B_k),  K_L, K_R = slopes of f over one more interval
+
+    with f the start (``init``), and mu and sigma the running statistics of Phase I. Parameters are written in place. A channel
+    that has no statistics, or a sigma of 0, keeps the parameters it has, and so does a unit that was frozen.
+    """
+    units = units_of(model)
+    if not units:
+        raise ValueError(f"realign_: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)")
+    if done := [name for name, unit in units.items() if unit.realigned]:
+        raise RuntimeError(
+            f"realign_: {some(done)} had its Phase I already; realigning again would undo what was learned. "
+            "To begin anew: call reset_parameters() on the units."
+        )
+    if not any(unit.updates.any() for unit in units.values()):
+        raise RuntimeError(
+            "realign_: no PWLU has statistics of its input yet. Train some steps with pwlu.TwoPhase(model, optimizer, "
+            "realign_at=...)"
+        )
+    return [_realign(name, unit) for name, unit in units.items()]
+
+
+def _realign(name: str, unit: PWLU) -> Realigned:
+    mu, sigma = (s.to("cpu", torch.float64) for s in (unit.running_mean, unit.running_std))
+    left, right = mu - 3 * sigma, mu + 3 * sigma
+    # An interval must be wider than the parameters' rounding, or knots would fall together.
+    roundoff = torch.finfo(unit.left.dtype).eps * torch.maximum(left.abs(), right.abs())
+    usable = (unit.updates > 0).cpu() & ((right - left) / unit.intervals > 4 * roundoff) & (right - left).isfinite()
+    usable &= unit.heights.requires_grad
+    old = [whole(p) for p in unit.unit_parameters()]
+    left, right = torch.where(usable, left, old[0].cpu()), torch.where(usable, right, old[1].cpu())
+    new = (left, right, *reference.start(find_start(unit.init).function, left, right, unit.intervals))
+    for parameter, before, value in zip(unit.unit_parameters(), old, new, strict=True):
+        mask = usable.to(before.device)
+        mask = mask[:, None] if value.ndim == 2 else mask
+        write(parameter, torch.where(mask, value.to(before.device, before.dtype), before))
+    unit.realigned.fill_(True)
+    unit.pool.zero_()
+    if unit.phase == 1:
+        unit.phase = 2
+    return Realigned(name, unit.channels, int((~usable).sum()))
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names of a list, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

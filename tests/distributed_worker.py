@@ -1,0 +1,174 @@
+"""What every process does in the tests of several processes. Each function saves what test_distributed.py looks at."""
+
+import copy
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from networks import of_units, same, units, values
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import pwlu
+
+PROCESSES, STEPS, REALIGN_AT, BATCH = 2, 6, 3, 8
+
+
+def network():
+    """No batch normalization, whose statistics would differ between one process and two."""
+    torch.manual_seed(1)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), pwlu.PWLU(8)]
+    layers += [nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), pwlu.PWLU(init="silu")]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).double()
+
+
+def data():
+    """The whole batches of all steps."""
+    generator = torch.Generator().manual_seed(2)
+    random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    return [(random(BATCH, 3, 6, 6) + 0.5, random(BATCH, 4)) for _ in range(STEPS)]
+
+
+def made_optimizer(model):
+    return torch.optim.SGD(pwlu.parameter_groups(model, lr=0.1, weight_decay=0.01), momentum=0.9)
+
+
+def train(model, optimizer, batches, before_step=lambda model: None):
+    for x, target in batches:
+        before_step(model)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), target).backward()
+        optimizer.step()
+
+
+def share(rank, batches):
+    """The part of every batch that is this process's."""
+    part = slice(rank * BATCH // PROCESSES, (rank + 1) * BATCH // PROCESSES)
+    return [(x[part], target[part]) for x, target in batches]
+
+
+def start(rank, folder, scenario):
+    """The entry of every process."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=PROCESSES)
+    try:
+        torch.save(SCENARIOS[scenario](rank, Path(folder)), Path(folder, f"{rank}.pt"))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def data_parallel(rank, folder):
+    model = network()
+    wrapped = DistributedDataParallel(model)
+    optimizer = made_optimizer(model)
+    phases = pwlu.TwoPhase(wrapped, optimizer, REALIGN_AT)
+    train(wrapped, optimizer, share(rank, data()))
+    return {"state": model.state_dict(), "phase": phases.phase}
+
+
+def compiled(rank, folder):
+    model = network()
+    wrapped = torch.compile(DistributedDataParallel(model), backend="aot_eager")
+    optimizer = made_optimizer(model)
+    phases = pwlu.TwoPhase(wrapped, optimizer, REALIGN_AT)
+    train(wrapped, optimizer, share(rank, data()))
+    return {"state": model.state_dict(), "phase": phases.phase}
+
+
+def unequal(rank, folder):
+    """3 of 8 samples here, 5 there; then a step in which the units of the second process see none at all."""
+    model = network()
+    wrapped = DistributedDataParallel(model)
+    optimizer = made_optimizer(model)
+    pwlu.TwoPhase(model, optimizer, REALIGN_AT)
+    ((x, target), *_) = data()
+    part = slice(0, 3) if rank == 0 else slice(3, 8)
+    train(wrapped, optimizer, [(x[part], target[part])])
+    first = copy.deepcopy(model.state_dict())
+    for unit in units(model):
+        unit.train(rank == 0)
+    F.mse_loss(wrapped(x[part]), target[part]).backward()
+    pools = values(unit.pool for unit in units(model))
+    optimizer.step()
+    return {"state": first, "second": model.state_dict(), "pools": pools}
+
+
+def accumulated(rank, folder):
+    """Two passes a step without no_sync: DistributedDataParallel broadcasts buffers before each."""
+    model = network()
+    wrapped = DistributedDataParallel(model)
+    optimizer = made_optimizer(model)
+    phases = pwlu.TwoPhase(model, optimizer, REALIGN_AT)
+    ((x, target),) = share(rank, data()[:1])
+    for part in (slice(0, 1), slice(1, 4)):
+        F.mse_loss(wrapped(x[part]), target[part]).backward()
+    pools = values(unit.pool for unit in units(model))
+    optimizer.step()
+    return {"state": model.state_dict(), "pools": pools, "steps": phases.steps}
+
+
+def alone(rank, folder):
+    """Every process trains a model of its own, and says so."""
+    groups = [dist.new_group([r]) for r in range(PROCESSES)]
+    model = network()
+    optimizer = made_optimizer(model)
+    pwlu.TwoPhase(model, optimizer, REALIGN_AT, process_group=groups[rank])
+    train(model, optimizer, share(rank, data()))
+    return {"state": model.state_dict()}
+
+
+def sharded(rank, folder):
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+
+    def made():
+        model = network()
+        for layer in model:
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    def whole(model):
+        return [p.full_tensor() for p in of_units(model)]
+
+    model = made()
+    full = StateDictOptions(full_state_dict=True)
+    optimizer = made_optimizer(model)
+    phases = pwlu.TwoPhase(model, optimizer, REALIGN_AT)
+    batches, seen = share(rank, data()), []
+    before = values(whole(model))
+    parameters = of_units(model)
+    for step, batch in enumerate(batches, start=1):
+        train(model, optimizer, [batch])
+        seen.append((phases.phase, same(before, whole(model))))
+        if step == REALIGN_AT - 1:
+            in_phase_one = copy.deepcopy(get_model_state_dict(model, options=full))
+            dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "dcp")
+        if step == REALIGN_AT:
+            before = values(whole(model))
+    kept = all(a is b for a, b in zip(parameters, of_units(model), strict=True))
+    result = {"state": get_model_state_dict(model, options=full), "seen": seen, "same objects": kept}
+    for name in ("full", "sharded"):  # two ways to load what was saved in Phase I into a model that is sharded already
+        other = made()
+        phases = pwlu.TwoPhase(other, other_optimizer := made_optimizer(other), REALIGN_AT)
+        if name == "full":
+            set_model_state_dict(other, dict(in_phase_one), options=full)  # which changes the dict
+        else:
+            saved = {"model": get_model_state_dict(other)}
+            dcp.load(saved, checkpoint_id=folder / "dcp")
+            set_model_state_dict(other, saved["model"])
+        result[name] = copy.deepcopy(get_model_state_dict(other, options=full)), (phases.phase, phases.steps)
+        train(other, other_optimizer, batches[2:3])
+        result[name] += ((phases.phase, phases.steps),)
+    return {**result, "in phase one": in_phase_one}
+
+
+SCENARIOS = {f.__name__: f for f in (data_parallel, compiled, unequal, accumulated, alone, sharded)}
+SCENARIOS["replicated"] = lambda rank, folder: {
+    f.__name__: f(rank, folder) for f in (data_parallel, unequal, accumulated, alone)
+}

@@ -1,0 +1,179 @@
+"""Two processes train as one does: the same statistics, the same realignment, the same parameters up to rounding."""
+
+import distributed_worker as worker
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from networks import assert_equal_to_rounding, bounds_of_rounding, same, units
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import pwlu
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"),
+]
+ROUNDINGS = worker.BATCH * 8 * 4 * 4  # the longest sum: all that the second unit sees in a step
+
+
+def results(folder, scenario):
+    """What the processes have to say, one after the other."""
+    mp.spawn(worker.start, (str(folder), scenario), nprocs=worker.PROCESSES)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(worker.PROCESSES)]
+
+
+@pytest.fixture
+def alone():
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory):
+    return results(tmp_path_factory.mktemp("replicated"), "replicated")
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    return results(tmp_path_factory.mktemp("sharded"), "sharded")
+
+
+def one_process(before_step=lambda model: None, batches=None):
+    model = worker.network()
+    optimizer = worker.made_optimizer(model)
+    pwlu.TwoPhase(model, optimizer, worker.REALIGN_AT)
+    worker.train(model, optimizer, worker.data() if batches is None else batches, before_step)
+    return model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return one_process()
+
+
+@pytest.fixture(scope="module")
+def bounds():
+    return bounds_of_rounding(one_process, ROUNDINGS)
+
+
+def statistics(state):
+    names = "running_mean", "running_std", "updates", "dropped", "steps"
+    return {key: value for key, value in state.items() if key.split(".")[-1] in names}
+
+
+def test_the_bounds_say_something(expected, bounds):
+    """They are far below what the steps have changed, and integers have to be equal."""
+    start = worker.network().state_dict()
+    for name in ("2.heights", "2.left", "5.heights", "5.running_mean", "0.weight"):
+        assert 0 < bounds[name] < 1e-6 * (expected[name] - start[name]).abs().max()
+    assert bounds["2.steps"] == bounds["2.updates"] == bounds["2.realigned"] == 0
+
+
+def test_data_parallel(replicated, expected, bounds):
+    first, second = (r["data_parallel"] for r in replicated)
+    assert same(first["state"].values(), second["state"].values())
+    assert_equal_to_rounding(first["state"], expected, bounds)
+    assert first["phase"] == second["phase"] == 2
+
+
+def test_batches_of_different_sizes_count_by_their_sizes(replicated, bounds):
+    first, second = (r["unequal"] for r in replicated)
+    assert same(first["state"].values(), second["state"].values())
+    ((x, target), *_) = worker.data()
+    found = statistics(first["state"])
+    assert_equal_to_rounding(found, statistics(one_process(batches=[(x, target)])), bounds)
+    parts = [one_process(batches=[(x[part], target[part])]) for part in (slice(0, 3), slice(3, 8))]
+    unweighted = sum(part["2.running_mean"] for part in parts) / 2
+    assert (unweighted - found["2.running_mean"]).abs().max() > bounds["2.running_mean"]  # or it would not have been found out
+
+
+def test_a_process_without_inputs_does_not_count(replicated):
+    """The averages take the inputs of the other: a few operations, each rounded."""
+    first, second = (r["unequal"] for r in replicated)
+    assert same(first["second"].values(), second["second"].values())
+    assert not any(pool.any() for pool in second["pools"])
+    for name, (count, mean, m2) in zip(("2", "5"), first["pools"], strict=True):
+        for key, value in (("running_mean", mean), ("running_std", (m2 / count).sqrt())):
+            expected = 0.9 * first["state"][f"{name}.{key}"] + 0.1 * value
+            size = value.abs().max().item() + 1  # deviations are taken from the mean so far, of the size of sigma = 1
+            torch.testing.assert_close(first["second"][f"{name}.{key}"], expected, rtol=0, atol=32 * 2.0**-53 * size)
+
+
+def test_accumulated_gradients(replicated, bounds):
+    """No process's pool is overwritten by that of the first, which broadcasts its buffers before every forward."""
+    first, second = (r["accumulated"] for r in replicated)
+    whole = one_process(batches=worker.data()[:1])
+    assert_equal_to_rounding(statistics(first["state"]), statistics(whole), bounds)
+    assert same(statistics(first["state"]).values(), statistics(second["state"]).values())
+    for of_first, of_second in zip(first["pools"], second["pools"], strict=True):
+        assert (of_first[0] == of_second[0]).all()
+        assert of_first[0, 0] == 4 * (36 if len(of_first[0]) == 8 else 8 * 4 * 4)
+        assert not torch.equal(of_first[1], of_second[1])
+    assert first["steps"] == second["steps"] == 1
+
+
+def test_processes_that_train_alone(replicated, bounds):
+    """With a group of its own, a process has the statistics of its own inputs."""
+    for rank, result in enumerate(replicated):
+        alone = one_process(batches=worker.share(rank, worker.data()))
+        assert_equal_to_rounding(result["alone"]["state"], alone, bounds)
+
+
+def test_data_parallel_and_compiled(tmp_path, expected, bounds):
+    first, second = results(tmp_path, "compiled")
+    assert same(first["state"].values(), second["state"].values())
+    assert_equal_to_rounding(first["state"], expected, bounds)
+    assert first["phase"] == 2
+
+
+# Parameters split over the processes by fully_shard.
+
+
+def test_fully_sharded(sharded, expected, bounds):
+    first, second = sharded
+    assert same(first["state"].values(), second["state"].values())
+    assert_equal_to_rounding(first["state"], expected, bounds)
+    assert first["same objects"]
+    # still in Phase I; realigned with its last step; learning from the next on
+    assert first["seen"] == [(1, True), (1, True), (2, False), (2, False), (2, False), (2, False)]
+
+
+def test_what_was_sharded_loads_into_a_plain_model(sharded):
+    """Strictly, and it is whole: no part of a tensor, no tensor that knows of processes."""
+    model = worker.network()
+    model.load_state_dict(sharded[0]["state"])
+    assert same(model.state_dict().values(), sharded[1]["state"].values())
+    assert all(unit.realigned for unit in units(model))
+    assert model.eval()(worker.data()[0][0]).isfinite().all()
+
+
+@pytest.mark.parametrize("way", ["full", "sharded"])
+def test_a_sharded_model_is_resumed(sharded, way):
+    for result in sharded:
+        loaded, before, after = result[way]
+        assert same(loaded.values(), result["in phase one"].values())
+        assert before == (1, worker.REALIGN_AT - 1)
+        assert after == (2, worker.REALIGN_AT)
+
+
+def test_a_sharded_model_begins_without_memory(alone):
+    """Made on the meta device, sharded, then given memory and its start: how a model too large for one device begins."""
+    with torch.device("meta"):
+        model = nn.Sequential(pwlu.PWLU(8, init="silu"), pwlu.PWLU())
+    mesh = init_device_mesh("cpu", (1,))
+    for unit in model:
+        fully_shard(unit, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    for unit in model:
+        unit.reset_parameters()
+    expected = nn.Sequential(pwlu.PWLU(8, init="silu"), pwlu.PWLU()).state_dict()
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert found.keys() == expected.keys()
+    assert same(found.values(), expected.values())

@@ -1,0 +1,224 @@
+"""The two phases inside Hugging Face's Trainer."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from training import REALIGN_AT, ROOT, Network, Watch, X, Y, accuracy, equal, run_example
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import pwlu
+from pwlu.integrations.hugging_face import TwoPhaseCallback, own_group_
+
+DATA = [{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)]
+
+
+class Watching(TrainerCallback):
+    def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
+        self.watch = Watch(model, optimizer.optimizer)  # what Accelerate has wrapped
+
+
+class Training:
+    """A Trainer, our callback, and what happens to the PWLU."""
+
+    def __init__(self, folder, realign=None, trainer=None, **arguments):
+        usual = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False}
+        usual |= {"save_strategy": "no", "logging_strategy": "no", "per_device_train_batch_size": 8, "learning_rate": 0.02}
+        self.callback = TwoPhaseCallback(**realign or {"realign_at": REALIGN_AT})
+        self.watching = Watching()
+        options = {"train_dataset": DATA, "callbacks": [self.callback, self.watching]} | (trainer or {"model": Network()})
+        self.trainer = Trainer(args=TrainingArguments(output_dir=str(folder), **usual | arguments), **options)
+        self.train = self.trainer.train
+
+    @property
+    def watch(self):
+        return self.watching.watch
+
+
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, 12), (2, 6)])
+def test_phases(accumulate, steps, tmp_path):
+    training = Training(tmp_path, num_train_epochs=3, gradient_accumulation_steps=accumulate)
+    assert training.callback.phase == 0
+    training.train()
+    training.watch.check(steps, accumulate)
+    assert training.callback.phase == 2
+    assert [unit.name for unit in training.callback.phases.report] == ["layers.1"]
+
+
+@pytest.mark.parametrize(("epochs", "accumulate", "steps"), [(2, 1, 8), (1.5, 3, 3)])
+@pytest.mark.parametrize("length", [{"num_train_epochs": 5}, {"max_steps": 9}])
+def test_epochs(epochs, accumulate, steps, length, tmp_path):
+    """Four batches, three a step: what is left over makes a second step."""
+    training = Training(tmp_path, {"realign_after_epochs": epochs}, gradient_accumulation_steps=accumulate, **length)
+    training.train()
+    assert training.callback.phases.realign_at == steps
+    assert training.watch.unit.steps == steps
+
+
+def test_bfloat16(tmp_path):
+    training = Training(tmp_path, max_steps=6, bf16=True)
+    training.train()
+    training.watch.check(6)
+
+
+def test_an_optimizer_of_your_own(tmp_path):
+    model = Network()
+    optimizer = torch.optim.SGD(pwlu.parameter_groups(model, lr=0.1, weight_decay=0.01), momentum=0.9)
+    training = Training(tmp_path, trainer={"model": model, "optimizers": (optimizer, None)}, max_steps=6)
+    training.train()
+    training.watch.check(6)
+
+
+def test_a_model_that_the_trainer_makes(tmp_path):
+    training = Training(tmp_path, trainer={"model_init": Network}, max_steps=6)
+    for _ in range(2):  # each time a new one
+        training.train()
+        training.watch.check(6)
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize("step", [2, 6])  # in Phase I, in Phase II
+def test_resume(step, tmp_path):
+    first, resumed = (Training(tmp_path, max_steps=7, save_strategy="steps", save_steps=1, weight_decay=0.01) for _ in range(2))
+    own_group_(first.trainer)
+    first.train()
+    own_group_(resumed.trainer)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert len(resumed.watch.after) == 7 - step
+    assert resumed.callback.phase == 2
+    assert equal(resumed.trainer.model.state_dict(), first.trainer.model.state_dict())
+
+
+def test_a_checkpoint_in_which_the_pwlus_were_not_found(tmp_path):
+    Training(tmp_path, max_steps=4, save_strategy="steps", save_steps=2).train()
+    resumed = Training(tmp_path, max_steps=4)
+    resumed.trainer._load_from_checkpoint = lambda *_: None  # as with models whose weights are saved under other names
+    with pytest.raises(RuntimeError, match=r"resumes at step 2, but the model's PWLUs are at the start.*save_original_format"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+# A second training.
+
+
+def test_train_again(tmp_path):
+    training = Training(tmp_path, max_steps=4)
+    training.train()
+    learned = training.watch.parameters()
+    assert training.watch.unit.phase == 0  # anyone may have the model now
+    training.train()
+    assert training.callback.phases.report == []  # not realigned again
+    assert training.callback.phase == 2
+    assert not torch.equal(training.watch.parameters(), learned)
+
+
+def test_train_again_after_an_exception(tmp_path):
+    class Interrupted(Exception):
+        pass
+
+    training = Training(tmp_path, max_steps=6)
+    step, calls = training.trainer.training_step, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise Interrupted
+        return step(*args, **kwargs)
+
+    training.trainer.training_step = interrupted
+    with pytest.raises(Interrupted):
+        training.train()
+    assert training.callback.phases.steps == 1
+    training.train()
+    assert training.callback.phase == 2
+    assert training.watch.unit.steps == REALIGN_AT  # one before, two after
+    still = training.watch.after[: REALIGN_AT - 2]
+    assert all(torch.equal(parameters, training.watch.start) for parameters in still)
+    assert not torch.equal(training.watch.after[REALIGN_AT - 2], training.watch.start)
+
+
+# The optimizer's groups.
+
+
+def test_own_group(tmp_path):
+    training = Training(tmp_path, max_steps=4, weight_decay=0.01)
+    optimizer = own_group_(training.trainer, lr_factor=0.5)
+    *others, own = optimizer.param_groups
+    assert {id(p) for p in own["params"]} == {id(p) for p in training.trainer.model.layers[1].parameters()}
+    assert (own["lr"], own["weight_decay"]) == (0.01, 0.0)
+    assert [(g["lr"], g["weight_decay"], len(g["params"])) for g in others] == [(0.02, 0.01, 2), (0.02, 0.0, 2)]
+    training.train()
+    training.watch.check(4)
+    assert training.trainer.optimizer.optimizer is optimizer
+    with pytest.raises(ValueError, match="the optimizer has a scheduler already"):
+        own_group_(training.trainer)
+
+
+def test_own_group_of_a_model_that_does_not_stay(tmp_path):
+    with pytest.raises(ValueError, match=r"with model_init, train\(\) makes a new model and a new optimizer"):
+        own_group_(Training(tmp_path, trainer={"model_init": Network}).trainer)
+
+
+# What is likely to be a mistake.
+
+
+def test_weight_decay_is_reported(tmp_path):
+    training = Training(tmp_path, max_steps=4, weight_decay=0.01)
+    with pytest.warns(UserWarning, match=r"a weight decay of 0\.01.*own_group_\(trainer\)"):
+        training.train()
+    training.watch.check(4)  # it does not move PWLUs in Phase I
+
+
+def test_a_training_without_phase_two_is_reported(tmp_path):
+    with pytest.warns(UserWarning, match="Phase I takes 3 steps, and this training ends after 3 of them"):
+        Training(tmp_path, max_steps=3).train()
+
+
+def test_data_without_a_length(tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(DATA)
+
+    stream = {"model": Network(), "train_dataset": Stream()}
+    with pytest.raises(ValueError, match=r"needs training data with a length, and \w+ has none.*realign_at=1000"):
+        Training(tmp_path, {"realign_after_epochs": 1}, stream, max_steps=6).train()
+    training = Training(tmp_path, None, stream, max_steps=6)
+    training.train()
+    training.watch.check(6)
+
+
+@pytest.mark.parametrize("wrong", [{}, {"realign_at": 3, "realign_after_epochs": 5}])
+def test_steps_or_epochs(wrong):
+    with pytest.raises(ValueError, match=r"either realign_at .* or realign_after_epochs"):
+        TwoPhaseCallback(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, float("nan"), float("inf")])
+def test_a_number_of_epochs(wrong):
+    with pytest.raises(ValueError, match="must be a number above 0"):
+        TwoPhaseCallback(realign_after_epochs=wrong)
+
+
+def test_without_the_package():
+    code = "import sys; sys.modules['transformers'] = None; import pwlu.integrations.hugging_face"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert "pip install 'pwlu[transformers]'" in done.stderr
+
+
+def test_example(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("sklearn")
+    run_example("hugging_face_vit.py", ["--epochs", "5", "--realign-after", "3"], monkeypatch, tmp_path)
+    printed = capsys.readouterr().out
+    assert "'eval_phase': 1" in printed
+    assert "phase 2: test accuracy" in printed
+    assert accuracy(printed) > 50
+    run_example("hugging_face_vit.py", ["--epochs", "6", "--realign-after", "3", "--resume"], monkeypatch, tmp_path)
+    assert accuracy(capsys.readouterr().out) > accuracy(printed) - 10  # did not start anew

@@ -1,0 +1,180 @@
+"""The state dict in every phase: always the same keys, and strict loading from any phase into any other."""
+
+import copy
+
+import pytest
+import torch
+from networks import data, network, of_units, same, train, units, values
+
+import pwlu
+
+REALIGN_AT = 3
+BUFFERS = ("running_mean", "running_std", "updates", "dropped", "steps", "realigned", "pool")
+
+
+def trained(steps, controlled=True):
+    """A model after that many steps, its optimizer and its controller."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    phases = pwlu.TwoPhase(model, optimizer, REALIGN_AT) if controlled else None
+    train(model, optimizer, data(steps))
+    return model, optimizer, phases
+
+
+def test_the_keys_are_the_same_in_every_phase():
+    expected = {f"{n}.{key}" for n in (1, 3) for key in ("left", "right", "heights", "left_slope", "right_slope", *BUFFERS)}
+    expected |= {f"{n}.{key}" for n in (0, 2, 4) for key in ("weight", "bias")}
+    for steps, controlled in ((0, False), (2, False), (0, True), (2, True), (REALIGN_AT, True), (5, True)):
+        assert set(trained(steps, controlled)[0].state_dict()) == expected
+
+
+def test_the_pool_is_not_a_buffer():
+    """DistributedDataParallel would overwrite every process's own with that of the first."""
+    assert not any("pool" in name for name, _ in network().named_buffers())
+
+
+@pytest.mark.parametrize("steps", [0, 2, REALIGN_AT, 5])
+@pytest.mark.parametrize("assign", [False, True])
+def test_into_a_fresh_model(steps, assign):
+    """Also without a TwoPhase: then it computes the same, and trains from where it is."""
+    model, *_ = trained(steps)
+    if steps == 2:
+        model(data(1)[0][0])  # something in the pools
+    other = network()
+    other.load_state_dict(model.state_dict(), assign=assign)
+    assert same(model.state_dict().values(), other.state_dict().values())
+    assert [unit.phase for unit in units(other)] == [0, 0]
+    x = data(1, seed=9)[0][0]
+    assert torch.equal(model.eval()(x), other.eval()(x))
+    before = values(of_units(other))
+    train(other.train(), torch.optim.SGD(other.parameters(), lr=0.1), data(1))
+    assert not same(before, of_units(other))
+
+
+def test_a_loaded_pool_is_a_copy():
+    model, *_ = trained(2)
+    other = network()
+    other.load_state_dict(model.state_dict())
+    model(data(1)[0][0])
+    assert units(model)[0].pool.any()
+    assert not units(other)[0].pool.any()
+
+
+@pytest.mark.parametrize("source", [0, 2, REALIGN_AT, 5])
+@pytest.mark.parametrize("target", [0, 1, REALIGN_AT, 5])
+def test_from_any_phase_into_any_other(source, target):
+    """Phase and steps are those of the state that was loaded; training goes on from there as if it had been there all along."""
+    model, optimizer, _ = trained(source)
+    other, other_optimizer, phases = trained(target)
+    other.load_state_dict(model.state_dict())
+    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert phases.phase == (1 if source < REALIGN_AT else 2)
+    assert phases.steps == min(source, REALIGN_AT)
+    for m, o in ((model, optimizer), (other, other_optimizer)):
+        train(m, o, data(4, seed=9))
+    assert same(model.state_dict().values(), other.state_dict().values())
+    assert phases.phase == 2
+
+
+def test_phase_two_goes_on_without_a_controller():
+    """Weights and units train as they would have with one."""
+    model, optimizer, _ = trained(5)
+    other = network()
+    other.load_state_dict(model.state_dict())
+    other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for m, o in ((model, optimizer), (other, other_optimizer)):
+        train(m, o, data(3, seed=9))
+    assert same(model.state_dict().values(), other.state_dict().values())
+
+
+def test_weights_from_before_the_units():
+    """They load strictly while the units are at their start, which they keep."""
+    plain = network(activation=torch.nn.ReLU)
+    for model in (network(), trained(0)[0]):
+        before = values(of_units(model))
+        with torch.no_grad():
+            model[0].weight.zero_()
+        model.load_state_dict(plain.state_dict())
+        assert torch.equal(model[0].weight, plain[0].weight)
+        assert same(before, of_units(model))
+    x = data(1)[0][0]
+    assert torch.equal(model(x), plain(x))
+
+
+@pytest.mark.parametrize("steps", [1, REALIGN_AT, 5])
+def test_weights_from_before_the_units_are_too_little_for_units_that_learned(steps):
+    model, *_ = trained(steps)
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"1.left\", \"1.right\""):
+        model.load_state_dict(network(activation=torch.nn.ReLU).state_dict())
+
+
+def test_weights_from_before_the_units_are_too_little_without_a_controller_too():
+    model, *_ = trained(1, controlled=False)
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"1.left\", \"1.right\""):
+        model.load_state_dict(network(activation=torch.nn.ReLU).state_dict())
+
+
+@pytest.mark.parametrize("key", ["1.left", "1.running_mean", "1.steps", "3.realigned"])
+def test_a_missing_key_is_named(key):
+    state = trained(2)[0].state_dict()
+    del state[key]
+    with pytest.raises(RuntimeError, match=f'Missing key.*"{key}"'):
+        network().load_state_dict(state)
+
+
+def test_a_missing_pool_is_an_empty_one():
+    """It is empty after every step anyway."""
+    model, *_ = trained(2)
+    state = {k: v for k, v in model.state_dict().items() if not k.endswith("pool")}
+    other, *_ = trained(1)
+    other(data(1)[0][0])
+    other.load_state_dict(state)
+    assert same(model.state_dict().values(), other.state_dict().values())
+
+
+def test_an_unexpected_key_is_named():
+    state = network().state_dict() | {"1.tool": torch.zeros(3)}
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*\"1.tool\""):
+        network().load_state_dict(state)
+
+
+def test_pools_of_another_size():
+    state = network().state_dict()
+    state["1.pool"] = torch.zeros(3, 4)
+    with pytest.raises(RuntimeError, match=r"size mismatch for 1.pool: \(3, 4\) in the state, \(3, 8\) here"):
+        network().load_state_dict(state)
+
+
+def test_what_is_loaded_in_part_keeps_the_rest():
+    """Not a key of the units: what they have pooled since the last step is theirs still."""
+    model, *_ = trained(2)
+    model(data(1)[0][0])
+    before = [unit.pool.clone() for unit in units(model)]
+    assert model.load_state_dict({"0.weight": torch.zeros(8, 5)}, strict=False).unexpected_keys == []
+    assert same(before, [unit.pool for unit in units(model)])
+
+
+def test_units_on_the_meta_device_are_loaded_by_assignment():
+    model, *_ = trained(5)
+    with torch.device("meta"):
+        other = network()
+    other.load_state_dict(model.state_dict(), assign=True)
+    assert same(model.state_dict().values(), other.state_dict().values())
+    x = data(1)[0][0]
+    assert torch.equal(model.eval()(x), other.eval()(x))
+
+
+def test_units_that_begin_anew():
+    """reset_parameters takes back all that Phase I has left behind, for the controller too."""
+    model, optimizer, phases = trained(2)
+    for unit in units(model):
+        unit.reset_parameters()
+    assert phases.steps == 0
+    assert phases.phase == 1
+    train(model, optimizer, data(REALIGN_AT))
+    assert phases.phase == 2
+    assert all(unit.steps == REALIGN_AT for unit in units(model))
+    for unit in units(model):
+        unit.reset_parameters()
+    assert phases.phase == 1

@@ -192,6 +192,11 @@ def mixed(after_loading):
     return phases.steps
 
 
+def replicated():
+    model = network()
+    return pwlu.TwoPhase(nn.DataParallel(model), SGD(model.parameters()), 3)
+
+
 def wrong_copy(other):
     model = network()
     return pwlu.TwoPhase(model, SGD(model.parameters()), 3, copies=[AveragedModel(other)])
@@ -222,6 +227,7 @@ ERRORS = {
         "copies must have.*2 with.*AveragedModel has 0",
     ),
     "copy of others": (ValueError, lambda: wrong_copy(network()[:2]), "same shapes in the same order; AveragedModel has 1"),
+    "replicated": (ValueError, replicated, "nn.DataParallel runs copies of the model.*Use DistributedDataParallel"),
     "realign_ without units": (ValueError, lambda: pwlu.realign_(nn.ReLU()), "realign_: ReLU has no PWLU. Convert it first"),
     "realign_ without statistics": (RuntimeError, lambda: pwlu.realign_(network()), "no PWLU has statistics.*Train some steps"),
     "realign_ twice": (
@@ -308,6 +314,16 @@ def test_frozen_units_do_not_move(make):
     assert pwlu.freeze_(model, False) == ["1", "3"]
     train(model, optimizer, data(1))
     assert not same(frozen, of_units(model))
+
+
+def test_what_is_frozen_in_phase_one_is_not_realigned():
+    model, optimizer, phases = controlled(realign_at=2, steps=1)
+    pwlu.freeze_(model[:2])
+    before = values(of_units(model))
+    train(model, optimizer, data(1))
+    assert [(each.channels, each.kept) for each in phases.report] == [(8, 8), (1, 0)]
+    assert same(before[:5], of_units(model)[:5])
+    assert not same(before[5:], of_units(model)[5:])
 
 
 def test_freezing_a_model_without_units_is_nothing():

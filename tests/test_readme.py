@@ -1,20 +1,23 @@
-"""What README.md shows must work as it stands there."""
+"""What README.md and the page on conversion show must work as it stands there."""
 
 import re
 from pathlib import Path
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+import pytest
+
+ROOT = Path(__file__).parent.parent
 
 
-def test_the_code_runs():
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/conversion.md"])
+def test_the_code_runs(page):
+    pytest.importorskip("torchvision")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+        exec(compile(block, page, "exec"), {})
 
 
-def test_what_it_links_to_exists():
-    targets = re.findall(r"\]\((?!http)([^)#]+)", README)
-    assert targets
-    for target in targets:
-        assert (Path(__file__).parent.parent / target).exists(), target
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))])
+def test_what_it_links_to_exists(page):
+    for target in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
+        assert ((ROOT / page).parent / target).exists(), target

@@ -98,6 +98,10 @@ class TwoPhase:
         self._units = units_of(model)
         if not self._units:
             raise ValueError(f"TwoPhase: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)")
+        if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+            raise ValueError(
+                "TwoPhase: nn.DataParallel runs copies of the model, whose statistics would be lost. Use DistributedDataParallel"
+            )
         optimizer = _unwrapped(optimizer)
         self._check_optimizer(optimizer)
         self.copies = [self._check_copy(copy) for copy in ([copies] if isinstance(copies, nn.Module) else copies)]

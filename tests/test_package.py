@@ -47,6 +47,14 @@ ALLOWED = {
     "conversion.tracing": {"conversion.dataflow", "conversion.kinds", "conversion.source", "starts"},
     "conversion.sites": {"conversion.report", "conversion.rewrite", "conversion.tracing"},
     "conversion.planning": {"conversion", "conversion.rewrite", "conversion.sites"},
+    "conversion.unreached": {
+        "conversion.kinds",
+        "conversion.report",
+        "conversion.rewrite",
+        "conversion.sites",
+        "conversion.source",
+        "conversion.tracing",
+    },
     "convert": {
         "baselines",
         "conversion",
@@ -56,6 +64,7 @@ ALLOWED = {
         "conversion.rewrite",
         "conversion.sites",
         "conversion.tracing",
+        "conversion.unreached",
         "module",
         "starts",
     },

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from pwlu.baselines import activation
 from pwlu.conversion import rewrite
-from pwlu.conversion.kinds import ARGUMENTS, DEFAULT_KINDS, recognise_module
+from pwlu.conversion.kinds import ARGUMENTS, DEFAULT_KINDS
 from pwlu.conversion.planning import plan
 from pwlu.conversion.report import Report, Site
 from pwlu.conversion.sites import Found, Rules, decide, find_sites
-from pwlu.conversion.tracing import Call, Runs, registrations, stateless_leaf, unshare
+from pwlu.conversion.tracing import Call, Runs, stateless_leaf, unshare
+from pwlu.conversion.unreached import unreached
 from pwlu.module import PWLU
 from pwlu.starts import STARTS, Start, best_bounds, find_start, start_error
 
@@ -72,8 +73,7 @@ def convert_(
             found.module = make(found.site, found.calls[0])
             found.site.parameters = sum(p.numel() for p in found.module.parameters())
     _try_out(runs, founds)
-    unreached = _unreached(model, recorded, rules)
-    report = Report(type(model).__name__, [f.site for f in founds] + unreached, _notes(runs))
+    report = Report(type(model).__name__, [f.site for f in founds] + unreached(model, recorded, rules), _notes(runs))
     if not report.converted:
         raise _nothing_converted(report, model)
     _apply(model, founds)
@@ -246,20 +246,6 @@ def _try_out(runs: Runs, founds: Sequence[Found]) -> None:
 
 
 # What to say.
-
-
-def _unreached(model: nn.Module, recorded: dict[str, list[Call]], rules: Rules) -> list[Site]:
-    """Modules that are activations by their class and were called in neither mode."""
-    called = {call.module for calls in recorded.values() for call in calls}
-    names = {kind.replace("_", ""): kind for kind in ARGUMENTS}
-    sites = []
-    for name, (_, _, module) in registrations(model).items():
-        by_class = recognise_module(module, rules.kinds)
-        kind = by_class[0] if by_class else names.get(type(module).__name__.lower()) if stateless_leaf(module) else None
-        if name not in called and kind is not None:
-            reason = "the sample reaches it in neither training nor evaluation mode"
-            sites.append(Site(name, str(module), kind, action="unreached", reason=reason))
-    return sites
 
 
 def _notes(runs: Runs) -> list[str]:

@@ -100,7 +100,8 @@ class TwoPhase:
             raise ValueError(f"TwoPhase: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)")
         if any(isinstance(module, nn.DataParallel) for module in model.modules()):
             raise ValueError(
-                "TwoPhase: nn.DataParallel runs copies of the model, whose statistics would be lost. Use DistributedDataParallel"
+                "TwoPhase: nn.DataParallel runs copies of the model, whose statistics would be lost. "
+                "Use DistributedDataParallel"
             )
         optimizer = _unwrapped(optimizer)
         self._check_optimizer(optimizer)

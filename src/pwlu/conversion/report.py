@@ -86,7 +86,7 @@ class Report:
 def _why(site: Site) -> str:
     notes = [site.reason] if site.reason else []
     if site.action == "converted":
-        if site.error:
+        if site.error is not None and site.error > 1e-6:
             notes.append(f"starts within {site.error:.2g} of it")
         if len(site.modes) == 1:
             notes.append(f"in {site.modes[0]} mode only")

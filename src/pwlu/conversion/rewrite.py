@@ -14,7 +14,7 @@ import functools
 import hashlib
 import linecache
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ def plan(cls: type, code: CodeType, end: tuple[int, int] | None, child: str, of_
     if end is None:
         raise NotPossible("Python was told to keep no positions in the code (-X no_debug_ranges)")
     name, function = _find_method(cls, code)
-    tree = _definition(function.__code__)
+    tree = definition(function)
     edit = Edit(name, (end[0] - function.__code__.co_firstlineno, end[1]), child, of_tensor, _digest(tree))
     rewritten(original(cls), (edit,))  # all that can go wrong goes wrong here
     return edit
@@ -75,17 +75,17 @@ def rewritten(cls: type, edits: tuple[Edit, ...]) -> type:
         "_pwlu_edits": edits,
     }
     for name in dict.fromkeys(edit.method for edit in edits):
-        outer = _lookup(cls, name)
+        outer = _unedited(cls, name)
         inner = innermost(outer)
         of_method = [edit for edit in edits if edit.method == name]
-        tree = copy.deepcopy(_definition(inner.__code__))
+        tree = copy.deepcopy(definition(inner))
         if any(edit.digest != _digest(tree) for edit in of_method):
             raise RuntimeError(
                 f"pwlu: the source of {cls.__qualname__}.{name} is not what it was when the model was converted. "
                 "Convert again: make the model, pwlu.convert_(model, sample), and load its state dict."
             )
         new = _replaced(outer, inner, _Rewriter(of_method, inner.__code__).function(inner, tree))
-        body |= {alias: new for alias in _names(cls) if _lookup(cls, alias) is outer}
+        body |= {alias: new for alias in _names(cls) if _unedited(cls, alias) is outer}
     try:
         return types.new_class(cls.__name__, (_Unannounced, cls), exec_body=lambda namespace: namespace.update(body))
     except Exception as error:
@@ -97,6 +97,13 @@ class _Unannounced(nn.Module):
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass
+
+
+def rewritten_places(cls: type) -> Iterator[tuple[str, tuple[int, int]]]:
+    """File and end of the calls that were rewritten in this class."""
+    for edit in getattr(cls, "_pwlu_edits", ()):
+        code = innermost(_unedited(cls, edit.method)).__code__
+        yield code.co_filename, (edit.end[0] + code.co_firstlineno, edit.end[1])
 
 
 def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
@@ -117,6 +124,11 @@ def _lookup(cls: type, name: str) -> Any:
     return next(vars(klass)[name] for klass in cls.__mro__ if name in vars(klass))
 
 
+def _unedited(cls: type, name: str) -> Any:
+    """The same, or what it was before an edit: the class may be derived from an edited one, as by torch's parametrizations."""
+    return next(vars(klass)[name] for klass in cls.__mro__ if name in vars(klass) and original(klass) is klass)
+
+
 def _names(cls: type) -> list[str]:
     return list(dict.fromkeys(name for klass in cls.__mro__ for name in vars(klass)))
 
@@ -130,28 +142,38 @@ def _find_method(cls: type, code: CodeType) -> tuple[str, FunctionType]:
                     raise NotPossible(
                         f"it is in {klass.__name__}.{name}, which {cls.__name__} overrides and calls through super()"
                     )
-                if klass.__dict__.get("_pwlu_original"):
-                    function = innermost(_lookup(original(klass), name))
-                return name, function
+                return name, innermost(_unedited(klass, name))
     raise NotPossible(f"it is in {code.co_qualname}, which is not a method of {cls.__name__}")
 
 
 @functools.cache
-def _parsed(filename: str) -> ast.Module:
-    lines = linecache.getlines(filename)
+def _parsed(source: str, flags: int) -> tuple[dict[tuple[str, int], ast.FunctionDef], frozenset[CodeType]]:
+    """The functions in a file, by name and first line, and what they are compiled to."""
+    try:
+        nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+        codes = nested(compile(source, "", "exec", flags=flags, dont_inherit=True))
+    except SyntaxError:
+        return {}, frozenset()
+    return {(node.name, min([node.lineno, *(d.lineno for d in node.decorator_list)])): node for node in nodes}, frozenset(codes)
+
+
+def definition(function: FunctionType) -> ast.FunctionDef:
+    """The source of the function, which must be what was compiled: files are edited while a program runs."""
+    code = function.__code__
+    linecache.checkcache(code.co_filename)
+    lines = linecache.getlines(code.co_filename)
     if not lines:
-        raise NotPossible(f"the source {filename} cannot be read")
-    return ast.parse("".join(lines))
+        raise NotPossible(f"the source {code.co_filename} cannot be read")
+    nodes, codes = _parsed("".join(lines), code.co_flags & _FUTURES)
+    node = nodes.get((code.co_name, code.co_firstlineno))
+    if node is None or not (code in codes or _asserts(node)):
+        raise NotPossible(f"the source of {code.co_qualname} is not what it was when {code.co_filename} was imported")
+    return node
 
 
-@functools.cache
-def _definition(code: CodeType) -> ast.FunctionDef:
-    for node in ast.walk(_parsed(code.co_filename)):
-        if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
-            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            if first == code.co_firstlineno:
-                return node
-    raise NotPossible(f"{code.co_qualname} is not in {code.co_filename} where it was")
+def _asserts(tree: ast.AST) -> bool:
+    """Whether there is an assert, for which pytest compiles something else than is written."""
+    return any(isinstance(node, ast.Assert) for node in ast.walk(tree))
 
 
 def _digest(tree: ast.AST) -> str:
@@ -192,19 +214,7 @@ class _Rewriter(ast.NodeTransformer):
 
     def function(self, old: FunctionType, tree: ast.FunctionDef) -> FunctionType:
         """The method with all edits made, in the surroundings of the old one."""
-        tree = self.run(tree)
-        tree.decorator_list = []
-        # Compiled inside a class, for names that begin with two underscores, and a function that has its free variables.
-        free = [name for name in old.__code__.co_freevars if name != "__class__"]
-        arguments = ast.arguments([], [ast.arg(name) for name in free], None, [], [], None, [])
-        around = ast.ClassDef(_class_around(old.__code__), [], [], [tree], [])
-        factory = ast.FunctionDef("_", arguments, [around], [])
-        for part in (factory, around):
-            if hasattr(part, "type_params") or "type_params" in part._fields:
-                part.type_params = []
-        module = ast.fix_missing_locations(ast.Module([factory], []))
-        compiled = compile(module, old.__code__.co_filename, "exec", flags=old.__code__.co_flags & _FUTURES, dont_inherit=True)
-        code = next(c for c in nested(compiled) if c.co_name == tree.name and c.co_firstlineno >= old.__code__.co_firstlineno)
+        code = _compiled(self.run(tree), old)
         cells = dict(zip(old.__code__.co_freevars, old.__closure__ or (), strict=True))
         new = FunctionType(
             code.replace(co_qualname=old.__code__.co_qualname),
@@ -214,6 +224,22 @@ class _Rewriter(ast.NodeTransformer):
             tuple(cells[name] for name in code.co_freevars),
         )
         return _dressed(new, old)
+
+
+def _compiled(tree: ast.FunctionDef, old: FunctionType) -> CodeType:
+    """The code of the tree in the surroundings of the old function."""
+    tree.decorator_list = []
+    # Compiled inside a class, for names that begin with two underscores, and a function that has its free variables.
+    free = [name for name in old.__code__.co_freevars if name != "__class__"]
+    arguments = ast.arguments([], [ast.arg(name) for name in free], None, [], [], None, [])
+    around = ast.ClassDef(_class_around(old.__code__), [], [], [tree], [])
+    factory = ast.FunctionDef("_", arguments, [around], [])
+    for part in (factory, around):
+        if hasattr(part, "type_params") or "type_params" in part._fields:
+            part.type_params = []
+    module = ast.fix_missing_locations(ast.Module([factory], []))
+    compiled = compile(module, old.__code__.co_filename, "exec", flags=old.__code__.co_flags & _FUTURES, dont_inherit=True)
+    return next(c for c in nested(compiled) if c.co_name == tree.name and c.co_firstlineno >= old.__code__.co_firstlineno)
 
 
 def _class_around(code: CodeType) -> str:

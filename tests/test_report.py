@@ -1,0 +1,73 @@
+"""What convert_ says: its report, and errors that tell what to write instead."""
+
+import json
+import re
+
+import pytest
+import torch
+from blocks import IMAGES, conv
+from torch import nn
+
+import pwlu
+
+
+def test_report():
+    report = pwlu.convert_(nn.Sequential(conv(), nn.GELU(), conv(4, 5), nn.Tanh(), nn.Mish()), IMAGES, init="same")
+    assert len(report) == len(list(report)) == 3
+    assert [site.name for site in report.converted] == ["1", "4"]
+    rows = json.loads(json.dumps(report.as_dicts()))
+    assert (rows[0]["name"], rows[0]["was"], rows[0]["start"], rows[0]["channels"]) == (
+        "1",
+        "GELU(approximate='none')",
+        "gelu",
+        4,
+    )
+    lines = str(report).splitlines()
+    assert re.match(r"1 +GELU\(approximate='none'\) +2 x 4 x 7 x 5 +converted +starts within 0.011 of it$", lines[2])
+    assert re.match(r"3 +Tanh\(\) +2 x 5 x 7 x 5 +skipped +tanh is not in kinds$", lines[3])
+    assert lines[-1] == f"Sequential: 2 converted, 1 skipped; {9 * 21} parameters added"
+
+
+def small():
+    return nn.Sequential(conv(), nn.Tanh())
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "text"),
+    [
+        (small(), {}, r"nothing in Sequential was converted\.\n(.*\n)*1 +Tanh\(\) .*skipped +tanh is not in kinds"),
+        (conv(), {}, "nothing in Conv2d was converted. No activation was seen: no call of relu, gelu, silu, ..."),
+        (nn.Sequential(conv(), pwlu.PWLU(4)), {}, "nothing in Sequential was converted. It has 1 PWLUs already"),
+        (nn.ReLU(), {}, r"the model is a single function, ReLU\(\), and cannot be replaced in place"),
+        (nn.DataParallel(small()), {}, "the model is wrapped already, by DataParallel. Convert first, then wrap"),
+        (torch.compile(small()), {}, "the model is wrapped already, by OptimizedModule"),
+        (nn.Sequential(torch.compile(small())), {}, "the model is wrapped already, by OptimizedModule"),
+        (
+            small(),
+            {"sample": torch.randn(2, 5, 4, 4)},
+            r"could not be run on the sample, neither in training nor in evaluation mode:",
+        ),
+        (small(), {"sample": {"y": IMAGES}}, "a tensor, a tuple of arguments, or a dictionary of keyword arguments"),
+        (small(), {"kinds": ()}, "kinds is empty"),
+        (small(), {"kinds": ("relu", "rleu")}, "'rleu' is not a kind. Write some of relu, relu6, .*, or classes of modules"),
+        (small(), {"kinds": 3}, "3 is not a kind"),
+        (small(), {"granularity": "pixel"}, "granularity must be 'channel' or 'layer', not 'pixel'"),
+        (small(), {"to": "rleu"}, "'rleu' is not known. Write one of relu, swish"),
+        (small(), {"to": 3}, r"to must be a name or a function of \(channels, site\), not 3"),
+        (small(), {"init": "rleu"}, "init 'rleu' is not known"),
+        (small(), {"intervals": 0}, "intervals must be a whole number of at least 1"),
+        (small(), {"bounds": (3, -3)}, "bounds must be finite with left < right"),
+        (small(), {"kinds": "tanh", "to": lambda *_: 3}, "to must return a module, but for 1 it returned 3"),
+        (
+            nn.Sequential(conv(), nn.PReLU()),
+            {"kinds": nn.PReLU, "init": "same"},
+            "has parameters of its own: init='same' cannot",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:torch.nn.DataParallel:FutureWarning")
+def test_bad_input(model, options, text):
+    before = repr(model)
+    with pytest.raises((ValueError, RuntimeError, TypeError), match=text):
+        pwlu.convert_(model, **{"sample": IMAGES} | options)
+    assert repr(model) == before

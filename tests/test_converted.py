@@ -80,6 +80,25 @@ def test_new_children_have_the_mode_of_their_parent():
     assert {name: unit.training for name, unit in units(model).items()} == {name: name == "inner.relu" for name in SITES}
 
 
+def test_hooks_of_what_is_replaced():
+    """They go on with the PWLU, can be removed by their handles, and are there again after restore_."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
+    seen = []
+    handle = model[1].register_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    pwlu.convert_(model, IMAGES)
+    seen.clear()
+    model(IMAGES)
+    assert seen == ["PWLU"]
+    pwlu.restore_(model)
+    model(IMAGES)
+    assert seen == ["PWLU", "ReLU"]
+    pwlu.convert_(model, IMAGES)
+    handle.remove()
+    seen.clear()
+    model(IMAGES)
+    assert seen == []
+
+
 def test_hooks_fire_once():
     model, fired = Network(), Counter()
 
@@ -299,6 +318,7 @@ def test_source_that_was_reloaded(source):
     assert torch.equal(model(IMAGES), expected)
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")
 def test_compile(network):
     compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(IMAGES, scale=2.0), network(IMAGES, scale=2.0))

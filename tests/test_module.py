@@ -92,6 +92,7 @@ def test_starts_as_any_function():
         ({"channel_dim": None}, "channel_dim must be a whole number.*not None"),
         ({"init": "relu6"}, "bends at 6, outside.*contain 0, 6"),
         ({"init": "relu6", "bounds": (-100, 100)}, "too wide for a knot on each kink.*Write more intervals"),
+        ({"init": 3}, "init must be a name such as 'relu' or a function of a tensor, not 3"),
         ({"init": nn.SiLU()}, "a name or a function, not a module: write 'silu'"),
         ({"bounds": (-1e39, 1e39)}, "finite"),
         ({"bounds": (-3.0, 1e6), "dtype": torch.float16}, "finite"),

@@ -21,6 +21,16 @@ from pwlu.starts import STARTS, Start, best_bounds, find_start, start_error
 Factory = Callable[[int, Site], nn.Module]
 _REPLACED = "_pwlu_replaced"  # what stood there, by child, in the owner's __dict__; None for a call of a function
 _SHARED = "_pwlu_shared"  # likewise, where one module without state stood in several places
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
 
 
 def convert_(
@@ -202,7 +212,10 @@ def _apply(model: nn.Module, founds: Sequence[Found], trial: bool = False) -> No
     modules = [_StandIn(model, found.calls[0]) if trial or found.module is None else found.module for found in wanted]
     for found, new in zip(wanted, modules, strict=True):
         owner = model.get_submodule(found.owner)
-        owner.__dict__.setdefault(_REPLACED, {}).setdefault(found.key, owner._modules.get(found.key))
+        old = owner._modules.get(found.key)
+        if old is not None and not trial:  # its hooks go on, and their handles still remove them
+            new.__dict__.update({key: old.__dict__[key] for key in _HOOKS if key in old.__dict__})
+        owner.__dict__.setdefault(_REPLACED, {}).setdefault(found.key, old)
         owner._modules[found.key] = new.train(owner.training)
         if found.edit is not None:
             rewrite.rewrite_(owner, found.edit)

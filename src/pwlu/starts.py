@@ -55,6 +55,8 @@ def find_start(init: "str | Callable[[Tensor], Tensor] | Start") -> Start:
         return init
     if isinstance(init, nn.Module):
         raise ValueError(f"pwlu: init must be a name or a function, not a module: write 'silu' or F.silu, not {init}")
+    if not isinstance(init, str) and not callable(init):
+        raise ValueError(f"pwlu: init must be a name such as 'relu' or a function of a tensor, not {init!r}")
     if not isinstance(init, str):
         same = F.relu if init is torch.relu else init
         known = next((start for start in STARTS.values() if start.function is same), None)

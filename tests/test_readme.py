@@ -21,3 +21,12 @@ def test_the_code_runs(page):
 def test_what_it_links_to_exists(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
         assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_tests_it_names_exist():
+    """docs/paper.md names the test of every decision."""
+    names = set(re.findall(r"`(test_\w+(?:\.py)?)`", (ROOT / "docs" / "paper.md").read_text()))
+    assert names
+    tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("*.py")}
+    missing = [name for name in names if name not in tests and not any(f"def {name}(" in text for text in tests.values())]
+    assert not missing

@@ -34,7 +34,8 @@ class FusedPWLU(nn.Module):
             raise RuntimeError(
                 "a fused PWLU is for inference: call model.eval() first. To train, use the model as it was before pwlu.fuse_."
             )
-        tables = (self.left, self.inv_step, self.slopes, self.offsets)
+        buffers = self._buffers  # by the way of attributes it would take microseconds
+        tables = (buffers["left"], buffers["inv_step"], buffers["slopes"], buffers["offsets"])
         if torch.jit.is_tracing():
             with warnings.catch_warnings():  # that the sizes of the tables are recorded as constants, as they should be
                 warnings.simplefilter("ignore", torch.jit.TracerWarning)
@@ -42,7 +43,7 @@ class FusedPWLU(nn.Module):
         if _recorded(x):
             return reference.lookup(x, *tables, self.channel_dim)
         functional.check_input(x)
-        functional.check_device("left", self.left, x)
+        functional.check_device("left", tables[0], x)
         if self.channels > 1:
             functional.check_channels(x, self.channels, self.channel_dim)
         return ops.fused(x, *tables, self.channel_dim)

@@ -33,8 +33,11 @@ def check(x: Tensor, tables: list[Tensor], intervals: int, channel_dim: int) -> 
     channels, one, device = (first.shape[0] if first.ndim else 0), first.shape, x.device
     many = (channels, intervals + (1 if len(tables) == 5 else 2))
     last = one if len(tables) == 5 else many
-    if len(one) != 1 or second.shape != one or wide.shape != many or intervals < 1 or any(t.shape != last for t in others):
+    if len(one) != 1 or second.shape != one or wide.shape != many or intervals < 1:
         _refuse(x, tables)
+    for table in others:
+        if table.shape != last:
+            _refuse(x, tables)
     for table in tables:
         if table.device != device:
             _refuse(x, tables)

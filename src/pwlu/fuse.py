@@ -34,7 +34,7 @@ class FusedPWLU(nn.Module):
             raise RuntimeError(
                 "a fused PWLU is for inference: call model.eval() first. To train, use the model as it was before pwlu.fuse_."
             )
-        buffers = self._buffers  # by the way of attributes it would take microseconds
+        buffers: dict[str, Any] = self._buffers  # by the way of attributes it would take microseconds
         tables = (buffers["left"], buffers["inv_step"], buffers["slopes"], buffers["offsets"])
         if torch.jit.is_tracing():
             with warnings.catch_warnings():  # that the sizes of the tables are recorded as constants, as they should be

@@ -189,12 +189,9 @@ def conversion(options: argparse.Namespace) -> Iterator[Row]:
     samples = dict.fromkeys(CONVERTED, image) | dict.fromkeys(DETECTORS, ([image[0]],))
     for name, sample in tqdm(samples.items(), desc="conversion"):
         times, sites = [], 0
+        without_backbone = {"weights_backbone": None} if name in DETECTORS else {}
         for _ in range(3):
-            model = (
-                torchvision.models.get_model(name, weights=None, weights_backbone=None)
-                if name in DETECTORS
-                else (torchvision.models.get_model(name, weights=None))
-            )
+            model = torchvision.models.get_model(name, weights=None, **without_backbone)
             begin = time.perf_counter()
             sites = len(pwlu.convert_(model, sample).converted)
             times.append((time.perf_counter() - begin) * 1e3)

@@ -69,7 +69,7 @@ ALLOWED = {
         "starts",
     },
     "integrations": set(),
-    "integrations.hugging_face": {"learning", "realignment"},
+    "integrations.hugging_face": {"learning", "module"},
     "cli": {"version"},
     "cli.info": {"kernels.build", "kernels.cpu", "kernels.cuda", "version"},
     "kernels": set(),

@@ -272,12 +272,14 @@ def test_statistics_move_with_the_model():
 
 def test_the_pool_follows_what_is_moved_one_by_one():
     """As fully_shard does it: parameters and buffers to the device of the mesh, without a call of `to`."""
-    act = watching(pwlu.PWLU(3))
-    for name, parameter in list(act.named_parameters()):
-        setattr(act, name, nn.Parameter(parameter.to("meta")))
-    for name, buffer in list(act.named_buffers()):
-        setattr(act, name, buffer.to("meta"))
+    act, never_called = (watching(pwlu.PWLU(3)) for _ in range(2))
+    for unit in (act, never_called):
+        for name, parameter in list(unit.named_parameters()):
+            setattr(unit, name, nn.Parameter(parameter.to("meta")))
+        for name, buffer in list(unit.named_buffers()):
+            setattr(unit, name, buffer.to("meta"))
     act(torch.empty(4, 3, device="meta"))
+    statistics.advance_([act, never_called])
     assert act.pool.device.type == "meta"
 
 

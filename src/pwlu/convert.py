@@ -15,7 +15,7 @@ from pwlu.conversion.report import Report, Site
 from pwlu.conversion.sites import Found, Rules, decide, find_sites
 from pwlu.conversion.tracing import Call, Runs, stateless_leaf, unshare
 from pwlu.conversion.unreached import unreached
-from pwlu.module import PWLU
+from pwlu.module import PWLU, units_of
 from pwlu.starts import STARTS, Start, best_bounds, find_start, start_error
 
 Factory = Callable[[int, Site], nn.Module]
@@ -184,7 +184,7 @@ def _maker(
             raise ValueError(f"convert_: to must be a name or a function of (channels, site), not {to!r}")
         return other
     start = find_start("relu" if init == "same" else init)
-    PWLU(1, intervals, bounds or (-3.0, 3.0), "identity")
+    PWLU(1, intervals, bounds or (-3.0, 3.0), "identity")  # intervals and bounds are checked before bounds are fitted
     PWLU(1, intervals, bounds or best_bounds(start, intervals), init=start)
     return unit
 
@@ -281,7 +281,7 @@ def _could_not_run(runs: Runs) -> RuntimeError:
 
 
 def _nothing_converted(report: Report, model: nn.Module) -> ValueError:
-    units = sum(isinstance(module, PWLU) for module in model.modules())
+    units = len(units_of(model))
     already = f" It has {units} PWLUs already." if units else ""
     seen = f"\n{report}" if report.sites else " No activation was seen: no call of relu, gelu, silu, ..."
     return ValueError(f"convert_: nothing in {report.model} was converted.{already}{seen}")

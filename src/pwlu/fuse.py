@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from pwlu import functional, ops, reference
-from pwlu.module import PWLU
+from pwlu.module import PWLU, units_of
 
 
 class FusedPWLU(nn.Module):
@@ -80,7 +80,7 @@ def fuse_(model: nn.Module) -> list[str]:
     The modules stay the same objects, so hooks and other references to them hold. Tables are computed in float64 and
     rounded once. Nothing is cached: a fused model does not follow later changes of weights, it has none.
     """
-    units = {name: module for name, module in model.named_modules() if isinstance(module, PWLU)}
+    units = units_of(model)
     if not units:
         fused = any(isinstance(module, FusedPWLU) for module in model.modules())
         raise ValueError(

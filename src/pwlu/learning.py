@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pwlu import statistics
-from pwlu.module import PWLU
-from pwlu.realignment import Realigned, realign_, some, units_of
+from pwlu.module import PWLU, units_of
+from pwlu.realignment import Realigned, realign_, some
 
 
 def parameter_groups(model: nn.Module, lr: float, weight_decay: float = 0.0, lr_factor: float = 1.0) -> list[dict[str, Any]]:
@@ -74,7 +74,7 @@ class TwoPhase:
     kept. When the last of these steps ends, :func:`realign_` puts every PWLU where its inputs are. Phase II: ordinary training.
 
     Args:
-        model: with PWLUs; may be wrapped (DistributedDataParallel, torch.compile, fully_shard), before or after.
+        model: with PWLUs; DistributedDataParallel and torch.compile may come before or after, fully_shard before the optimizer.
         optimizer: the one that holds the PWLU parameters.
         realign_at: T', in steps of the optimizer; the paper takes 5 epochs.
         copies: models of the same structure whose PWLUs are realigned too, by copying: an exponential moving average.

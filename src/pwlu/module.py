@@ -203,6 +203,11 @@ class PWLU(nn.Module):
         return not self.steps and all(torch.equal(whole(p).cpu(), value.to(p.dtype)) for p, value in pairs)
 
 
+def units_of(model: nn.Module) -> dict[str, PWLU]:
+    """Every PWLU of the model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, PWLU)}
+
+
 def _captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 

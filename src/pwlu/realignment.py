@@ -7,13 +7,8 @@ import torch
 from torch import nn
 
 from pwlu import reference
-from pwlu.module import PWLU, whole, write
+from pwlu.module import PWLU, units_of, whole, write
 from pwlu.starts import find_start
-
-
-def units_of(model: nn.Module) -> dict[str, PWLU]:
-    """Every PWLU of the model, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, PWLU)}
 
 
 class Realigned(NamedTuple):
@@ -43,8 +38,8 @@ def realign_(model: nn.Module) -> list[Realigned]:
         )
     if not any(unit.updates.any() for unit in units.values()):
         raise RuntimeError(
-            "realign_: no PWLU has statistics of its input yet. Train some steps with pwlu.TwoPhase(model, optimizer, "
-            "realign_at=...)"
+            "realign_: no PWLU has statistics of its input yet. Train some steps, after model.train(), with "
+            "pwlu.TwoPhase(model, optimizer, realign_at=...)"
         )
     return [_realign(name, unit) for name, unit in units.items()]
 

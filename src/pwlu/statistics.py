@@ -58,7 +58,7 @@ def _advance(units: list[PWLU], group: "dist.ProcessGroup | None") -> None:
 
 def _pools(units: list[PWLU]) -> Tensor:
     """All pools side by side, with what is pending, which is forgotten: the numbers of PWLU.pool, in fewer operations."""
-    pools = torch.cat([u._pool for u in units], 1)
+    pools = torch.cat([u._pool.to(u.running_mean.device) for u in units], 1)  # one that was never called may lag behind
     for number in range(max(len(u._pending) for u in units)):
         parts = [_pending(u, number) for u in units]
         pools = reference.merge(pools, *(torch.cat(part) for part in zip(*parts, strict=True)))
@@ -69,7 +69,7 @@ def _pools(units: list[PWLU]) -> Tensor:
 
 def _pending(unit: PWLU, number: int) -> tuple[Tensor, Tensor, Tensor]:
     if number >= len(unit._pending):
-        nothing = torch.zeros_like(unit._pool)
+        nothing = torch.zeros_like(unit._pool, device=unit.running_mean.device)
         return nothing[0], nothing[1], nothing[2]
     count, mean, m2 = unit._pending[number]
     return count.expand(unit.channels).to(unit._pool.dtype), mean, m2

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pwlu.learning import TwoPhase
-from pwlu.realignment import units_of
+from pwlu.module import units_of
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

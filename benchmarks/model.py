@@ -134,33 +134,32 @@ def step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, labels: Tensor
 
 
 def rows(row: Row, calls: dict[str, Callable[[], Any]], options: argparse.Namespace) -> list[Row]:
-    """Time the calls in turns."""
-    cuda = options.device == "cuda"
+    """Time the calls in turns; on a GPU also how long that is busy, host aside: inference replayed as CUDA graphs."""
+    cuda, unknown = options.device == "cuda", float("nan")
     times = interleaved(calls, options.rounds, inner=options.inner, wait=torch.cuda.synchronize if cuda else None)
+    peaks = {name: peak(call) if cuda else unknown for name, call in calls.items()}
+    replayed = on_device(calls, options.rounds) if cuda and row["what"] == "inference" else {}
     base = percentiles(times["relu"])["p50_ms"]
     table = []
     for name, each in times.items():
         result = percentiles(each)
-        result |= {"x_relu": result["p50_ms"] / base, "peak_mib": peak(calls[name]) if cuda else float("nan")}
-        table.append(
-            row | {"call": name} | result | {"gpu_ms": float("nan"), "gpu_x_relu": float("nan")} | machine(options.device)
-        )
-        LATER.append((table[-1], table[0], calls[name]))
+        result |= {"x_relu": result["p50_ms"] / base, "peak_mib": peaks[name], "gpu_ms": unknown, "gpu_x_relu": unknown}
+        if name in replayed:
+            result["gpu_ms"], relu = (percentiles(replayed[n])["p50_ms"] for n in (name, "relu"))
+            result["gpu_x_relu"] = result["gpu_ms"] / relu
+        table.append(row | {"call": name} | result | machine(options.device))
+        if cuda and not replayed:
+            LATER.append((table[-1], table[0], calls[name]))
     return table
 
 
 LATER: list[tuple[Row, Row, Callable[[], Any]]] = []  # a row, ReLU's row, what to call
 
 
-def busy(rounds: int) -> None:
-    """How long the GPU is busy in each call, host aside: inference in eager mode replayed as a CUDA graph, the rest profiled.
-
-    Last of all: once the profiler has run, launches are slower.
-    """
-    replayed = [(row["what"], row["mode"]) == ("inference", "eager") for row, _, _ in LATER]
-    for (row, _, call), replay in sorted(zip(LATER, replayed, strict=True), key=lambda each: not each[1]):
-        with torch.inference_mode(row["what"] == "inference"):
-            row["gpu_ms"] = percentiles(on_device({"": call}, rounds)[""])["p50_ms"] if replay else _profiled(call)
+def busy() -> None:
+    """How long the GPU is busy in each step of training. Last of all: once the profiler has run, launches are slower."""
+    for row, _, call in LATER:
+        row["gpu_ms"] = _profiled(call)
     for row, relu, _ in LATER:
         row["gpu_x_relu"] = row["gpu_ms"] / relu["gpu_ms"]
 
@@ -254,7 +253,7 @@ def main() -> None:
         parser.error(f"unknown part {', '.join(sorted(unknown))}: write some of {', '.join(parts)}")
     table = [row for name in options.parts or parts for row in parts[name](options)]
     if options.device == "cuda":
-        busy(options.rounds)
+        busy()
     show(table)
     write(options.output or RESULTS / f"model-{options.device}.csv", table)
 

@@ -269,6 +269,15 @@ def check_plan(outer, channels, inner, intervals, dtype, aligned, what, processo
         assert last.threads <= kernels.FINISH_THREADS
 
 
+@pytest.mark.parametrize("channels", [1, 127, 128, 129, 100_000])
+def test_a_pool_has_a_thread_for_every_channel(channels):
+    plan = plans.plan_pool(channels)
+    assert plan.threads <= kernels.functions()[plan.kernel].threads
+    assert plan.blocks[0] == -(-channels // plan.threads)
+    assert plan.blocks[1:] == (1, 1)
+    assert plans._Numbers(*struct.unpack(plans._FORMAT, plan.numbers)).channels == channels
+
+
 @given(divisor=st.integers(1, 2**31 - 1), number=st.integers(0, 2**31 - 1))
 def test_division_by_multiplication(divisor, number):
     magic, shift = plans.divider(divisor)

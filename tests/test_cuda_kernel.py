@@ -184,6 +184,79 @@ def test_more_intervals_than_fit_run_on_plain_torch(kernel, device):
     assert_within(torch.autograd.grad(result.sum(), x)[0], gradients[0], bounds[0])
 
 
+# The pool.
+
+
+def compare_pools(kernel, device, channels=37):
+    """Bit for bit as plain torch, call after call: of nothing, numbers of every size, and what is not finite."""
+    kinds = ["normal", "none", "far", "huge", "wild"]
+    pool, expected = (torch.zeros(3, channels, device=device) for _ in range(2))
+    for number, kind in enumerate(["none", *kinds, *kinds]):
+        mean, m2 = torch.randn(channels, device=device), 50 * torch.rand(channels, device=device)
+        count = torch.tensor({"none": 0, "huge": 2**40 + 1}.get(kind, 7 + 3 * number), device=device)
+        if kind == "none":
+            mean, m2 = torch.zeros_like(mean), torch.zeros_like(m2)
+        if kind == "far":
+            mean *= 1e3 ** torch.arange(channels, device=device).remainder(9)
+        if kind == "wild":
+            wild = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, 1.0, -0.0, 1e-40], device=device)
+            mean, m2 = (wild[torch.randint(len(wild), (channels,), device=device)] for _ in range(2))
+        expected = reference.merge(expected, count, mean, m2)
+        assert kernel.pool(pool, count, mean, m2)
+        assert torch.equal(pool.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0)), kind
+        assert torch.equal(pool.isnan(), expected.isnan()), kind
+
+
+@pytest.mark.parametrize("channels", [1, 2, 31, 128, 129, 100_000])
+def test_pools(kernel, device, channels):
+    compare_pools(kernel, device, channels)
+
+
+def test_pools_that_are_left_to_plain_torch(kernel, device):
+    """What a kernel does not take, or what broadcasts: the operator does as the reference, and never reads out of bounds."""
+    pool, count = torch.rand(3, 4, device=device), torch.tensor(5, device=device)
+    mean, m2 = torch.randn(4, device=device), torch.rand(4, device=device)
+    for arguments in (
+        (pool.double(), count, mean, m2),
+        (pool, count, mean.double(), m2),
+        (pool, count.float(), mean, m2),
+        (pool, count.expand(4), mean, m2),
+        (pool, count.cpu(), mean, m2),
+        (pool, count, mean[:1], m2),
+        (pool, count, mean, torch.rand(8, device=device)[::2]),
+        (torch.rand(4, 3, device=device).t(), count, mean, m2),
+    ):
+        expected = reference.merge(*arguments)
+        assert not kernel.pool(*arguments)
+        ops.pool(*arguments)
+        assert torch.equal(arguments[0], expected)
+    for wrong in ((pool[:2], count, mean, m2), (pool, count, torch.randn(5, device=device), m2)):
+        with pytest.raises((RuntimeError, ValueError)):
+            ops.pool(*wrong)
+
+
+def test_a_captured_forward_of_phase_one():
+    """In a process where the pool has not been touched before: run once, then capture, and every replay adds to the pool."""
+    code = """
+import torch, pwlu
+act, x = pwlu.PWLU(5).cuda(), torch.randn(8, 5, 30, 30, device="cuda")
+act.phase = 1
+act(x)
+once = act.pool.clone()
+act.pool.zero_()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    act(x)
+assert not act.pool.any()
+for _ in range(2):
+    graph.replay()
+count, mean, m2 = once
+assert torch.equal(act.pool, torch.stack([2 * count, mean, 2 * m2])), (act.pool, once)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+
+
 # Streams, graphs, threads, devices.
 
 
@@ -358,6 +431,11 @@ MISTAKES = [
     ("backward.cu", "pair.y -= i * pair.x;", ""),
     ("backward.cu", "pair.x += more.x, pair.y += more.y;", ""),
     ("finish.cu", "for (int group = 1; group < groups; ++group)", "for (int group = 2; group < groups; ++group)"),
+    ("finish.cu", "n < 1.0f ? 1.0f : n", "n"),
+    ("finish.cu", "__fadd_rn(mean, __fmul_rn(distance, share))", "fmaf(distance, share, mean)"),
+    ("finish.cu", "__fmul_rn(__fmul_rn(distance, distance), n_1)", "__fmul_rn(distance, __fmul_rn(distance, n_1))"),
+    ("finish.cu", "&mean = pool[(i64)a.channels + channel]", "&mean = pool[2 * (i64)a.channels + channel]"),
+    ("finish.cu", "if (channel >= a.channels) return;\n  float *pool", "if (channel + 1 >= a.channels) return;\n  float *pool"),
     ("map.cu", "a.m2 + b.m2 + difference * difference * a.count * share", "a.m2 + b.m2"),
 ]
 
@@ -373,6 +451,7 @@ def test_mistakes_are_found(kernel, device, file, old, new, monkeypatch):
     broken = cuda.Kernel(kernel.index)
     with pytest.raises(AssertionError):  # noqa: PT012
         compare_last_knot(broken, device)
+        compare_pools(broken, device)
         for form in FORMS:
             for intervals in (3, 64):
                 compare(broken, form, torch.float32, device, intervals)

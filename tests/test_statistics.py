@@ -9,9 +9,10 @@ import torch
 from helpers import unit as random_parameters
 from networks import data, network, of_units, same, train, units, values, watching
 from torch import nn
+from torch.library import opcheck
 
 import pwlu
-from pwlu import statistics
+from pwlu import ops, reference, statistics
 
 U = 2.0**-53
 U32 = 2.0**-24
@@ -67,6 +68,18 @@ def test_a_large_mean_leaves_the_deviation_right():
     loss = len(calls) * (2 * e * distance + distance**2) + 16 * U32
     assert loss < 0.02  # or the next line would say little
     torch.testing.assert_close(act.running_std.double(), rows.std(1, correction=0), rtol=loss, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_the_operator_that_adds_to_a_pool(device):
+    """It keeps its contract, and changes the pool in place, as autograd can tell."""
+    pool, mean, m2 = torch.rand(3, 5, device=device) + 1, torch.randn(5, device=device), torch.rand(5, device=device)
+    moments = (torch.tensor(7, device=device), mean, m2)
+    opcheck(ops.pool, (pool.clone(), *moments))
+    expected, version = reference.merge(pool, *moments), pool._version
+    ops.pool(pool, *moments)
+    assert torch.equal(pool, expected)
+    assert pool._version > version
 
 
 def test_nothing_is_counted_unless_a_unit_trains_in_phase_one():

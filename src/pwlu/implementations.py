@@ -56,6 +56,11 @@ def default_observe(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return (default_forward(x, *rest), *default_moments(x, rest[0].shape[0], rest[-1]))
 
 
+def default_pool(pool: Tensor, *moments: Tensor) -> None:
+    """Moments added to a pool, in plain torch."""
+    pool.copy_(reference.merge(pool, *moments))
+
+
 # CPU and CUDA: a kernel where there is one and it takes such arguments (it returns None if it does not).
 
 
@@ -103,6 +108,13 @@ def kernel_observe(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     kernel = kernel_of(x)
     found = kernel and kernel.observe(x, *rest)
     return default_observe(x, *rest) if found is None else found
+
+
+def kernel_pool(pool: Tensor, *moments: Tensor) -> None:
+    """Moments added to a pool, by a kernel if there is one: CUDA alone has one, where plain torch takes 14 launches."""
+    kernel = kernel_of(pool)
+    if kernel is None or not kernel.pool(pool, *moments):
+        default_pool(pool, *moments)
 
 
 def warm_up(

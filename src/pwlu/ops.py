@@ -299,12 +299,16 @@ def run_again() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _pool(pool: Tensor, count: Tensor, mean: Tensor, m2: Tensor) -> None:
-    if not run_again():  # asked when it runs, also from compiled code
-        pool.copy_(reference.merge(pool, count, mean, m2))
+def _unless_run_again(add: Callable[..., None]) -> Callable[..., None]:
+    def pool(*arguments: Tensor) -> None:
+        if not run_again():  # asked when it runs, also from compiled code
+            add(*arguments)
+
+    return pool
 
 
-_library.impl("pool", _pool, "CompositeExplicitAutograd")
+_library.impl("pool", _unless_run_again(implementations.default_pool), "CompositeExplicitAutograd")
+_library.impl("pool", _unless_run_again(implementations.kernel_pool), "CUDA")
 torch.library.register_fake("pwlu::pool", lambda *_: None, lib=_library)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from pwlu.kernels import layout
 from pwlu.kernels.cuda import compile as kernels
 from pwlu.kernels.cuda.driver import Loaded, refuse_during_capture
-from pwlu.kernels.cuda.plan import Gpu, Plan, Processor, plan_backward, plan_finish, plan_finish_moments, plan_map
+from pwlu.kernels.cuda.plan import Gpu, Plan, Processor, plan_backward, plan_finish, plan_finish_moments, plan_map, plan_pool
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -48,6 +48,7 @@ class Kernel:
         self._backward_plan = functools.lru_cache(_PLANS)(functools.partial(plan_backward, gpu=gpu))
         self._finish_plan = functools.lru_cache(_PLANS)(plan_finish)
         self._finish_moments_plan = functools.lru_cache(_PLANS)(plan_finish_moments)
+        self._pool_plan = functools.lru_cache(_PLANS)(plan_pool)
 
     def load(self, name: str) -> Loaded:
         """The kernel of that name, compiled and loaded once."""
@@ -121,6 +122,21 @@ class Kernel:
     def _room_for_moments(x: Tensor, channels: int) -> tuple[Tensor, ...]:
         count = torch.empty((), dtype=torch.int64, device=x.device)
         return count, *(x.new_empty(channels, dtype=torch.float32) for _ in range(2))
+
+    def pool(self, pool: Tensor, count: Tensor, mean: Tensor, m2: Tensor) -> bool:
+        """``reference.merge`` in place, bit for bit; False where it was not done: not in float32, or in no ordinary shape."""
+        channels = mean.numel()
+        if pool.shape != (3, channels) or mean.shape != (channels,) or m2.shape != (channels,) or count.shape != ():
+            return False
+        if count.dtype is not torch.int64 or not pool.device == count.device == mean.device == m2.device:
+            return False
+        for tensor in (pool, mean, m2):
+            if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
+                return False
+        torch.autograd.graph.increment_version(pool)  # as every change in place does
+        addresses = (0, 0, pool.data_ptr(), *[0] * 11, count.data_ptr(), mean.data_ptr(), m2.data_ptr())
+        self._launch(self._pool_plan(channels), *addresses)
+        return True
 
     def backward(self, grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, list[Tensor] | None] | None:
         """As ``reference.backward``: the gradients of x and of the parameters, each None unless asked for."""
@@ -209,7 +225,9 @@ def _try(index: int) -> Kernel:
         refuse_during_capture("its first use on this device", index)
     kernel = Kernel(index)
     try:
-        kernel.load("finish_moments")  # the smallest: if it compiles and loads, the others do
+        # The smallest: if they compile and load, the others do. Eager code needs the second in captures only, too late to load.
+        for name in ("finish_moments", "finish_pool"):
+            kernel.load(name)
     except Exception as error:  # whatever NVRTC, its absence, or the driver may raise
         if "out of memory" in str(error).lower():  # that passes
             raise

@@ -1,4 +1,4 @@
-// The last, small reductions: over what the blocks found, in a fixed order and in float64, to one result a channel.
+// The last, small reductions, to one result a channel: over what the blocks found, in a fixed order and in float64, and over calls.
 
 // A block takes `together` channels, neighbours in memory, so that what is read at once is used at once; `groups` of its threads
 // share the splits.
@@ -57,4 +57,19 @@ __device__ void reduce_moments(const Arguments &a) {
     static_cast<float *>(a.m2)[channel] = (float)(m2 < 0.0 ? 0.0 : m2);
     if (channel == 0) *static_cast<i64 *>(a.count) = a.per_channel;
   }
+}
+
+// Adds moments to the pool (3, C) in place, a thread a channel: reference.merge, each operation rounded as there.
+__device__ void reduce_pool(const Arguments &a) {
+  const int channel = blockIdx.x * blockDim.x + threadIdx.x;
+  if (channel >= a.channels) return;
+  float *pool = static_cast<float *>(a.out);
+  float &count = pool[channel], &mean = pool[(i64)a.channels + channel], &m2 = pool[2 * (i64)a.channels + channel];
+  const float n_1 = count, n_2 = __ll2float_rn(*static_cast<const i64 *>(a.count)), n = __fadd_rn(n_1, n_2);
+  const float share = __fdiv_rn(n_2, n < 1.0f ? 1.0f : n);  // of nothing and nothing: 0
+  const float distance = __fsub_rn(static_cast<const float *>(a.mean)[channel], mean);
+  const float between = __fmul_rn(__fmul_rn(__fmul_rn(distance, distance), n_1), share);
+  count = n;
+  mean = __fadd_rn(mean, __fmul_rn(distance, share));
+  m2 = __fadd_rn(__fadd_rn(m2, static_cast<const float *>(a.m2)[channel]), between);
 }

@@ -1,0 +1,143 @@
+"""The paper's table of inference times: one network with ReLU, Swish, PReLU, PWLU, FReLU, APL and PAU, side by side.
+
+Prints a table for each network with the paper's milliseconds (on a V100) beside ours, and writes p20/p50/p80 and the mean with
+device and versions as CSV. On a GPU it also times the GPU alone, by replaying CUDA graphs: where the GPU is faster than the
+Python that launches its work, nothing else shows what an activation costs.
+
+The paper measures PWLU fused, and so do we. What else is for inference only, or for one activation only, has a row of its own:
+FReLU with its batch norm folded into its convolution, and APL and PAU compiled, each call one kernel, as PWLU has one.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torchvision
+from timing import RESULTS, interleaved, machine, on_device, percentiles, write
+from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+from tqdm import tqdm
+
+import pwlu
+from pwlu.baselines import APL, PAU, FReLU
+
+Row = dict[str, Any]
+PAPER = {  # milliseconds, 64 x 3 x 224 x 224, V100
+    "resnet18": {"relu": 17.1, "swish": 18.8, "pwlu": 19.9, "frelu": 23.3, "apl": 40.7, "pau": 64.2},
+    "mobilenet_v3_small": {"relu": 15.4, "swish": 15.7, "pwlu": 16.2, "frelu": 18.1, "apl": 31.7, "pau": 38.6},
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KINDS = ("relu", "swish", "prelu", "pwlu", "frelu", "frelu, folded", "apl", "apl, one kernel", "pau", "pau, one kernel")
+PARTS = 10  # of a measurement, between which the progress bar moves
+INNER = 5  # runs from one look at the clock to the next
+
+
+def network(name: str, kind: str, options: argparse.Namespace) -> nn.Module:
+    """The network, ready for inference, with that activation at every site that convert_ finds."""
+    torch.manual_seed(0)
+    model: nn.Module = torchvision.models.get_model(name, weights=None)
+    activation, _, way = kind.partition(", ")
+    to = partial(_in_place, activation) if activation in ("relu", "swish") else activation
+    pwlu.convert_(model, torch.randn(2, 3, 224, 224), to=to)
+    layout = torch.channels_last if options.channels_last else torch.contiguous_format
+    model = model.eval().to(options.device)
+    model = model.to(dtype=DTYPES[options.dtype], memory_format=layout)  # type: ignore[call-overload]
+    if activation == "pwlu":
+        pwlu.fuse_(model)
+    for module in model.modules():
+        if way == "folded" and isinstance(module, FReLU):
+            module.conv, module.norm = fuse_conv_bn_eval(module.conv, module.norm), nn.Identity()  # type: ignore[assignment]
+        if way == "one kernel" and isinstance(module, (APL, PAU)):
+            module.compile(fullgraph=True, dynamic=False)
+    return model
+
+
+def _in_place(activation: str, channels: int, site: Any) -> nn.Module:
+    return nn.ReLU(inplace=True) if activation == "relu" else nn.SiLU(inplace=True)
+
+
+def measured(name: str, options: argparse.Namespace) -> Iterator[Row]:
+    """A row for each activation."""
+    torch._dynamo.reset()
+    x = torch.randn(options.batch, 3, options.pixels, options.pixels, device=options.device, dtype=DTYPES[options.dtype])
+    x = x.contiguous(memory_format=torch.channels_last if options.channels_last else torch.contiguous_format)
+    kinds = [kind for kind in KINDS if not (options.compile and kind.endswith("one kernel"))]
+    calls: dict[str, Callable[[], Any]] = {}
+    for kind in tqdm(kinds, desc=f"{name}, made ready"):
+        model = network(name, kind, options)
+        calls[kind] = partial(torch.compile(model, fullgraph=True) if options.compile else model, x)
+        calls[kind]()
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    inner, cuda = min(INNER, options.runs), options.device == "cuda"
+    rounds = math.ceil(options.runs / inner)
+    parts = min(PARTS, rounds)
+    for part in tqdm(range(parts), desc=f"{name}, timed"):
+        share = rounds // parts + (part < rounds % parts)
+        found = interleaved(calls, share, inner, torch.cuda.synchronize if cuda else None)
+        for kind in kinds:
+            times[kind] += found[kind]
+    for kind in tqdm(kinds, desc=f"{name}, GPU alone", disable=not cuda):
+        row: Row = {"network": name, "call": kind, "mode": "compiled" if options.compile else "eager", "dtype": options.dtype}
+        row |= {
+            "layout": "channels_last" if options.channels_last else "NCHW",
+            "batch": options.batch,
+            "pixels": options.pixels,
+        }
+        row |= {"runs": rounds * inner, "mean_ms": fmean(times[kind])} | percentiles(times[kind])
+        alone = percentiles(on_device({"": calls[kind]}, rounds)[""])["p50_ms"] if cuda else math.nan
+        yield row | {"gpu_ms": alone, "paper_v100_ms": PAPER.get(name, {}).get(kind, math.nan)} | machine(options.device)
+
+
+def show(table: list[Row]) -> None:
+    """Markdown: a line for each activation; medians, and how many times ReLU's."""
+    for name in dict.fromkeys(row["network"] for row in table):
+        rows = {row["call"]: row for row in table if row["network"] == name}
+        first = rows["relu"]
+        images = f"{first['batch']} x 3 x {first['pixels']} x {first['pixels']}"
+        mode = ", ".join(first[key] for key in ("mode", "dtype", "layout"))
+        print(f"\n{name} on {first['device']}: {mode}, {images}, {first['runs']} runs\n")
+        print("| activation | ms | x ReLU | GPU alone, ms | x ReLU | paper, V100, ms | x ReLU |\n|---|---|---|---|---|---|---|")
+        for kind, row in rows.items():
+            cells = []
+            for column in ("p50_ms", "gpu_ms", "paper_v100_ms"):
+                known = not math.isnan(row[column])
+                cells += [f"{row[column]:.2f}", f"{row[column] / first[column]:.2f}"] if known else ["", ""]
+            print(f"| {kind} | {' | '.join(cells)} |")
+
+
+def main() -> None:
+    """Parse the command line, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
+    parser.add_argument("--networks", nargs="+", default=tuple(PAPER), metavar="NAME", help="default: %(default)s")
+    parser.add_argument("--batch", type=int, default=64, help="images (default: %(default)s)")
+    parser.add_argument("--pixels", type=int, default=224, help="width and height of images (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=500, help="of each, timed (default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+    parser.add_argument("--channels-last", action="store_true", help="the layout that GPUs prefer in 16 bits")
+    parser.add_argument("--compile", action="store_true", help="networks by torch.compile, not eager")
+    parser.add_argument(
+        "--output", type=Path, help="default: inference-DEVICE.csv in benchmarks/results, longer for other modes"
+    )
+    options = parser.parse_args()
+    if options.runs < 1:
+        parser.error("--runs must be at least 1")
+    torch._dynamo.config.recompile_limit = 1000  # networks with other activations are other networks, not one that changes
+    with torch.inference_mode():
+        table = [row for name in options.networks for row in measured(name, options)]
+    show(table)
+    mode = (
+        [options.dtype] * (options.dtype != "float32")
+        + ["channels-last"] * options.channels_last
+        + ["compiled"] * options.compile
+    )
+    write(options.output or RESULTS / f"{'-'.join(['inference', options.device, *mode])}.csv", table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Adaptive Piecewise Linear units."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from pwlu import functional, reference
+from pwlu.baselines.arguments import channels_and_dim, whole_number
+
+
+class APL(nn.Module):
+    r"""Adaptive Piecewise Linear unit (Agostinelli et al. 2014, arXiv 1412.6830):
+
+    .. math:: y = \max(0, x) + \sum_{i=1}^S a_i \max(0, b_i - x)
+
+    Args:
+        channels: C functions, one for each entry of dimension ``channel_dim``; 1 means one function for everything. (Its
+            authors' networks have one for each channel and position; the paper on PWLU compares with one a channel.)
+        hinges: S. The paper on PWLU takes 3, because 5, its authors' largest, did not train on ImageNet.
+        channel_dim: 1 for images (B, C, H, W), -1 for sequences (B, T, C).
+
+    Parameters: ``slopes`` (C, S), the a_i, and ``offsets`` (C, S), the b_i. They start at random, as in its authors' code: a_i
+    uniform between -0.5/S and 0.5/S, b_i normal with mean 0 and deviation 0.5. Its authors let both decay, by 0.001.
+
+    Shape: any; output as input. Arithmetic is in float32 (float64 for float64). Backward needs x and the parameters alone.
+    """
+
+    def __init__(
+        self,
+        channels: int = 1,
+        hinges: int = 3,
+        channel_dim: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.channels, self.channel_dim = channels_and_dim("APL", channels, channel_dim)
+        self.hinges = whole_number("APL", "hinges", hinges, "S, 3 in the paper", 1)
+        self.slopes = nn.Parameter(torch.empty(self.channels, self.hinges, device=device, dtype=dtype))
+        self.offsets = nn.Parameter(torch.empty(self.channels, self.hinges, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew."""
+        nn.init.uniform_(self.slopes, -0.5 / self.hinges, 0.5 / self.hinges)
+        nn.init.normal_(self.offsets, std=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y."""
+        functional.check_input(x)
+        if self.channels > 1:
+            functional.check_channels(x, self.channels, self.channel_dim)
+        y: Tensor = _APL.apply(x, self.slopes, self.offsets, self.channel_dim)
+        return y
+
+    def extra_repr(self) -> str:
+        """For print."""
+        return f"channels={self.channels}, hinges={self.hinges}, channel_dim={self.channel_dim}"
+
+
+class _APL(torch.autograd.Function):
+    """Hinge by hinge, so that nothing is S times as large as x."""
+
+    @staticmethod
+    def forward(x: Tensor, slopes: Tensor, offsets: Tensor, channel_dim: int) -> Tensor:
+        wide, *hinges = _in_compute_type(x, slopes, offsets, channel_dim)
+        # a max(0, b - x) = a b - a min(x, b), which takes a pass over memory less
+        constant = (slopes.to(wide.dtype) * offsets.to(wide.dtype)).sum(1)
+        y = wide.clamp_min(0).add_(reference.along(constant, x, channel_dim))
+        for slope, offset in zip(*hinges, strict=True):
+            y.addcmul_(slope, torch.minimum(wide, offset), value=-1)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.channel_dim = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, slopes, offsets = ctx.saved_tensors
+        need_x, *need_parameters, _ = ctx.needs_input_grad
+        wide, *hinges = _in_compute_type(x, slopes, offsets, ctx.channel_dim)
+        grad = grad.to(wide.dtype)
+        grad_x = torch.where(wide > 0, grad, 0) if need_x else None
+        sums, moments = [], []  # of the gradient left of each hinge, and of gradient times x
+        for slope, offset in zip(*hinges, strict=True):
+            left = torch.where(wide < offset, grad, 0)
+            if grad_x is not None:
+                grad_x.addcmul_(slope, left, value=-1)
+            if any(need_parameters):
+                sums.append(_total(left, slopes.shape[0], ctx.channel_dim))
+                moments.append(_total(left * wide, slopes.shape[0], ctx.channel_dim))
+        if grad_x is not None:
+            grad_x = grad_x.to(x.dtype)
+        if not any(need_parameters):
+            return grad_x, None, None, None
+        total, moment = torch.stack(sums, 1), torch.stack(moments, 1)
+        return grad_x, (offsets * total - moment).to(slopes.dtype), (slopes * total).to(offsets.dtype), None
+
+
+def _in_compute_type(x: Tensor, slopes: Tensor, offsets: Tensor, channel_dim: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """x, and a_i and b_i of each hinge in a shape that broadcasts against it."""
+    wide = x.to(reference.compute_dtype(x))
+    slope, offset = (
+        [reference.along(p, x, channel_dim) for p in parameter.to(wide.dtype).unbind(1)] for parameter in (slopes, offsets)
+    )
+    return wide, slope, offset
+
+
+def _total(terms: Tensor, channels: int, channel_dim: int) -> Tensor:
+    """The sum of each channel: (C,)."""
+    if channels == 1:
+        return terms.sum().reshape(1)
+    others = [d for d in range(terms.ndim) if d != channel_dim % terms.ndim]
+    return terms.sum(others) if others else terms  # an empty list would mean all dimensions

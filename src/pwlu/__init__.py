@@ -8,6 +8,7 @@ The mathematics is in :mod:`pwlu.reference`, the function in :mod:`pwlu.function
 """
 
 from pwlu import functional, reference
+from pwlu.analysis import Alignment, alignment
 from pwlu.baselines import activation
 from pwlu.conversion.kinds import DEFAULT_KINDS
 from pwlu.convert import convert_, restore_
@@ -15,21 +16,27 @@ from pwlu.fuse import FusedPWLU, fuse_
 from pwlu.implementations import warm_up
 from pwlu.learning import TwoPhase, freeze_, parameter_groups
 from pwlu.module import PWLU
+from pwlu.plot import plot_alignment, plot_functions, plot_improvements
 from pwlu.realignment import realign_
 from pwlu.version import __version__
 
 __all__ = [
     "DEFAULT_KINDS",
     "PWLU",
+    "Alignment",
     "FusedPWLU",
     "TwoPhase",
     "__version__",
     "activation",
+    "alignment",
     "convert_",
     "freeze_",
     "functional",
     "fuse_",
     "parameter_groups",
+    "plot_alignment",
+    "plot_functions",
+    "plot_improvements",
     "realign_",
     "reference",
     "restore_",

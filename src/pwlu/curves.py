@@ -1,0 +1,87 @@
+"""Learned functions as points to draw, from a model or from saved parameters."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pwlu import functional, reference
+from pwlu.fuse import FusedPWLU
+from pwlu.module import units_of, whole
+from pwlu.starts import Start, find_start
+
+_PARAMETERS = ("left", "right", "heights", "left_slope", "right_slope")
+
+
+class Curves(NamedTuple):
+    """The functions of one unit, in float64 on the CPU, and what they started as, where that is known."""
+
+    left: Tensor
+    right: Tensor
+    heights: Tensor
+    left_slope: Tensor
+    right_slope: Tensor
+    start: Start | None
+
+    @property
+    def channels(self) -> int:
+        """How many functions there are."""
+        return self.left.shape[0]
+
+    def at(self, channel: int, x: Tensor) -> Tensor:
+        """One of the functions."""
+        left, right, heights, left_slope, right_slope = (p[channel, None] for p in self[:5])
+        return reference.forward(x, left, right, heights, left_slope, right_slope, channel_dim=0)
+
+    def corners(self, channel: int, low: float, high: float) -> tuple[Tensor, Tensor]:
+        """x and y of one function from low to high: with straight lines between its corners, it is exactly that."""
+        left, right = self.left[channel, None], self.right[channel, None]
+        places = torch.linspace(0, 1, self.heights.shape[1], dtype=torch.float64, device="cpu")[1:-1]
+        just_before = torch.nextafter(left, torch.full_like(left, -torch.inf))  # where bounds have crossed, it jumps at B_L
+        ends = torch.tensor([low, high], dtype=torch.float64, device="cpu")
+        x = torch.cat([ends, just_before, left, left + (right - left) * places, right]).sort().values
+        return x, self.at(channel, x)
+
+    def start_corners(self, low: float, high: float) -> tuple[Tensor, Tensor]:
+        """Likewise what it started as, in 200 steps and with a point on each kink."""
+        assert self.start is not None
+        kinks = torch.tensor([kink for kink in self.start.kinks if low < kink < high], dtype=torch.float64, device="cpu")
+        x = torch.cat([torch.linspace(low, high, 201, dtype=torch.float64, device="cpu"), kinks]).sort().values
+        return x, self.start.function(x)
+
+
+def curves_of(model: Any) -> dict[str, Curves]:
+    """The functions of every PWLU by name, from a model or from parameters as :func:`pwlu.plot_functions` takes them."""
+    if isinstance(model, Mapping):
+        if not model:
+            raise ValueError("plot_functions: there is nothing to draw, the dictionary is empty")
+        return {name: _saved(name, values) for name, values in model.items()}
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"plot_functions: expected a model, or the parameters of its PWLUs by name, not {type(model).__name__}")
+    units = units_of(model)
+    if not units:
+        fused = any(isinstance(module, FusedPWLU) for module in model.modules())
+        hint = "it is fused: draw it before pwlu.fuse_(model)" if fused else "convert it first: pwlu.convert_(model, sample)"
+        raise ValueError(f"plot_functions: {type(model).__name__} has no PWLU; {hint}")
+    return {name: _drawn(unit.unit_parameters(), find_start(unit.init)) for name, unit in units.items()}
+
+
+def _drawn(parameters: Iterable[Tensor], start: Start | None) -> Curves:
+    left, right, heights, left_slope, right_slope = (whole(p).to("cpu", torch.float64) for p in parameters)
+    return Curves(left, right, heights, left_slope, right_slope, start)
+
+
+def _saved(name: str, values: Any) -> Curves:
+    if not isinstance(values, Mapping):
+        raise TypeError(f"plot_functions: {name!r} must be a dictionary of parameters, not {type(values).__name__}")
+    if missing := [key for key in _PARAMETERS if key not in values]:
+        raise ValueError(f"plot_functions: {name!r} has no {', '.join(missing)}. It must have {', '.join(_PARAMETERS)}")
+    start = find_start(values["init"]) if "init" in values else None
+    curves = _drawn((torch.as_tensor(values[key]) for key in _PARAMETERS), start)
+    rows = curves.heights.shape[:1]  # none if it is a number: the check says so
+    try:
+        functional.check(torch.zeros(rows, dtype=torch.float64, device="cpu"), *curves[:5], channel_dim=0)
+    except ValueError as error:
+        raise ValueError(f"plot_functions: {name!r}: {error}") from None
+    return curves

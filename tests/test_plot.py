@@ -1,0 +1,406 @@
+"""Figures: what is drawn are the numbers, read back from the figure."""
+
+import copy
+import io
+import itertools
+import math
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from blocks import conv
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
+from torch import nn
+
+import pwlu
+from pwlu.analysis import Alignment, UnitAlignment, alignment
+from pwlu.module import units_of
+from pwlu.plot import plot_alignment, plot_functions, plot_improvements
+from pwlu.starts import STARTS
+
+
+def shaped(unit):
+    """Some learned function."""
+    with torch.no_grad():
+        for p in unit.unit_parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return unit
+
+
+def model_of(units=2, channels=16, **options):
+    return nn.Sequential(*(shaped(pwlu.PWLU(channels, **options)) for _ in range(units)))
+
+
+def saved(figure, kind="png"):
+    file = io.BytesIO()
+    figure.savefig(file, format=kind)
+    return file.getvalue()
+
+
+def lines(axis, label):
+    return [line for line in axis.lines if str(line.get_label()).startswith(label)]
+
+
+def bars(axis):
+    """The filled histograms of an axis: values and edges of each."""
+    filled = [patch for patch in axis.patches if isinstance(patch, StepPatch) and patch.get_fill()]
+    return [(np.asarray(patch.get_data().values), np.asarray(patch.get_data().edges)) for patch in filled]
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def function(unit, channel, x):
+    """One function of a unit, in float64."""
+    unit = copy.deepcopy(unit).double()
+    with torch.no_grad():
+        return pwlu.functional.pwlu(x, *(p[channel, None] for p in unit.unit_parameters()))
+
+
+# Functions.
+
+
+@pytest.mark.parametrize("channels", [1, 16])
+def test_lines_are_the_functions(channels):
+    """At their corners and between them: straight lines. Sums of a few terms are rounded by a few 2^-53."""
+    model = model_of(2, channels)
+    figure = plot_functions(model, channels=3)
+    assert isinstance(figure, Figure)
+    assert [axis.get_title(loc="left") for axis in figure.axes] == ["0", "1"]
+    assert {axis.get_title(loc="right") for axis in figure.axes} == {"3 of 16 channels" if channels > 1 else "layer-wise"}
+    for unit, axis in zip(model, figure.axes, strict=True):
+        assert len(lines(axis, "channel")) == (3 if channels > 1 else 1)
+        for line in lines(axis, "channel"):
+            channel = int(line.get_label().split()[1])
+            x, y = (torch.tensor(np.asarray(values)) for values in line.get_data())
+            assert (x[0].item(), x[-1].item()) == axis.get_xlim()
+            between = torch.linspace(*axis.get_xlim(), 1001, dtype=torch.float64)
+            drawn = torch.tensor(np.interp(between, x, y))
+            torch.testing.assert_close(drawn, function(unit, channel, between), rtol=0, atol=1e-13)
+            low, high = axis.get_ylim()
+            assert low < y.min() <= y.max() < high
+
+
+def test_bounds_are_marked():
+    (unit,) = model = model_of(1)
+    (axis,) = plot_functions(model, channels=[3, 0]).axes
+    for channel, dots, line in zip([3, 0], lines(axis, "_bounds"), lines(axis, "channel"), strict=True):
+        x, y = dots.get_data()
+        assert x.tolist() == [unit.left[channel].item(), unit.right[channel].item()]
+        assert y.tolist() == [unit.heights[channel, 0].item(), unit.heights[channel, -1].item()]
+        assert dots.get_color() == line.get_color()
+
+
+@pytest.mark.parametrize(("init", "start"), [("relu", F.relu), ("silu", F.silu), ("hardswish", F.hardswish)])
+def test_the_start_is_behind(init, start):
+    figure = plot_functions(model_of(2, init=init))
+    assert legend(figure) == [f"start: {init}", "bounds"]
+    for axis in figure.axes:
+        (line,) = lines(axis, "start")
+        x, y = (torch.tensor(values) for values in line.get_data())
+        assert torch.equal(y, start(x))
+        assert line.get_zorder() < min(other.get_zorder() for other in axis.lines if other is not line)
+    assert set(STARTS[init].kinks) <= set(x.tolist())
+
+
+def test_different_starts():
+    figure = plot_functions(nn.Sequential(pwlu.PWLU(init="relu"), pwlu.PWLU(init="gelu")))
+    assert legend(figure) == ["start", "bounds"]
+
+
+def test_every_line_looks_different():
+    (axis,) = plot_functions(model_of(1, 32), channels=28).axes
+    assert len({(to_hex(line.get_color()), repr(line._dash_pattern)) for line in lines(axis, "channel")}) == 28
+
+
+def test_channels_are_sampled_evenly():
+    (axis,) = plot_functions(model_of(1, 64)).axes
+    assert [line.get_label() for line in lines(axis, "channel")] == [f"channel {c}" for c in (0, 16, 32, 47, 63)]
+    (axis,) = plot_functions(model_of(1, 64), channels=1).axes
+    assert [line.get_label() for line in lines(axis, "channel")] == ["channel 0"]
+
+
+def test_layers():
+    model = model_of(50, 1)
+    names = [axis.get_title(loc="left") for axis in plot_functions(model).axes]
+    assert (len(names), names[0], names[-1]) == (12, "0", "49")
+    assert {b - a for a, b in itertools.pairwise(map(int, names))} == {4, 5}
+    assert len(plot_functions(model, layers=(name for name in units_of(model))).axes) == 50
+    assert [axis.get_title(loc="left") for axis in plot_functions(model, layers=["7", "3"]).axes] == ["7", "3"]
+
+
+def test_one_unit_names_its_channels():
+    figure = plot_functions(shaped(pwlu.PWLU(8)), channels=2)
+    assert figure.axes[0].get_title(loc="left") == "PWLU"
+    assert legend(figure) == ["start: relu", "bounds", "channel 0", "channel 7"]
+    assert legend(plot_functions(model_of(3), layers="1", channels=1)) == ["start: relu", "bounds", "channel 0"]
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, np.asarray, list])
+def test_from_saved_parameters(kind):
+    """No model is needed, and without "init" no start is drawn."""
+    model = model_of(2)
+    of_run = {
+        name: {
+            key: kind(p.detach().numpy() if kind is np.asarray else p.detach().tolist()) for key, p in unit.named_parameters()
+        }
+        for name, unit in units_of(model).items()
+    }
+    figure = plot_functions(of_run)
+    assert legend(figure) == ["bounds"]
+    for ours, theirs in zip(figure.axes, plot_functions(model).axes, strict=True):
+        assert not lines(ours, "start")
+        for a, b in zip(lines(ours, "channel"), lines(theirs, "channel"), strict=True):
+            np.testing.assert_array_equal(a.get_data(), b.get_data())
+    of_run["0"]["init"] = "gelu"
+    assert legend(plot_functions(of_run)) == ["start: gelu", "bounds"]
+
+
+def test_where_bounds_have_crossed():
+    """The two outer pieces alone, which meet, or do not, at B_L."""
+    unit = pwlu.PWLU(1, intervals=4)
+    with torch.no_grad():
+        for p, value in zip(unit.unit_parameters(), (1.0, -1.0, torch.tensor([5.0, 0, 0, 0, 7]), 0.5, 2.0), strict=True):
+            p.copy_(torch.as_tensor(value))
+    (axis,) = plot_functions(unit).axes
+    ((x, y),) = (line.get_data() for line in lines(axis, "channel"))
+    for place in (-1.1, 0.0, 0.99, 1.01, 1.2):
+        assert np.interp(place, x, y) == pytest.approx(5 + (place - 1) / 2 if place < 1 else 7 + (place + 1) * 2, abs=1e-12)
+
+
+def test_parameters_that_are_not_finite():
+    unit = shaped(pwlu.PWLU(3))
+    with torch.no_grad():
+        unit.left[1], unit.heights[2] = math.nan, math.inf
+    assert saved(plot_functions(unit))
+    with torch.no_grad():
+        unit.left.fill_(math.nan), unit.right.fill_(math.nan), unit.heights.fill_(math.nan)
+    assert saved(plot_functions(unit))
+
+
+# With inputs.
+
+
+def test_the_distribution_of_inputs_is_behind():
+    model = nn.Sequential(shaped(pwlu.PWLU(6)), shaped(pwlu.PWLU()))
+    x = torch.randn(2000, 6) * torch.arange(1, 7) + 5
+    measured = alignment(model, [x])
+    figure = plot_functions(model, channels=[0], layers="0", alignment=measured)
+    assert "distribution of inputs" in legend(figure)
+    ((heights, edges),) = bars(figure.axes[0])
+    (unit, shared) = measured
+    wanted = np.array(unit.histogram[0])
+    np.testing.assert_allclose(heights / heights.sum(), wanted / wanted.sum(), rtol=0, atol=1e-9)
+    assert (edges[0], edges[-1]) == (unit.low[0], unit.high[0])
+    assert heights.max() == pytest.approx(0.2)  # of the height of the axes, below all functions
+    low, high = figure.axes[0].get_ylim()
+    assert low + 0.2 * (high - low) < min(line.get_ydata().min() for line in figure.axes[0].lines)
+    figure = plot_functions(model, alignment=measured)
+    assert [len(bars(axis)) for axis in figure.axes] == [5, 1]
+    ((heights, edges),) = bars(figure.axes[1])
+    assert (edges[0], edges[-1]) == (min(shared.low), max(shared.high))
+    # as many inputs left of each edge as in the channels' histograms together
+    below = sum(
+        np.interp(edges, np.linspace(a, b, 33), np.concatenate([[0], np.cumsum(h)]))
+        for a, b, h in zip(shared.low, shared.high, shared.histogram, strict=True)
+    )
+    np.testing.assert_allclose(np.cumsum(heights) / heights.sum(), below[1:] / below[-1], rtol=0, atol=1e-9)
+
+
+def test_inputs_outside_of_the_bounds_are_seen():
+    unit = pwlu.PWLU(2)
+    measured = alignment(unit, [torch.randn(1000, 2) + torch.tensor([20.0, 0.0])])
+    (axis,) = plot_functions(unit, alignment=measured).axes
+    assert axis.get_xlim()[1] > measured.units[0].p95[0] > 20
+    (axis,) = plot_functions(unit, channels=[1], alignment=measured).axes
+    assert axis.get_xlim()[1] < 5
+
+
+def test_a_channel_without_inputs():
+    x = torch.randn(100, 2)
+    x[:, 1] = math.nan
+    unit = pwlu.PWLU(2)
+    figure = plot_functions(unit, alignment=Alignment.from_json(alignment(unit, [x]).to_json()))
+    assert len(bars(figure.axes[0])) == 1
+    assert saved(figure)
+
+
+def test_a_unit_that_was_not_measured():
+    model = model_of(2, 3)
+    measured = alignment(model, [torch.randn(100, 3)])
+    del measured.units[0]
+    assert [len(bars(axis)) for axis in plot_functions(model, alignment=measured).axes] == [0, 3]
+
+
+# Alignment and improvements.
+
+
+def measured(*iou):
+    n = len(iou)
+    unit = UnitAlignment("1", [-3.0] * n, [3.0] * n, [-1.0] * n, [1.0] * n, list(iou), [0.0] * n, [1] * n, [0] * n)
+    return Alignment("Net", 1, [unit])
+
+
+def test_alignment():
+    figure = plot_alignment({"fix": measured(0.0, 0.12, 0.13, 1.0), "stat": measured(0.5, 0.62, math.nan)})
+    (axis,) = figure.axes
+    (fix, edges), (stat, _) = bars(axis)
+    np.testing.assert_allclose(edges, np.arange(21) / 20, rtol=0, atol=1e-15)
+    assert {i: share for i, share in enumerate(fix) if share} == {0: 25, 2: 50, 19: 25}
+    assert {i: share for i, share in enumerate(stat) if share} == {10: 50, 12: 50}
+    assert legend(figure)[:2] == ["fix: median 0.12, 4 channels", "stat: median 0.56, 2 channels"]
+    assert axis.get_xlim() == (0, 1)
+    (reference,) = axis.lines
+    assert reference.get_xdata()[0] == pytest.approx(2 * 1.6449 / 6, abs=5e-4)
+    assert legend(plot_alignment(measured(0.5), bars=10))[0] == "Net: median 0.50, 1 channels"
+
+
+ROWS = {
+    "a": {"ReLU": (70.0, 0.3, 9), "Swish": (71.0, 0.4, 4), "PWLU": (72.0, 0.0, 1)},
+    "b": {"PWLU": (80.5, None, 1), "ReLU": (80.0, 0.1, 3)},
+}
+
+
+def test_improvements():
+    figure = plot_improvements(ROWS, paper={"b": {"PWLU": 0.7, "PAU": 0.2}})
+    (axis,) = figure.axes
+    containers = {c.get_label(): c for c in axis.containers if hasattr(c, "patches")}
+    assert list(containers) == ["Swish", "PWLU", "PAU"]
+    heights = {label: [patch.get_height() for patch in c.patches] for label, c in containers.items()}
+    np.testing.assert_allclose([heights[label] for label in containers], [[1, math.nan], [2, 0.5], [math.nan, math.nan]])
+    bars_of_error = [segment for segment in containers["Swish"].errorbar.lines[2][0].get_segments() if len(segment)]
+    deviation = math.sqrt(0.3**2 / 9 + 0.4**2 / 4)
+    np.testing.assert_allclose(bars_of_error[0][:, 1], [1 - deviation, 1 + deviation])
+    np.testing.assert_allclose(containers["PWLU"].errorbar.lines[2][0].get_segments()[0][:, 1], [1.9, 2.1])
+    (diamonds,) = lines(axis, "the paper")
+    middles = {label: c.patches[1].get_x() + c.patches[1].get_width() / 2 for label, c in containers.items()}
+    np.testing.assert_allclose(diamonds.get_data(), [[middles["PWLU"], middles["PAU"]], [0.7, 0.2]])
+    assert (diamonds.get_marker(), diamonds.get_markerfacecolor()) == ("D", "white")
+    assert [text.get_text() for text in axis.get_xticklabels()] == ["a\nReLU: 70.00", "b\nReLU: 80.00"]
+    assert legend(figure) == ["Swish", "PWLU", "PAU", "the paper"]
+    assert saved(figure)
+
+
+def test_improvements_over_another_baseline():
+    figure = plot_improvements({"a": ROWS["a"]}, baseline="Swish")
+    assert sorted(legend(figure)) == ["PWLU", "ReLU"]
+    assert [p.get_height() for p in figure.axes[0].patches] == [-1.0, 1.0]
+    assert figure.axes[0].get_ylabel() == "improvement over Swish, points"
+
+
+# Files, threads, and what goes wrong.
+
+FIGURES = {
+    "functions": lambda: plot_functions(model_of(5)),
+    "alignment": lambda: plot_alignment({"fix": measured(0.1), "stat": measured(0.5)}),
+    "improvements": lambda: plot_improvements(ROWS),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_files(name, monkeypatch):
+    """Without pyplot and its global state."""
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    figure = FIGURES[name]()
+    assert saved(figure, "png").startswith(b"\x89PNG")
+    assert b"</svg>" in saved(figure, "svg")
+    assert saved(figure, "pdf").startswith(b"%PDF")
+
+
+def test_whatever_the_default_device_is():
+    model = model_of(1, 3)
+    inputs = alignment(model, [torch.randn(50, 3)])
+    with torch.device("meta"):
+        figure = plot_functions(model, alignment=inputs)
+        plot_alignment(inputs)
+    (axis,), (wanted,) = figure.axes, plot_functions(model, alignment=inputs).axes
+    for ours, theirs in zip(axis.lines, wanted.lines, strict=True):
+        np.testing.assert_array_equal(ours.get_data(), theirs.get_data())
+
+
+def test_threads():
+    done = []
+    threads = [threading.Thread(target=lambda: done.append(saved(FIGURES["alignment"]()))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(done) == 2
+
+
+def fused():
+    model = model_of(1)
+    pwlu.fuse_(model.eval())
+    return model
+
+
+UNIT = {key: p.detach() for key, p in pwlu.PWLU(3).named_parameters()}
+MODEL = nn.Sequential(pwlu.PWLU(3))
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: plot_functions(conv()), r"Conv2d has no PWLU; convert it first: pwlu\.convert_\(model, sample\)"),
+        (lambda: plot_functions(fused()), r"Sequential has no PWLU; it is fused: draw it before pwlu\.fuse_\(model\)"),
+        (lambda: plot_functions(3), "expected a model, or the parameters of its PWLUs by name, not int"),
+        (lambda: plot_functions({}), "there is nothing to draw, the dictionary is empty"),
+        (lambda: plot_functions({"a": 3}), "'a' must be a dictionary of parameters, not int"),
+        (
+            lambda: plot_functions({"a": {"left": 1, "heights": 2, "left_slope": 3}}),
+            "'a' has no right, right_slope. It must have left, right, heights, left_slope, right_slope",
+        ),
+        (
+            lambda: plot_functions({"a": UNIT | {"right": torch.ones(2)}}),
+            r"'a': pwlu: right must have the shape \(3,\), one a row of heights, not \(2,\)",
+        ),
+        (
+            lambda: plot_functions({"a": UNIT | {"heights": 1.0}}),
+            r"'a': pwlu: heights must have the shape \(channels, intervals",
+        ),
+        (lambda: plot_functions(model_of(12, 1), layers=["3", "100"]), "layer '100' is not known. Did you mean '10'?"),
+        (lambda: plot_functions(MODEL, layers=[]), "layers is empty. Leave it out for up to 12"),
+        (lambda: plot_functions(MODEL, channels=0), "channels must be how many to draw, 1 or more, or a list of them, not 0"),
+        (lambda: plot_functions(MODEL, channels=[0, 3]), "'0' has the channels 0 to 2, not 3. Name the layers you want"),
+        (lambda: plot_functions(MODEL, channels=[-1]), "'0' has the channels 0 to 2, not -1"),
+        (lambda: plot_functions(MODEL, channels=[]), "channels is empty"),
+        (
+            lambda: plot_functions(MODEL, alignment=measured(0.5, 0.5, 0.5)),
+            "the alignment has none of these units: 0. Is it of another model",
+        ),
+        (
+            lambda: plot_functions({"1": UNIT}, alignment=measured(0.5)),
+            "'1' has 3 channels, in the alignment 1: is it of another model",
+        ),
+        (
+            lambda: plot_functions({"1": UNIT}, alignment=measured(0.5, 0.5, 0.5)),
+            "the alignment has no histograms. Measure it with histogram=True",
+        ),
+        (lambda: plot_alignment({}), "expected what pwlu.alignment measured on some units, by label"),
+        (lambda: plot_alignment({"a": 3}), "expected what pwlu.alignment measured on some units, by label"),
+        (lambda: plot_alignment(measured(math.nan)), "expected what pwlu.alignment measured on some units, by label"),
+        (
+            lambda: plot_improvements(ROWS, baseline="RelU"),
+            "baseline, in 'a', 'RelU' is not known. Did you mean 'ReLU'?",
+        ),
+        (lambda: plot_improvements(ROWS, paper={"c": {}}), "group 'c' is not known. Did you mean '[ab]'?"),
+        (lambda: plot_improvements({"a": {"ReLU": (1.0, 0.1, 3)}}), "there is nothing to compare with the baseline 'ReLU'"),
+        (lambda: plot_improvements({}), "there is nothing to compare with the baseline 'ReLU'"),
+    ],
+)
+def test_bad_input(call, text):
+    with pytest.raises((ValueError, TypeError), match=text):
+        call()
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_without_matplotlib(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=rf"plot_{name}: drawing needs matplotlib \(.*\): pip install 'pwlu\[demo\]'"):
+        FIGURES[name]()

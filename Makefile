@@ -27,7 +27,7 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 
 demo: $(VENV)/installed
-	$(BIN)/python examples/digits.py
+	$(BIN)/pwlu train
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/op.py

@@ -3,7 +3,6 @@
 import csv
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 import pwlu
+from pwlu.recipes.environment import processor, revision
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -96,31 +96,15 @@ def percentiles(times: list[float]) -> dict[str, float]:
 def machine(device: str = "cpu") -> dict[str, str]:
     """What a row was measured on and with."""
     return {
-        "device": _processor() if device == "cpu" else torch.cuda.get_device_name(),
+        "device": processor() if device == "cpu" else torch.cuda.get_device_name(),
         "threads": str(torch.get_num_threads()),
         "vector": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "pwlu": pwlu.__version__,
-        "revision": _revision(),
+        "revision": revision(),
         "date": time.strftime("%Y-%m-%d"),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _revision() -> str:
-    try:
-        command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -7,7 +7,11 @@ from collections.abc import Sequence
 
 from pwlu.version import __version__
 
-COMMANDS = {"info": "versions, devices, and which code computes PWLU where, and why"}
+COMMANDS = {
+    "info": "versions, devices, and which code computes PWLU where, and why",
+    "train": "train an architecture on a data set with a chosen activation",
+    "compare": "fill a table of activations, architectures and seeds",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

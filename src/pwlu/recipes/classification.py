@@ -1,0 +1,113 @@
+"""Image classification, as the loop sees a task: batches, a loss, a measurement."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pwlu.recipes import draws, networks
+from pwlu.recipes.datasets import load
+from pwlu.recipes.images import Batch
+from pwlu.recipes.processes import Processes
+from pwlu.recipes.rows import find
+from pwlu.recipes.settings import Settings, UserError
+
+
+class Classification:
+    """A data set of images with labels. ``metric``: what a table compares, in percent; more is better."""
+
+    metric = "accuracy"
+
+    def __init__(self, settings: Settings, processes: Processes) -> None:
+        self.settings, self.processes = settings, processes
+        self.data = load(settings, processes.device)
+        self.dtype = torch.float64 if settings.precision == "float64" else torch.float32
+        self.layout = torch.channels_last if settings.channels_last else torch.contiguous_format
+        self.share = self._check_batch()
+        self.steps_per_epoch = len(self.data.train) // settings.batch
+        self.measured_on, self.measured_images = self.data.measured_on, len(self.data.test)
+
+    def network(self) -> nn.Module:
+        """The architecture with new weights, and with its own activations."""
+        row, s = find(self.settings.recipe), self.settings
+        return networks.build(row.network, len(self.data.classes), self.data.channels, s.width, row.small, s.norm)
+
+    def sample(self) -> Tensor:
+        """What the network is called with, for :func:`pwlu.convert_`."""
+        return torch.zeros(2, self.data.channels, self.settings.pixels, self.settings.pixels)
+
+    def _check_batch(self) -> int:
+        """Images in one forward pass of one process."""
+        s, count = self.settings, self.processes.count
+        parts = count * s.accumulate
+        if s.batch % parts:
+            raise UserError(
+                f"a batch of {s.batch} cannot be shared by {count} processes in {s.accumulate} parts each. Write --batch "
+                f"{max(1, round(s.batch / parts)) * parts}"
+            )
+        if s.batch > len(self.data.train):
+            raise UserError(
+                f"a batch of {s.batch} is more than all {len(self.data.train)} training images: write a smaller --batch"
+            )
+        if s.batch // parts < 2 and s.norm == "batch":
+            raise UserError(
+                f"a batch of {s.batch} leaves 1 image for each of {parts} parts, too few for batch norm: write --batch "
+                f"{2 * parts} or more, or --norm group"
+            )
+        return s.batch // parts
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Batch]]:
+        """The steps of an epoch from `first_step` on: this process's parts of each batch.
+
+        The order depends on seed and epoch alone, and the last images that do not fill a batch wait for another epoch.
+        """
+        order = torch.randperm(len(self.data.train), generator=draws.generator(self.settings.seed, epoch, 1))
+        steps = order[: self.steps_per_epoch * self.settings.batch].view(
+            self.steps_per_epoch, -1, self.processes.count, self.share
+        )
+        mine = steps[first_step:, :, self.processes.rank]
+        batches = self.data.train.batches(mine.flatten(0, 1).unbind(), (self.settings.seed, epoch, 2))
+        for _ in range(len(mine)):
+            yield [self._prepared(*next(batches)) for _ in range(self.settings.accumulate)]
+
+    def _prepared(self, images: Tensor, labels: Tensor) -> Batch:
+        return images.to(self.dtype).contiguous(memory_format=self.layout), labels
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The mean loss, and the sums that an epoch adds up: loss, right answers, images."""
+        images, labels = batch
+        outputs = model(images)
+        loss = F.cross_entropy(outputs, labels, label_smoothing=self.settings.label_smoothing)
+        right = (outputs.detach().argmax(1) == labels).sum()
+        return loss, torch.stack([loss.detach().double() * len(labels), right.double(), right.new_tensor(len(labels)).double()])
+
+    def summary(self, sums: Tensor) -> dict[str, float]:
+        """Training loss and accuracy of an epoch."""
+        loss, right, count = sums.tolist()
+        return {"loss": loss / max(count, 1), "train_accuracy": 100 * right / max(count, 1)}
+
+    def test_batches(self) -> Iterator[Batch]:
+        """This process's share of the images to measure on, each once."""
+        indices = torch.arange(len(self.data.test))[self.processes.rank :: self.processes.count]
+        if not len(indices):  # fewer images than processes
+            return
+        for batch in self.data.test.batches(indices.split(max(self.share, 256))):
+            yield self._prepared(*batch)
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, float]:
+        """Loss and accuracy on the images to measure on, over all processes."""
+        sums = torch.zeros(3, dtype=torch.float64, device=self.processes.device)
+        model.eval()
+        for images, labels in self.test_batches():
+            with autocast:
+                outputs = model(images)
+            losses = F.cross_entropy(outputs.double(), labels, reduction="sum")
+            right = (outputs.argmax(1) == labels).sum()
+            sums += torch.stack([losses, right.double(), right.new_tensor(len(labels)).double()])
+        model.train()
+        loss, right_answers, count = self.processes.total(sums).tolist()
+        return {"test_loss": loss / count, "accuracy": 100 * right_answers / count}

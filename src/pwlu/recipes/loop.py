@@ -1,0 +1,193 @@
+"""The loop: epochs of steps, a measurement after each, checkpoints on the way, and the report at the end."""
+
+import math
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from pwlu.analysis import alignment, without_histograms
+from pwlu.recipes.classification import Classification
+from pwlu.recipes.environment import environment
+from pwlu.recipes.processes import Processes
+from pwlu.recipes.progress import Progress
+from pwlu.recipes.report import write_report
+from pwlu.recipes.run_folder import RunFolder
+from pwlu.recipes.settings import Settings, UserError
+from pwlu.recipes.trainee import Trainee
+
+SECONDS_BETWEEN_CHECKPOINTS = 600  # in an epoch that takes longer
+STEPS_BETWEEN_QUESTIONS = 50  # whether so many seconds have passed
+SNAPSHOTS = 20  # of the functions, spread over the run
+ALIGNMENT_IMAGES = 2048
+
+
+def train(settings: Settings, path: Path, processes: Processes) -> dict[str, Any]:
+    """Train as the settings say, or go on with what lies in the run folder; return what result.json says."""
+    return _Loop(settings, RunFolder(path), processes).run()
+
+
+class _Loop:
+    def __init__(self, settings: Settings, folder: RunFolder, processes: Processes) -> None:
+        self.settings, self.folder, self.processes = settings, folder, processes
+        self.task = Classification(settings, processes)
+        self.trainee = Trainee(self.task, settings, processes)
+        self.total = settings.epochs * self.task.steps_per_epoch
+        self.number = 0  # of steps done
+        self.sums = torch.zeros((), device=processes.device)
+        self.seconds = 0.0  # of training in this epoch
+        self.saved_at = time.monotonic()
+
+    def run(self) -> dict[str, Any]:
+        """To the end."""
+        self._begin()
+        title = f"{self.settings.recipe} {self.settings.activation}, seed {self.settings.seed}"
+        self.board = self._tensorboard()
+        self.progress = Progress(title, self.total, self.number, silent=not self.processes.first)
+        try:
+            while self.number < self.total and self._finite():
+                self._epoch(self.number // self.task.steps_per_epoch)
+        finally:
+            self.progress.close()
+            if self.board is not None:
+                self.board.close()
+        return self._end()
+
+    def _begin(self) -> None:
+        state = self.folder.load_checkpoint(self.processes.device)
+        if state is not None:
+            self.trainee.load(state["trainee"])
+            self.number, self.seconds = state["step"], state["seconds"]
+            if self.processes.first:  # the sums are those of all processes
+                self.sums = state["sums"]
+        if self.processes.first:
+            if state is None:
+                self.folder.write_json("environment.json", environment(self.processes))
+                self._snapshot()
+            self.folder.forget_metrics_after(self.number)
+        self.processes.wait()
+        self.last = next(reversed(self.folder.metrics()), None)
+
+    def _epoch(self, epoch: int) -> None:
+        steps, begin = self.task.steps_per_epoch, time.monotonic()
+        shown = {}
+        for batches in self.task.epoch(epoch, self.number % steps):
+            self.sums = self.sums + self.trainee.step(self.number, batches)
+            self.number += 1
+            now = time.monotonic()
+            if self.progress.bar is not None and self.number % 10 == 0:  # a look at the sums waits for the device
+                shown = self._shown(epoch, now - begin + self.seconds)
+            self.progress.step(**shown)
+            if self.number % STEPS_BETWEEN_QUESTIONS == 0 and self.number % steps and self._due():
+                self._checkpoint(self.seconds + time.monotonic() - begin)
+        sums = self.processes.total(self.sums)
+        row: dict[str, Any] = {"epoch": epoch + 1, "step": self.number} | _rounded(self.task.summary(sums))
+        self.seconds += time.monotonic() - begin  # .summary() has waited for the device
+        self.processes.spread(self.trainee.measured.buffers())  # on CPUs, each has batch statistics of its own
+        row |= _rounded(self.task.measure(self.trainee.measured, self.trainee.autocast()))
+        row |= {"lr": self.trainee.schedule.get_last_lr()[0], "phase": self.trainee.phase}
+        row |= _rounded({"seconds": self.seconds, "images_per_second": steps * self.settings.batch / self.seconds})
+        if self.processes.first:
+            self.folder.add_metrics(row)
+            if (epoch + 1) % max(1, self.settings.epochs // SNAPSHOTS) == 0:
+                self._snapshot()
+            self._tell(row)
+        self.last = row
+        self.sums, self.seconds = torch.zeros((), device=self.processes.device), 0.0
+        self._checkpoint(0.0)
+
+    def _due(self) -> bool:
+        """Whether it is time for a checkpoint in the middle of an epoch: the first process decides for all."""
+        late = torch.tensor(float(self.processes.first and time.monotonic() - self.saved_at > SECONDS_BETWEEN_CHECKPOINTS))
+        return bool(self.processes.total(late.to(self.processes.device)))
+
+    def _checkpoint(self, seconds: float) -> None:
+        sums = self.processes.total(self.sums.clone())
+        if self.processes.first:
+            state = {"trainee": self.trainee.state(), "step": self.number, "sums": sums, "seconds": seconds}
+            self.folder.save_checkpoint(self.number, state)
+        self.saved_at = time.monotonic()
+
+    def _snapshot(self) -> None:
+        if self.trainee.units:
+            self.folder.write_tensors(f"snapshots/step-{self.number:08d}.pt", self.trainee.functions())
+
+    def _finite(self) -> bool:
+        return self.last is None or self.last["loss"] is not None
+
+    # What people see.
+
+    def _shown(self, epoch: int, seconds: float) -> dict[str, Any]:
+        summary = self.task.summary(self.sums)
+        shown = {name: f"{value:.3g}" for name, value in summary.items()}
+        shown["phase"] = "I" if self.trainee.phase == 1 else "II"
+        done = (self.number - 1) % self.task.steps_per_epoch + 1
+        return (
+            {"epoch": f"{epoch + 1}/{self.settings.epochs}"} | shown | {"images/s": round(done * self.settings.batch / seconds)}
+        )
+
+    def _tell(self, row: dict[str, Any]) -> None:
+        if self.board is not None:
+            for name, value in row.items():
+                if name not in ("epoch", "step") and value is not None:
+                    self.board.add_scalar(name, value, row["step"])
+        numbers = {"loss": "loss {:.4f}", "train_accuracy": "train {:.2f} %", "accuracy": "test {:.2f} %"}
+        text = ", ".join(words.format(row[name]) for name, words in numbers.items() if row.get(name) is not None)
+        phase = {1: "Phase I", 2: "Phase II"}[row["phase"]] + ", " if self.trainee.phases else ""
+        speed = f"{row['images_per_second']:.0f} images/s, {self.progress.left()} left"
+        self.progress.say(f"epoch {row['epoch']:3d}/{self.settings.epochs}: {text}, {phase}{speed}")
+
+    def _tensorboard(self) -> Any:
+        if not self.settings.tensorboard or not self.processes.first:
+            return None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError("--tensorboard needs one more package: pip install 'pwlu[tensorboard]'") from None
+        return SummaryWriter(str(self.folder.path / "tensorboard"), purge_step=self.number + 1)
+
+    # The end.
+
+    def _end(self) -> dict[str, Any]:
+        rows = self.folder.metrics()
+        metric = self.task.metric
+        last = rows[-1]
+        result = {
+            metric: last[metric],
+            f"best_{metric}": max(row[metric] for row in rows),
+            "test_loss": last["test_loss"],
+            "train_loss": last["loss"],
+            "measured_on": self.task.measured_on,
+            "measured_images": self.task.measured_images,
+            "seconds_per_epoch": round(median(row["seconds"] for row in rows), 3),
+            "parameters": sum(p.numel() for p in self.trainee.network.parameters()),
+            "sites": len(self.trainee.report.converted),
+            "diverged": last["loss"] is None,
+        }
+        if self.processes.first:
+            aligned = None
+            if self.trainee.units:
+                aligned = alignment(self.trainee.measured, self._some_images(), histogram=True)
+                self.folder.write("inputs.json", aligned.to_json().encode())
+                self.folder.write("alignment.json", without_histograms(aligned).to_json().encode())
+                self.folder.write_tensors("functions.pt", self.trainee.functions())
+            self.folder.write_tensors("model.pt", self.trainee.measured.state_dict())
+            write_report(self.folder, self.settings, result, rows, str(self.trainee.report), self.trainee.measured, aligned)
+            self.folder.write_json("result.json", result)
+        self.processes.wait()
+        return result
+
+    def _some_images(self) -> Any:
+        seen = 0
+        for images, _ in self.task.test_batches():
+            if seen >= ALIGNMENT_IMAGES:
+                return
+            seen += len(images)
+            yield images
+
+
+def _rounded(numbers: dict[str, float]) -> dict[str, float | None]:
+    """Seven digits. JSON has no word for what is not finite: None."""
+    return {name: float(f"{value:.7g}") if math.isfinite(value) else None for name, value in numbers.items()}

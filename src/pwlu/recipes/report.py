@@ -1,0 +1,50 @@
+"""What a run leaves for people: a page of text and a picture."""
+
+import io
+from typing import Any
+
+from torch import nn
+
+from pwlu.analysis import Alignment
+from pwlu.plot import plot_functions
+from pwlu.recipes.run_folder import RunFolder
+from pwlu.recipes.settings import Settings
+
+
+def write_report(
+    folder: RunFolder,
+    settings: Settings,
+    result: dict[str, Any],
+    rows: list[dict[str, Any]],
+    sites: str,
+    network: nn.Module,
+    aligned: Alignment | None,
+) -> None:
+    """report.md and, if there are PWLUs, functions.png."""
+    lines = [f"# {settings.recipe}, {settings.activation}, seed {settings.seed}", "", headline(result), ""]
+    if result["diverged"]:
+        lines += [f"The loss was no longer finite after {len(rows)} of {settings.epochs} epochs.", ""]
+    if aligned is not None:
+        picture = io.BytesIO()
+        plot_functions(network, alignment=aligned).savefig(picture, format="png", dpi=120)
+        folder.write("functions.png", picture.getvalue())
+        lines += ["![the learned functions](functions.png)", ""]
+    lines += (
+        _table("result", result) + _table("setting", settings.as_dict()) + _table("made with", folder.json("environment.json"))
+    )
+    lines += ["## Every activation site", "", "```", sites, "```", ""]
+    if aligned is not None:
+        lines += ["## Bounds and inputs", "", "```", str(aligned), "```", ""]
+    folder.write("report.md", "\n".join(lines).encode())
+
+
+def headline(result: dict[str, Any]) -> str:
+    """The result in one sentence."""
+    return (
+        f"accuracy {result['accuracy']:.2f} % on {result['measured_images']:,} {result['measured_on']}, "
+        f"{result['parameters']:,} parameters, {result['seconds_per_epoch']:.3g} s an epoch"
+    )
+
+
+def _table(title: str, values: dict[str, Any]) -> list[str]:
+    return [f"| {title} | |", "|---|---|", *(f"| {name.replace('_', ' ')} | {value} |" for name, value in values.items()), ""]

@@ -1,0 +1,103 @@
+"""Runs found on disk, and the few kilobytes of each that are kept: results/RECIPE/LABEL-seedK/."""
+
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pwlu.recipes import rows
+from pwlu.recipes.cells import label
+from pwlu.recipes.run_folder import RunFolder
+from pwlu.recipes.settings import Settings, UserError
+
+COPIED = ("environment.json", "metrics.jsonl", "result.json", "alignment.json", "functions.pt")  # and config.json, shortened
+_MEASURED = ("accuracy", "measured_on", "measured_images", "seconds_per_epoch", "parameters", "diverged")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder says. ``result`` is None while the run is not finished."""
+
+    path: Path
+    settings: Settings
+    result: dict[str, Any] | None
+    environment: dict[str, Any]
+
+    @property
+    def epochs(self) -> int:
+        """How many are done."""
+        return len(RunFolder(self.path).metrics())
+
+
+def read_run(path: Path) -> Run:
+    """The run in a folder, or an error that says what is wrong with it.
+
+    A setting that config.json does not name, because it is the machine's or was not there yet, is as the recipe has it.
+    """
+    folder = RunFolder(path)
+    config = folder.json("config.json")
+    try:
+        settings = rows.settings(**config)
+    except (TypeError, UserError) as error:
+        raise UserError(f"{path / 'config.json'} does not hold the settings of a run: {error}") from None
+    if not folder.finished:
+        return Run(path, settings, None, {})
+    result = folder.json("result.json")
+    if missing := [name for name in _MEASURED if result.get(name) is None]:
+        raise UserError(f"{path / 'result.json'} does not say {', '.join(missing)}")
+    return Run(path, settings, result, folder.json("environment.json"))
+
+
+def find_runs(root: Path) -> tuple[list[Run], list[str]]:
+    """All runs below a folder, and what is wrong with each folder that should be one but cannot be read."""
+    runs, complaints = [], []
+    for path in _folders(root):
+        try:
+            runs.append(read_run(path))
+        except UserError as error:
+            complaints.append(str(error))
+    return runs, complaints
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    for path, folders, files in os.walk(root):
+        begun = not folders and not files and Path(path) != root  # by a process that was killed at once
+        if begun or "config.json" in files or "result.json" in files:
+            folders.clear()
+            yield Path(path)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))  # such as a copy that is being made
+
+
+def keep(run: Run, results: Path) -> Path:
+    """Copy what is to be kept of a finished run. The folder appears when it is complete."""
+    parent = place(results, run.settings)
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=parent) as partial:
+        copy = Path(partial) / "run"
+        copy.mkdir()
+        RunFolder(copy).write_json("config.json", run.settings.identity())
+        for name in COPIED:
+            if (run.path / name).exists():
+                shutil.copyfile(run.path / name, copy / name)
+        return _moved(copy, parent / f"{label(run.settings)}-seed{run.settings.seed}")
+
+
+def _moved(folder: Path, target: Path) -> Path:
+    """Another experiment may have had the name first, if the recipe was another then: take the next number."""
+    for number in itertools.count(1):
+        path = target if number == 1 else target.with_name(f"{target.name}-{number}")
+        try:
+            return folder.rename(path)
+        except OSError:
+            if not path.exists():
+                raise
+    raise AssertionError("there is no last number")
+
+
+def place(results: Path, settings: Settings) -> Path:
+    """The folder for what concerns these settings. What chose settings is kept apart from what measures them."""
+    return results / settings.recipe / ("held-out" if settings.holdout else "")

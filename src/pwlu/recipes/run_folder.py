@@ -1,0 +1,171 @@
+"""A run on disk: what was asked for, where, what came out, and where to go on.
+
+RUN/config.json         the settings
+RUN/environment.json    source revision, versions, hardware
+RUN/metrics.jsonl       a line an epoch
+RUN/checkpoints/        step-00000980-1f2e3d4c.pt: the number of steps, and the beginning of the contents' SHA-256
+RUN/snapshots/          step-00000980.pt: the functions of all PWLUs, kilobytes
+RUN/result.json         written last: the run is finished
+RUN/functions.pt, alignment.json, report.md, model.pt    with it; inputs.json is alignment.json with histograms of the inputs
+"""
+
+import errno
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pwlu.recipes.settings import Settings, UserError, check
+
+KEPT = 2  # checkpoints: the last, and one before it in case the last is damaged
+
+
+def new_folder(root: Path, name: str) -> Path:
+    """A folder that did not exist: `name`, or `name`-2, `name`-3, ... under `root`."""
+    number = 1
+    while True:
+        path = root / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except OSError as error:
+            if not os.path.lexists(path):  # what is in the way is `root`
+                raise UserError(f"the run folder {path} cannot be made: {error.strerror}. Write --runs DIR") from None
+            number += 1
+        else:
+            return path
+
+
+class RunFolder:
+    """Reads and writes the files of one run. Every file appears complete or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end."""
+        return (self.path / "result.json").exists()
+
+    def settings(self) -> Settings:
+        """What was asked for, as config.json has it."""
+        config = self.json("config.json")
+        try:
+            return check(Settings(**config))
+        except TypeError as error:
+            raise UserError(f"{self.path / 'config.json'} does not hold the settings of a run: {error}") from None
+
+    def json(self, name: str) -> Any:
+        """The contents of a JSON file of the run."""
+        try:
+            return json.loads((self.path / name).read_text())
+        except FileNotFoundError:
+            raise UserError(f"{self.path} is not a run folder: it has no {name}") from None
+        except ValueError as error:
+            raise UserError(f"{self.path / name} is damaged: {error}") from None
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Write a JSON file."""
+        self.write(name, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+
+    def write_tensors(self, name: str, content: Any) -> None:
+        """Write what ``torch.load(weights_only=True)`` reads."""
+        self.write(name, _serialised(content))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file under another name first: whoever looks, or stops the program, finds it whole or not."""
+        target = self.path / name
+        partial = target.with_name(target.name + ".partial")
+        with self._writing(name):
+            target.parent.mkdir(exist_ok=True)
+            try:
+                with partial.open("wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                partial.replace(target)
+            finally:
+                partial.unlink(missing_ok=True)
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            last = next(reversed(self.checkpoints()), None)
+            done = f"The run stands at {last.name}" if last else "Nothing of the run is saved yet"
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            what = "no space left on the disk for {}" if full else f"{{}} cannot be written: {error.strerror}"
+            begun = (self.path / "config.json").exists()
+            raise UserError(
+                f"{what.format(self.path / name)}. {done}: {'free some' if full else 'put that right'}, then "
+                + (f"go on with pwlu train --resume {self.path}" if begun else "start again")
+            ) from None
+
+    # What was measured.
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """A row an epoch. A line that was cut off by the end of the program is left out."""
+        path = self.path / "metrics.jsonl"
+        rows = []
+        for line in path.read_text().splitlines() if path.exists() else ():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break
+        return rows
+
+    def add_metrics(self, row: dict[str, Any]) -> None:
+        """One more epoch."""
+        with self._writing("metrics.jsonl"), (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # it must not come after the checkpoint that follows
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Take back what was written after the checkpoint from which a run goes on."""
+        rows = [row for row in self.metrics() if row["step"] <= step]
+        self.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+    # Checkpoints.
+
+    def checkpoints(self) -> list[Path]:
+        """From the oldest to the newest."""
+        return sorted((self.path / "checkpoints").glob("step-*.pt"))
+
+    def save_checkpoint(self, step: int, state: dict[str, Any]) -> None:
+        """Write one, then remove those that are not needed any more."""
+        content = _serialised(state)
+        self.write(f"checkpoints/step-{step:08d}-{_digest(content)}.pt", content)
+        killed = (self.path / "checkpoints").glob("*.partial")  # that a program left when it was killed
+        for old in (*self.checkpoints()[:-KEPT], *killed):
+            old.unlink()
+
+    def load_checkpoint(self, device: torch.device) -> dict[str, Any] | None:
+        """The newest, or None if there is none yet. A damaged one is an error that names it and the one before."""
+        found = self.checkpoints()
+        if not found:
+            return None
+        content = found[-1].read_bytes()
+        if _digest(content) != found[-1].stem.rpartition("-")[2]:
+            instead = f"from {found[-2].name}" if len(found) > 1 else "from the beginning"
+            raise UserError(
+                f"the checkpoint {found[-1]} is damaged: its contents are not what was written. Remove or rename it, and "
+                f"--resume goes on {instead}"
+            )
+        return torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+
+
+def _serialised(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]

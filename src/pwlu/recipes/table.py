@@ -1,0 +1,209 @@
+"""Means over seeds, gains over ReLU with their uncertainty, and the tables that show them."""
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any
+
+from pwlu.recipes import paper, rows
+from pwlu.recipes.cells import cell, label, method, short
+from pwlu.recipes.presets import BASELINE, Comparison
+from pwlu.recipes.results import Run
+from pwlu.recipes.settings import Settings, flag
+
+NOT_MEASURED = "not measured yet"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table: all finished runs of one experiment, one for each seed."""
+
+    title: str
+    settings: Settings
+    runs: list[Run]
+
+    def values(self, name: str) -> list[Any]:
+        """What the result of each run has under that name."""
+        return [run.result[name] for run in self.runs if run.result is not None]
+
+    @property
+    def mean(self) -> float:
+        """Of the accuracies."""
+        return mean(self.values("accuracy"))
+
+    @property
+    def std(self) -> float | None:
+        """The sample standard deviation of the accuracies, sqrt(sum_i (a_i - mean)^2 / (n - 1)); None for one run."""
+        return stdev(self.values("accuracy")) if len(self.runs) > 1 else None
+
+    @property
+    def diverged(self) -> int:
+        """How many runs did."""
+        return sum(self.values("diverged"))
+
+    @property
+    def side_by_side(self) -> list[int]:
+        """How many runs shared the device with each of these, itself included: the different numbers."""
+        return sorted({run.environment.get("side_by_side", 1) for run in self.runs})
+
+    @property
+    def paper(self) -> tuple[float | None, float | None]:
+        """The paper's accuracy and its gain over ReLU, for the same network and method."""
+        named = rows.find(self.settings.recipe).network, method(self.settings)
+        return paper.top1(*named), paper.gain(*named)
+
+
+class Table:
+    """A comparison with the runs that belong to it."""
+
+    def __init__(self, comparison: Comparison, runs: Iterable[Run]) -> None:
+        self.comparison = comparison
+        found: dict[Any, dict[int, Run]] = {}
+        for run in runs:
+            if run.result is not None:
+                found.setdefault(cell(run.settings), {}).setdefault(run.settings.seed, run)
+        self.rows = [
+            Row(title, settings, [run for _, run in sorted(found.get(cell(settings), {}).items())])
+            for title, settings in comparison.cells.items()
+        ]
+        self.measured = [row for row in self.rows if row.runs]
+        self.baseline = next((row for row in self.measured if row.title == BASELINE), None)
+
+    def gain(self, row: Row) -> tuple[float, float | None] | None:
+        """The difference of the means to ReLU, and its standard error sqrt(s^2/n + s_0^2/n_0); None for ReLU itself."""
+        if self.baseline is None or row is self.baseline:
+            return None
+        deviations = [(r.std, len(r.runs)) for r in (row, self.baseline)]
+        squares = [s * s / n for s, n in deviations if s is not None]
+        return row.mean - self.baseline.mean, math.sqrt(sum(squares)) if len(squares) == 2 else None
+
+    # For people.
+
+    def markdown(self) -> str:
+        """The table, and under it what it was made from; or that there is nothing yet."""
+        if not self.measured:
+            return NOT_MEASURED
+        with_paper = any(row.paper[0] is not None for row in self.rows)
+        head = ["", "accuracy, %", f"gain over {BASELINE}", "s/epoch", "parameters"]
+        head += ["paper (ImageNet), %", "paper's gain"] if with_paper else []
+        lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+        lines += [self._cells(row)[: len(head)] for row in self.rows]
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{self._below()}"
+
+    def _cells(self, row: Row) -> list[str]:
+        value, gain = row.paper
+        theirs = ["" if value is None else f"{value:.2f}", "" if gain is None else f"{gain:+.2f}"]
+        if not row.runs:
+            return [row.title, NOT_MEASURED, "", "", "", *theirs]
+        count = f"{len(row.runs)}" + (f", {row.diverged} diverged" if row.diverged else "")
+        seconds = f"{mean(row.values('seconds_per_epoch')):.3g}"
+        if len(self._side_by_side()) > 1:
+            seconds += f" ({_listed(row.side_by_side)} side by side)"
+        ours = f"{row.mean:.2f}{_uncertainty(row.std)} ({count})"
+        difference = self.gain(row)
+        better = "" if difference is None else f"{difference[0]:+.2f}{_uncertainty(difference[1])}"
+        return [row.title, ours, better, seconds, _listed(sorted({f"{n:,}" for n in row.values("parameters")})), *theirs]
+
+    def _below(self) -> str:
+        recipe = self.comparison.recipe
+        changes = " ".join(f"{flag(name)} {short(value)}" for name, value in self.comparison.differences().items())
+        runs = [run for row in self.measured for run in row.runs]
+        images = sorted({f"{run.result['measured_images']:,} {run.result['measured_on']}" for run in runs if run.result})
+        sides = self._side_by_side()
+        parts = [
+            f"`{recipe}`" + (f" with `{changes}`" if changes else ""),
+            f"{_listed(sorted({run.settings.epochs for run in runs}))} epochs",
+            f"measured on {_listed(images)} at the end of training",
+            f"{_listed(sorted({len(row.runs) for row in self.measured}))} seeds (their number in brackets)",
+            "± of an accuracy: sample standard deviation, of a gain: standard error of the difference of the means",
+            *(
+                ["a run that diverged counts with the accuracy at its end"]
+                if any(row.diverged for row in self.measured)
+                else []
+            ),
+            *([f"{sides[0]} runs shared the device"] if len(sides) == 1 and sides[0] > 1 else []),
+            *_made_with(run.environment for run in runs),
+        ]
+        return "; ".join(parts) + "."
+
+    def _side_by_side(self) -> list[int]:
+        return sorted({number for row in self.measured for number in row.side_by_side})
+
+    # For programs.
+
+    def csv(self) -> str:
+        """A line for each row of the table that was measured."""
+        return _csv(self._lines())
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        for row in self.measured:
+            gain, error = self.gain(row) or (None, None)
+            yield {
+                "recipe": self.comparison.recipe,
+                "row": row.title,
+                "label": label(row.settings),
+                "runs": len(row.runs),
+                "diverged": row.diverged,
+                "accuracy": row.mean,
+                "std": row.std,
+                "gain": gain,
+                "gain_error": error,
+                "seconds_per_epoch": mean(row.values("seconds_per_epoch")),
+                "side_by_side": _listed(row.side_by_side),
+                "parameters": _listed(sorted(set(row.values("parameters")))),
+                "paper": row.paper[0],
+                "paper_gain": row.paper[1],
+            }
+
+    def runs_csv(self) -> str:
+        """A line for each run."""
+        made_with = ("side_by_side", "device", "torch", "pwlu", "revision")
+        return _csv(
+            {"recipe": self.comparison.recipe, "row": row.title, "label": label(row.settings), "seed": run.settings.seed}
+            | (run.result or {})
+            | {name: run.environment.get(name, "") for name in made_with}
+            for row in self.measured
+            for run in row.runs
+        )
+
+    # For the chart.
+
+    def statistics(self) -> dict[str, tuple[float, float | None, int]]:
+        """By title: mean, standard deviation, number of runs."""
+        return {row.title: (row.mean, row.std, len(row.runs)) for row in self.measured}
+
+    def paper_gains(self) -> dict[str, float]:
+        """By title, of the rows that were measured."""
+        return {row.title: row.paper[1] for row in self.measured if row.paper[1] is not None}
+
+
+def _uncertainty(value: float | None) -> str:
+    return "" if value is None else f" ± {value:.2f}"
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return " and ".join(", ".join(map(str, values)).rsplit(", ", 1))
+
+
+def _made_with(environments: Iterable[dict[str, Any]]) -> list[str]:
+    """Hardware, versions and revisions, each of the different ones once."""
+    words = {"device": "{}", "torch": "torch {}", "pwlu": "pwlu {}", "revision": "revision {}"}
+    seen: dict[str, dict[str, None]] = {name: {} for name in words}
+    for made in environments:
+        for name in words:
+            if made.get(name):
+                seen[name][made[name]] = None
+    return [words[name].format(_listed(values)) for name, values in seen.items() if values]
+
+
+def _csv(lines: Iterable[dict[str, Any]]) -> str:
+    lines = list(lines)
+    text = io.StringIO()
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: round(v, 6) if isinstance(v, float) else v for name, v in line.items()} for line in lines)
+    return text.getvalue()

@@ -1,0 +1,159 @@
+"""What is trained: the network with its activations, and all that changes it."""
+
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import swa_utils
+
+from pwlu import baselines
+from pwlu.convert import convert_
+from pwlu.learning import TwoPhase
+from pwlu.module import PWLU, units_of
+from pwlu.recipes import draws
+from pwlu.recipes.processes import Processes
+from pwlu.recipes.rows import find
+from pwlu.recipes.settings import Settings, UserError
+
+LEARNED = (PWLU, nn.PReLU, baselines.APL, baselines.PAU)  # activations whose parameters are those of functions
+
+
+class Trainee:
+    """Network, optimizer, schedule, phases, and the moving average of the weights, made from settings alone."""
+
+    def __init__(self, task: Any, settings: Settings, processes: Processes) -> None:
+        self.task, self.settings, self.processes = task, settings, processes
+        self.device_type = processes.device.type
+        torch.manual_seed(int(draws.mixed(settings.seed, 3)))
+        network = task.network()
+        self.report = _with_activations(network, task.sample(), settings)
+        network = network.to(processes.device, task.dtype, memory_format=task.layout)
+        if processes.count > 1 and self.device_type == "cuda":
+            network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
+        self.network: nn.Module = network
+        self.average = None
+        if settings.ema:
+            self.average = swa_utils.AveragedModel(network, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(settings.ema))
+        self.parallel: Any = None
+        if processes.count > 1:
+            self.parallel = DistributedDataParallel(network, [processes.device] if self.device_type == "cuda" else None)
+        model = self.parallel or network
+        self.model: Any = torch.compile(model) if settings.compile else model
+        self.optimizer = torch.optim.SGD(_groups(network, settings), momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer,
+            [group["lr"] for group in self.optimizer.param_groups],
+            total_steps=settings.epochs * task.steps_per_epoch,
+            pct_start=max(0.0, settings.warm_up - 1e-9),  # torch divides by zero where the rise is of one step exactly
+            cycle_momentum=False,
+        )
+        self.scaler = torch.amp.GradScaler(self.device_type, enabled=settings.precision == "fp16")
+        self.units = units_of(network)
+        self.phases = None
+        if self.units and not settings.fix_init:
+            realign_at = max(1, round(settings.realign_epochs * task.steps_per_epoch))
+            copies = [self.average.module] if self.average else []
+            self.phases = TwoPhase(network, self.optimizer, realign_at, copies)
+
+    @property
+    def measured(self) -> nn.Module:
+        """The network whose accuracy counts: the average, if one is kept."""
+        return self.average.module if self.average else self.network
+
+    @property
+    def phase(self) -> int:
+        """1 while PWLUs stand still, else 2."""
+        return self.phases.phase if self.phases else 2
+
+    def autocast(self) -> Any:
+        """The precision in which the network computes."""
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings.precision)
+        return torch.autocast(self.device_type, dtype) if dtype else nullcontext()
+
+    def step(self, number: int, batches: list[Any]) -> Tensor:
+        """One step of the optimizer, on one or several parts of a batch; returns the sums of the task."""
+        torch.manual_seed(int(draws.mixed(self.settings.seed, 4, number, self.processes.rank)))  # for dropout
+        sums = torch.zeros((), device=self.processes.device)
+        for part, batch in enumerate(batches, start=1):
+            wait = self.parallel is not None and part < len(batches)
+            with self.parallel.no_sync() if wait else nullcontext():
+                with self.autocast():
+                    loss, each = self.task.loss(self.model, batch)
+                if self.settings.curvature and self.phase == 2:
+                    loss = loss + self.settings.curvature * curvature(self.units.values())
+                self.scaler.scale(loss / len(batches)).backward()
+            sums = sums + each
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        with warnings.catch_warnings():  # that the optimizer did not step first, where fp16 overflowed
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.schedule.step()
+        self.optimizer.zero_grad()
+        if self.average:
+            self.average.update_parameters(self.network)
+        return sums
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint holds."""
+        parts: dict[str, Any] = {
+            "network": self.network,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "scaler": self.scaler,
+        }
+        if self.average:
+            parts["average"] = self.average
+        return {name: part.state_dict() for name, part in parts.items()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.network.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.scaler.load_state_dict(state["scaler"])
+        if self.average:
+            self.average.load_state_dict(state["average"])
+
+    def functions(self) -> dict[str, dict[str, Tensor]]:
+        """The parameters of every PWLU, on the CPU."""
+        names = ("left", "right", "heights", "left_slope", "right_slope")
+        return {
+            name: {n: p.detach().cpu().clone() for n, p in zip(names, unit.unit_parameters(), strict=True)}
+            for name, unit in units_of(self.measured).items()
+        }
+
+
+def curvature(units: Any) -> Tensor:
+    """The sum over all channels and k of (K_k - K_{k-1})^2: how much the slopes K_k of neighbouring intervals differ."""
+    bends = []
+    for unit in units:
+        step = (unit.right - unit.left) / unit.intervals
+        bends.append((unit.heights.diff(n=2) / step[:, None]).square().sum())
+    return torch.stack(bends).sum()
+
+
+def _with_activations(network: nn.Module, sample: Tensor, settings: Settings) -> Any:
+    bounds = (-settings.fix_init, settings.fix_init) if settings.fix_init else None
+    options: dict[str, Any] = {}
+    if settings.activation == "pwlu":
+        options = {"bounds": bounds, "intervals": settings.intervals, "init": settings.init}
+    try:
+        return convert_(network, sample, settings.activation, granularity=settings.granularity, **options)
+    except ValueError as error:
+        raise UserError(f"--act {settings.activation}: {error}") from None
+
+
+def _groups(network: nn.Module, settings: Settings) -> list[dict[str, Any]]:
+    """Weights, and parameters of functions: those have no weight decay, which would pull them to a function of no merit."""
+    lr = settings.lr * settings.batch / find(settings.recipe).batch
+    learned = {id(p) for module in network.modules() if isinstance(module, LEARNED) for p in module.parameters()}
+    weights = [p for p in network.parameters() if id(p) not in learned]
+    functions = [p for p in network.parameters() if id(p) in learned]
+    groups = [
+        {"params": weights, "lr": lr, "weight_decay": settings.weight_decay},
+        {"params": functions, "lr": lr * settings.unit_lr, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

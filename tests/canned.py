@@ -1,0 +1,42 @@
+"""Run folders as `pwlu train` leaves them, without training."""
+
+import json
+
+from pwlu.recipes import rows
+
+ENVIRONMENT = {"pwlu": "0.1.0", "revision": "1a2b3c4d5e", "torch": "2.15.0", "device": "A GPU", "side_by_side": 1}
+RESULT = {
+    "accuracy": 0.0,
+    "best_accuracy": 99.0,
+    "test_loss": 0.5,
+    "train_loss": 0.4,
+    "measured_on": "test images",
+    "measured_images": 10000,
+    "seconds_per_epoch": 2.0,
+    "parameters": 1234567,
+    "sites": 3,
+    "diverged": False,
+}
+
+
+def canned_run(folder, accuracy=None, recipe="cifar100/resnet18", result=None, environment=None, epochs_done=2, **changes):
+    """Write a run folder; without an accuracy the run is not finished."""
+    settings = rows.settings(recipe, **changes)
+    folder.mkdir(parents=True)
+    held_out = {"measured_on": "held-out training images"} if settings.holdout else {}
+    files = {"config.json": settings.as_dict(), "environment.json": ENVIRONMENT | (environment or {})}
+    if accuracy is not None:
+        files["result.json"] = RESULT | held_out | {"accuracy": accuracy} | (result or {})
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"epoch": e + 1}) + "\n" for e in range(epochs_done)))
+    (folder / "model.pt").write_bytes(b"weights")
+    if settings.activation == "pwlu":
+        for name in ("alignment.json", "functions.pt"):
+            (folder / name).write_bytes(b"{}")
+    return settings
+
+
+def files_in(folder):
+    """The names of all files below a folder."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

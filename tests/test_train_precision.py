@@ -1,0 +1,100 @@
+"""Precision, memory layout and compilation: how a network computes, not what."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from recipes_helpers import after, batches_of, short_run, take_steps, task_of, trainee_of
+from torch import nn
+
+SHORT = {"epochs": 3, "realign_epochs": 1.0, "batch": 128}
+STEPS = 9  # 7 of them in Phase I
+
+
+def types_of_outputs(trainee):
+    """In a forward pass as a step makes it: of convolutions and of units."""
+    seen = {}
+    handles = [
+        module.register_forward_hook(lambda module, _, y, name=name: seen.update({name: y.dtype}))
+        for name, module in trainee.network.named_modules()
+        if isinstance(module, nn.Conv2d) or name in trainee.units
+    ]
+    ((images, _),) = next(batches_of(trainee.task))
+    with trainee.autocast():
+        trainee.network(images)
+    for handle in handles:
+        handle.remove()
+    return set(seen.values())
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return after(STEPS, **SHORT, precision="float64")
+
+
+@pytest.mark.parametrize(
+    ("precision", "computed", "kept"),
+    [
+        ("float32", torch.float32, torch.float32),
+        ("bf16", torch.bfloat16, torch.float32),
+        ("fp16", torch.float16, torch.float32),
+        ("float64", torch.float64, torch.float64),
+    ],
+)
+def test_precision(exact, precision, computed, kept):
+    """What is learned and what is measured keeps its precision, whatever the network computes in."""
+    trainee = after(STEPS, **SHORT, precision=precision)
+    found = trainee.task.measure(trainee.network, trainee.autocast())
+    difference = abs(found["test_loss"] - exact.task.measure(exact.network, exact.autocast())["test_loss"])
+    unit = torch.finfo(computed).eps / 2
+    assert unit / 1e4 < difference < 1e4 * unit or precision == "float64"  # rounded that coarsely, and the same training
+    assert trainee.phase == 2
+    assert trainee.scaler.is_enabled() == (precision == "fp16")
+    assert types_of_outputs(trainee) == {computed}
+    assert {p.dtype for p in trainee.network.parameters()} == {kept}
+
+
+def test_overflow_in_half_precision_is_skipped():
+    """A step that did not happen is none of Phase I either, and the scale of the loss falls."""
+    trainee = trainee_of(task_of(**SHORT, precision="fp16"))
+    trainee.scaler.scale(torch.zeros(()))  # which makes it begin
+    before = copy.deepcopy(trainee.network.state_dict())
+    trainee.scaler.update(torch.tensor(2.0**120))
+    take_steps(trainee, 1)
+    assert trainee.scaler.get_scale() == 2.0**119
+    assert trainee.phases.steps == 0
+    assert torch.equal(trainee.network.state_dict()["0.weight"], before["0.weight"])
+    trainee.scaler.update(torch.tensor(2.0**10))
+    take_steps(trainee, 1)
+    assert trainee.phases.steps == 1
+    assert not torch.equal(trainee.network.state_dict()["0.weight"], before["0.weight"])
+
+
+def test_channels_last(exact):
+    trainee = after(STEPS, **SHORT, channels_last=True, precision="float64")
+    ((images, _),) = next(batches_of(trainee.task))
+    tested = next(trainee.task.test_batches())[0]
+    weight = trainee.network[3].weight
+    for tensor in (images.expand(-1, 2, -1, -1).contiguous(memory_format=trainee.task.layout), weight):
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
+        assert not tensor.is_contiguous()
+    assert tested.is_contiguous(memory_format=torch.channels_last)
+    assert exact.network[3].weight.is_contiguous()
+    torch.testing.assert_close(weight, exact.network[3].weight, rtol=1e-9, atol=1e-12)
+
+
+def test_compiled(tmp_path, monkeypatch):
+    """The whole command, in both phases: to rounding the same training. The quickest compiler will do."""
+    compiled = []
+    compiler = partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or compiler(model))
+    folder = short_run(tmp_path / "compiled", "--compile", "--precision", "float64")
+    assert len(compiled) == 1
+    plain = short_run(tmp_path / "plain", "--precision", "float64")
+    assert len(compiled) == 1
+    for row, expected in zip(folder.metrics(), plain.metrics(), strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-6)  # metrics have seven digits
+        assert row["accuracy"] == expected["accuracy"]
+    states = [torch.load(f.path / "model.pt", weights_only=True) for f in (folder, plain)]
+    assert states[0].keys() == states[1].keys()  # no trace of the compiler in their names

@@ -1,0 +1,167 @@
+"""A run on disk: what is in its folder, and that no other run writes into it."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from recipes_helpers import SHORT, STEPS_AN_EPOCH, short_run, train
+
+from pwlu.analysis import Alignment
+from pwlu.recipes.environment import revision
+from pwlu.recipes.rows import RECIPES, settings
+from pwlu.recipes.run_folder import KEPT, RunFolder, new_folder
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return short_run(tmp_path_factory.mktemp("runs"), "--seed", "5")
+
+
+def loaded(path):
+    return torch.load(path, weights_only=True)
+
+
+# What is in it.
+
+
+def test_contents(finished):
+    names = {str(p.relative_to(finished.path)) for p in finished.path.rglob("*") if p.is_file()}
+    steps = [k * STEPS_AN_EPOCH for k in range(4)]
+    expected = {"config.json", "environment.json", "metrics.jsonl", "result.json", "report.md", "functions.png"}
+    expected |= {"model.pt", "functions.pt", "alignment.json", "inputs.json"} | {f"snapshots/step-{s:08d}.pt" for s in steps}
+    checkpoints = {name for name in names if name.startswith("checkpoints/")}
+    assert names - checkpoints == expected
+    found = [re.fullmatch(r"checkpoints/step-(\d{8})-[0-9a-f]{8}\.pt", name)[1] for name in sorted(checkpoints)]
+    assert [int(step) for step in found] == steps[-KEPT:]
+    assert finished.path.name == "digits-pwlu-seed5"
+
+
+def test_what_was_asked_for(finished):
+    asked = finished.settings()
+    assert (asked.recipe, asked.seed, asked.epochs, asked.realign_epochs, asked.batch) == ("digits", 5, 3, 1.0, 128)
+    assert asked == settings("digits", seed=5, epochs=3, realign_epochs=1.0, batch=128)
+    assert finished.json("config.json") == asked.as_dict()
+
+
+def test_environment(finished):
+    found = finished.json("environment.json")
+    assert found["torch"] == torch.__version__
+    assert found["revision"] == revision()
+    assert found["python"]
+    assert found["pwlu"]
+    assert found["torchvision"]
+    assert found["device"]
+    assert (found["threads"], found["processes"], found["side_by_side"]) == (1, 1, 1)
+
+
+def test_the_revision_of_a_copy(monkeypatch):
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    monkeypatch.delenv("PWLU_REVISION", raising=False)
+    assert revision() == ""
+    monkeypatch.setenv("PWLU_REVISION", "1f2e3d4c")
+    assert revision() == "1f2e3d4c"
+
+
+def test_metrics(finished):
+    rows = [json.loads(line) for line in (finished.path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == finished.metrics()
+    assert [row["epoch"] for row in rows] == [1, 2, 3]
+    assert [row["step"] for row in rows] == [STEPS_AN_EPOCH, 2 * STEPS_AN_EPOCH, 3 * STEPS_AN_EPOCH]
+    keys = {"epoch", "step", "loss", "train_accuracy", "test_loss", "accuracy", "lr", "phase", "seconds", "images_per_second"}
+    assert all(set(row) == keys for row in rows)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert all(row["images_per_second"] == pytest.approx(896 / row["seconds"], rel=1e-5) for row in rows)
+
+
+def test_result(finished):
+    result, rows = finished.json("result.json"), finished.metrics()
+    assert result["accuracy"] == rows[-1]["accuracy"]
+    assert result["best_accuracy"] == max(row["accuracy"] for row in rows)
+    assert (result["test_loss"], result["train_loss"]) == (rows[-1]["test_loss"], rows[-1]["loss"])
+    assert (result["measured_on"], result["measured_images"], result["diverged"]) == ("test images", 899, False)
+    assert result["sites"] == 3
+    weights = 9 * 8 + 9 * 8 * 16 + 9 * 16 * 16 + 2 * (8 + 16 + 16) + 17 * 10
+    assert result["parameters"] == weights + (8 + 16 + 16) * 21
+
+
+def test_report(finished):
+    text = (finished.path / "report.md").read_text()
+    result = finished.json("result.json")
+    assert text.startswith(
+        f"# digits, pwlu, seed 5\n\naccuracy {result['accuracy']:.2f} % on 899 test images, 4,618 parameters"
+    )
+    assert "![the learned functions](functions.png)" in text
+    assert "| weight decay | 0.0005 |" in text
+    assert f"| torch | {torch.__version__} |" in text
+    assert "3 converted" in text
+    assert "median IOU" in text
+    assert (finished.path / "functions.png").read_bytes().startswith(b"\x89PNG")
+    assert len(Alignment.from_json((finished.path / "alignment.json").read_text()).units) == 3
+
+
+def test_functions_and_snapshots(finished):
+    """Of all units, before, on the way and after; those in Phase I are all the same."""
+    steps = sorted((finished.path / "snapshots").iterdir())
+    snapshots = [loaded(path) for path in steps]
+    model, functions = loaded(finished.path / "model.pt"), loaded(finished.path / "functions.pt")
+    assert set(functions) == {"2", "5", "8"}
+    for unit, parameters in functions.items():
+        assert set(parameters) == {"left", "right", "heights", "left_slope", "right_slope"}
+        for name, value in parameters.items():
+            assert torch.equal(value, model[f"{unit}.{name}"])
+            assert torch.equal(value, snapshots[-1][unit][name])
+    assert (snapshots[0]["2"]["left"] == -3).all()
+    assert not torch.equal(snapshots[0]["2"]["left"], snapshots[1]["2"]["left"])
+    assert not torch.equal(snapshots[1]["2"]["heights"], snapshots[2]["2"]["heights"])
+
+
+def test_checkpoints_need_no_pickle(finished):
+    for path in finished.checkpoints():
+        state = loaded(path)
+        assert state["step"] == int(path.name[5:13])
+        assert set(state["trainee"]) == {"network", "optimizer", "schedule", "scaler"}
+        assert state["trainee"]["network"]["2.heights"].shape == (8, 17)
+
+
+def test_every_setting_survives(tmp_path):
+    """config.json -> Settings -> the same, also with every field changed."""
+    folder = RunFolder(tmp_path)
+    for name in RECIPES:
+        folder.write_json("config.json", settings(name).as_dict())
+        assert folder.settings() == settings(name)
+    plain = settings("digits")
+    values = {"recipe": "digits", "activation": "prelu", "augmentation": "none", "granularity": "layer", "norm": "group"}
+    values |= {"precision": "bf16", "init": "silu", "data": "/data", "device": "cpu"}
+    kinds = {int: 9, float: 0.123456789012345, bool: True}
+    changed = {f.name: values.get(f.name, kinds.get(f.type)) for f in dataclasses.fields(plain)}
+    changed |= {"compile": True, "channels_last": False, "tensorboard": True}
+    other = plain.replace(**changed)
+    assert all(getattr(other, name) != getattr(plain, name) for name in changed if name != "recipe")
+    folder.write_json("config.json", other.as_dict())
+    assert folder.settings() == other
+    assert {name: type(value) for name, value in folder.settings().as_dict().items()} == {
+        k: type(v) for k, v in changed.items()
+    }
+
+
+# Never overwritten.
+
+
+def test_a_second_run_has_a_folder_of_its_own(tmp_path):
+    for number in ("", "-2", "-3"):
+        path = new_folder(tmp_path / "a" / "b", "run")
+        assert path == tmp_path / "a" / "b" / f"run{number}"
+        (path / "file").touch()
+
+
+def test_by_the_command(tmp_path):
+    for _ in range(2):
+        assert train(*SHORT, "--act", "relu", "--runs", tmp_path) == 0
+    first, second = (RunFolder(path) for path in sorted(tmp_path.iterdir()))
+    assert (first.path.name, second.path.name) == ("digits-relu-seed0", "digits-relu-seed0-2")
+    assert not (first.path / "functions.png").exists()
+    assert not (first.path / "snapshots").exists()
+    assert torch.equal(loaded(first.path / "model.pt")["0.weight"], loaded(second.path / "model.pt")["0.weight"])

@@ -1,0 +1,70 @@
+"""``pwlu train`` as the tests start it to kill it: several commands one after the other, each of which may die.
+
+    python train_worker.py '[{"arguments": [...], "die_at": STEP, "die_writing": NAME, "often": true}, ...]'
+
+Every command has a process of its own, and under torchrun one for each of its processes. One that is to die does so by SIGKILL:
+before the step of that number, or when half of the first file whose name begins with NAME is written. "often": checkpoints are
+written every third step too. The exit statuses are printed last, by the first process.
+"""
+
+import json
+import os
+import signal
+import sys
+
+# Imported once here, so that the commands need not do it one by one. Nothing is computed: torch would not survive the fork.
+import matplotlib.figure  # noqa: F401
+import sklearn.datasets
+import sklearn.model_selection  # noqa: F401
+import torch._dynamo  # noqa: F401
+
+from pwlu.cli import main
+from pwlu.recipes import loop
+from pwlu.recipes.run_folder import RunFolder
+from pwlu.recipes.trainee import Trainee
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(arguments, die_at=None, die_writing=None, often=False):
+    """The command, in this process, which is changed for it; the exit status."""
+    step, write = Trainee.step, RunFolder.write
+
+    def mortal_step(trainee, number, batches):
+        if number == die_at:
+            die()
+        return step(trainee, number, batches)
+
+    def mortal_write(folder, name, content):
+        if die_writing and name.startswith(die_writing):
+            (folder.path / f"{name}.partial").write_bytes(content[: len(content) // 2])
+            die()
+        write(folder, name, content)
+
+    Trainee.step, RunFolder.write = mortal_step, mortal_write
+    if often:
+        loop.STEPS_BETWEEN_QUESTIONS, loop.SECONDS_BETWEEN_CHECKPOINTS = 3, -1
+    return main(["train", *arguments])
+
+
+def in_a_process_of_its_own(number, job):
+    """A copy of this one, which has imported everything; the exit status, negative for a signal."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # to those who meet: this is not the meeting before
+    status = 1
+    try:
+        status = run(**job)
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    statuses = [in_a_process_of_its_own(number, job) for number, job in enumerate(json.loads(sys.argv[1]))]
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(statuses))

@@ -13,6 +13,7 @@ from pwlu.analysis import Alignment
 from pwlu.recipes.environment import revision
 from pwlu.recipes.rows import RECIPES, settings
 from pwlu.recipes.run_folder import KEPT, RunFolder, new_folder
+from pwlu.recipes.settings import UserError
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +166,13 @@ def test_by_the_command(tmp_path):
     assert not (first.path / "functions.png").exists()
     assert not (first.path / "snapshots").exists()
     assert torch.equal(loaded(first.path / "model.pt")["0.weight"], loaded(second.path / "model.pt")["0.weight"])
+
+
+def test_two_processes_do_not_train_the_same_run(tmp_path):
+    """The lock is the process's: another that opens the file does not get it, and it ends with its holder."""
+    folder, other = RunFolder(tmp_path), RunFolder(tmp_path)
+    folder.write_json("config.json", {})
+    with folder.held(), pytest.raises(UserError, match="is being trained by another process"), other.held():
+        pass
+    with other.held():
+        pass

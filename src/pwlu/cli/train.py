@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import sys
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,8 @@ def _run(options: argparse.Namespace) -> int:
         if asked.channels_last is None:
             asked = dataclasses.replace(asked, channels_last=processes.device.type == "cuda")
         try:
-            result = train(asked, path, processes)
+            with RunFolder(path).held() if processes.first else nullcontext():
+                result = train(asked, path, processes)
         except KeyboardInterrupt:
             if processes.first:
                 print(f"\nstopped. To go on: pwlu train --resume {path}", file=sys.stderr)

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from pwlu.recipes.locks import locked
+
 T = TypeVar("T")
 _PATIENCE = 10.0  # seconds until a child that was asked to end is killed, and until a log that is in use counts as in use
 
@@ -83,26 +85,12 @@ def open_log(path: Path) -> BinaryIO | None:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab")
     deadline = time.monotonic() + _PATIENCE
-    while not _locked(file):
+    while not locked(file):
         if time.monotonic() > deadline:
             file.close()
             return None
         time.sleep(0.1)  # the children of a process that was killed may need a moment to end
     return file
-
-
-def _locked(file: BinaryIO) -> bool:
-    if sys.platform == "win32":
-        return True
-    import fcntl
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # this file system has no locks
-        return True
-    return True
 
 
 def side_by_side(tasks: Iterable[T], jobs: int, start: Callable[[T], Child | None]) -> Generator[tuple[T, Child], None, None]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from pwlu.recipes.locks import locked
 from pwlu.recipes.settings import Settings, UserError, check
 
 KEPT = 2  # checkpoints: the last, and one before it in case the last is damaged
@@ -51,6 +52,14 @@ class RunFolder:
     def finished(self) -> bool:
         """Whether the run came to its end."""
         return (self.path / "result.json").exists()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """As long as one process trains the run, no other may."""
+        with (self.path / "config.json").open() as file:
+            if not locked(file):
+                raise UserError(f"{self.path} is being trained by another process")
+            yield
 
     def settings(self) -> Settings:
         """What was asked for, as config.json has it."""

@@ -86,7 +86,8 @@ ALLOWED = {
     "recipes.processes": {"recipes.settings"},
     "recipes.environment": {"recipes.processes", "version"},
     "recipes.progress": set(),
-    "recipes.run_folder": {"recipes.settings"},
+    "recipes.locks": set(),
+    "recipes.run_folder": {"recipes.locks", "recipes.settings"},
     "recipes.images": {"recipes.draws"},
     "recipes.folders": {"recipes.draws", "recipes.images", "recipes.settings"},
     "recipes.datasets": {"recipes.draws", "recipes.folders", "recipes.images", "recipes.rows", "recipes.settings"},
@@ -135,7 +136,7 @@ ALLOWED = {
         "recipes.settings",
     },
     "recipes.document": {"recipes.presets", "recipes.results", "recipes.settings", "recipes.table"},
-    "recipes.children": set(),
+    "recipes.children": {"recipes.locks"},
     "recipes.comparison": {
         "recipes.cells",
         "recipes.children",

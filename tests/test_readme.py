@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from pwlu.cli import main
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -21,6 +23,11 @@ def test_the_code_runs(page):
 def test_what_it_links_to_exists(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
         assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_tables_are_made_from_results(capsys):
+    assert main(["compare", "--document", str(ROOT / "docs/results.md"), "--results", str(ROOT / "results"), "--check"]) == 0
+    assert "skipped" not in capsys.readouterr().err
 
 
 def test_the_tests_it_names_exist():

@@ -25,7 +25,7 @@ def essential(settings: Settings) -> Settings:
         idle.add("realign_epochs")
     if settings.activation in _WITHOUT_PARAMETERS:
         idle |= set(_OF_LEARNED)
-    recipe = rows.settings(settings.recipe)
+    recipe = rows.settings(settings.recipe, activation=settings.activation)
     return settings.replace(**{name: getattr(recipe, name) for name in idle})
 
 
@@ -41,7 +41,7 @@ def cell(settings: Settings) -> Hashable:
 
 def differences(settings: Settings) -> dict[str, Any]:
     """What differs from the recipe, other than activation and seed."""
-    recipe = rows.settings(settings.recipe).identity()
+    recipe = rows.settings(settings.recipe, activation=settings.activation).identity()
     named = essential(settings).identity().items()
     return {name: value for name, value in named if value != recipe[name] and name not in ("recipe", "activation", "seed")}
 

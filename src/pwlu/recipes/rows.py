@@ -102,9 +102,13 @@ def find(name: str) -> Recipe:
     )
 
 
+UNIT_LR = {"pau": 1e-4}  # chosen on held-out digits: powers up to x^5 make its gradients large
+
+
 def settings(recipe: str, **changes: Any) -> Settings:
     """The settings of a recipe, with changes; a change to None is none."""
     row = {k: v for k, v in dataclasses.asdict(find(recipe)).items() if k in _SHARED}
+    row["unit_lr"] = UNIT_LR.get(changes.get("activation") or "", 1.0)
     return check(Settings(recipe=recipe, **row | {k: v for k, v in changes.items() if v is not None}))
 
 

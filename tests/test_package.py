@@ -49,6 +49,9 @@ ALLOWED = {
     "analysis": {"fuse", "module", "quantiles", "reference"},
     "curves": {"functional", "fuse", "module", "reference", "starts"},
     "plot": {"analysis", "curves"},
+    "shapes": {"analysis", "curves", "reference", "starts"},
+    "fitting": {"reference"},
+    "simplify": {"baselines", "fitting", "functional", "fuse", "module", "realignment", "reference", "starts"},
     "conversion": set(),
     "conversion.kinds": {"starts"},
     "conversion.dataflow": set(),
@@ -184,6 +187,8 @@ ALLOWED = {
         "plot",
         "realignment",
         "reference",
+        "shapes",
+        "simplify",
         "version",
     },
 }
@@ -232,6 +237,7 @@ def test_public_names():
     names = {"PWLU", "FusedPWLU", "TwoPhase", "__version__", "freeze_", "functional", "fuse_", "parameter_groups"}
     names |= {"realign_", "reference", "warm_up", "activation", "convert_", "restore_", "DEFAULT_KINDS"}
     names |= {"Alignment", "alignment", "plot_alignment", "plot_functions", "plot_improvements"}
+    names |= {"Shapes", "describe", "refine_", "simplify_"}
     assert set(pwlu.__all__) == names
     assert all(hasattr(pwlu, name) for name in pwlu.__all__)
 

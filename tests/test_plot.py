@@ -348,9 +348,9 @@ MODEL = nn.Sequential(pwlu.PWLU(3))
     ("call", "text"),
     [
         (lambda: plot_functions(conv()), r"Conv2d has no PWLU; convert it first: pwlu\.convert_\(model, sample\)"),
-        (lambda: plot_functions(fused()), r"Sequential has no PWLU; it is fused: draw it before pwlu\.fuse_\(model\)"),
+        (lambda: plot_functions(fused()), r"Sequential has no PWLU; it is fused: do this before pwlu\.fuse_\(model\)"),
         (lambda: plot_functions(3), "expected a model, or the parameters of its PWLUs by name, not int"),
-        (lambda: plot_functions({}), "there is nothing to draw, the dictionary is empty"),
+        (lambda: plot_functions({}), "there are no functions, the dictionary is empty"),
         (lambda: plot_functions({"a": 3}), "'a' must be a dictionary of parameters, not int"),
         (
             lambda: plot_functions({"a": {"left": 1, "heights": 2, "left_slope": 3}}),

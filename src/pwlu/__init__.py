@@ -18,6 +18,8 @@ from pwlu.learning import TwoPhase, freeze_, parameter_groups
 from pwlu.module import PWLU
 from pwlu.plot import plot_alignment, plot_functions, plot_improvements
 from pwlu.realignment import realign_
+from pwlu.shapes import Shapes, describe
+from pwlu.simplify import refine_, simplify_
 from pwlu.version import __version__
 
 __all__ = [
@@ -25,11 +27,13 @@ __all__ = [
     "PWLU",
     "Alignment",
     "FusedPWLU",
+    "Shapes",
     "TwoPhase",
     "__version__",
     "activation",
     "alignment",
     "convert_",
+    "describe",
     "freeze_",
     "functional",
     "fuse_",
@@ -39,6 +43,8 @@ __all__ = [
     "plot_improvements",
     "realign_",
     "reference",
+    "refine_",
     "restore_",
+    "simplify_",
     "warm_up",
 ]

@@ -51,19 +51,22 @@ class Curves(NamedTuple):
         return x, self.start.function(x)
 
 
-def curves_of(model: Any) -> dict[str, Curves]:
-    """The functions of every PWLU by name, from a model or from parameters as :func:`pwlu.plot_functions` takes them."""
+def curves_of(model: Any, caller: str) -> dict[str, Curves]:
+    """The functions of every PWLU by name, from a model or from parameters as :func:`pwlu.plot_functions` takes them.
+
+    `caller`: the function that errors speak for.
+    """
     if isinstance(model, Mapping):
         if not model:
-            raise ValueError("plot_functions: there is nothing to draw, the dictionary is empty")
-        return {name: _saved(name, values) for name, values in model.items()}
+            raise ValueError(f"{caller}: there are no functions, the dictionary is empty")
+        return {name: _saved(name, values, caller) for name, values in model.items()}
     if not isinstance(model, nn.Module):
-        raise TypeError(f"plot_functions: expected a model, or the parameters of its PWLUs by name, not {type(model).__name__}")
+        raise TypeError(f"{caller}: expected a model, or the parameters of its PWLUs by name, not {type(model).__name__}")
     units = units_of(model)
     if not units:
         fused = any(isinstance(module, FusedPWLU) for module in model.modules())
-        hint = "it is fused: draw it before pwlu.fuse_(model)" if fused else "convert it first: pwlu.convert_(model, sample)"
-        raise ValueError(f"plot_functions: {type(model).__name__} has no PWLU; {hint}")
+        hint = "it is fused: do this before pwlu.fuse_(model)" if fused else "convert it first: pwlu.convert_(model, sample)"
+        raise ValueError(f"{caller}: {type(model).__name__} has no PWLU; {hint}")
     return {name: _drawn(unit.unit_parameters(), find_start(unit.init)) for name, unit in units.items()}
 
 
@@ -72,16 +75,16 @@ def _drawn(parameters: Iterable[Tensor], start: Start | None) -> Curves:
     return Curves(left, right, heights, left_slope, right_slope, start)
 
 
-def _saved(name: str, values: Any) -> Curves:
+def _saved(name: str, values: Any, caller: str) -> Curves:
     if not isinstance(values, Mapping):
-        raise TypeError(f"plot_functions: {name!r} must be a dictionary of parameters, not {type(values).__name__}")
+        raise TypeError(f"{caller}: {name!r} must be a dictionary of parameters, not {type(values).__name__}")
     if missing := [key for key in _PARAMETERS if key not in values]:
-        raise ValueError(f"plot_functions: {name!r} has no {', '.join(missing)}. It must have {', '.join(_PARAMETERS)}")
+        raise ValueError(f"{caller}: {name!r} has no {', '.join(missing)}. It must have {', '.join(_PARAMETERS)}")
     start = find_start(values["init"]) if "init" in values else None
     curves = _drawn((torch.as_tensor(values[key]) for key in _PARAMETERS), start)
     rows = curves.heights.shape[:1]  # none if it is a number: the check says so
     try:
         functional.check(torch.zeros(rows, dtype=torch.float64, device="cpu"), *curves[:5], channel_dim=0)
     except ValueError as error:
-        raise ValueError(f"plot_functions: {name!r}: {error}") from None
+        raise ValueError(f"{caller}: {name!r}: {error}") from None
     return curves

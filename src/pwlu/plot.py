@@ -47,7 +47,7 @@ def plot_functions(
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    units = curves_of(model)
+    units = curves_of(model, "plot_functions")
     names = _chosen_layers(list(units), layers)
     inputs = _inputs_of(alignment, units, names)
     alone = len(names) == 1

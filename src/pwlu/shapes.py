@@ -1,0 +1,278 @@
+"""Shapes: what kind of function each channel has learned, as numbers and classes."""
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pwlu import reference
+from pwlu.analysis import Alignment, UnitAlignment
+from pwlu.curves import Curves, curves_of
+from pwlu.starts import start_parameters
+
+STEPS = 256
+# up to or from which number a channel is of a class: UnitShapes says which
+LINEAR = 0.05
+RELU_LIKE = 0.1
+V_SHAPED = 0.2
+NON_MONOTONE = 0.1
+FLAT = 0.1
+MOVED = 0.1
+COLLAPSED = 0.05
+CLASSES = ("linear", "relu_like", "v_shaped", "non_monotone", "flat_left", "flat_right", "moved", "collapsed")
+_COLUMNS = ("bend", "relu_distance", "v", "back", "left_end", "right_end", "movement", "width", "outside", "empty")
+
+
+@dataclass
+class UnitShapes:
+    """One unit: lists have an entry for each of its functions; NaN is what cannot be known.
+
+    A function f is looked at from ``low`` to ``high``: from p5 to p95 of its inputs if an alignment was given (of a layer-wise
+    unit: from the lowest to the highest of all channels), else between its bounds. It has 257 evenly spaced values there, the
+    range R = max f - min f, and the variation V = sum |f_{j+1} - f_j|. Numbers, each with the class that it decides:
+
+    - ``bend``: max |f - line|/R, with the straight line of least squares. *linear*: at most 0.05.
+    - ``relu_distance``: max |f - g|/R, with g(x) = b + a max(0, x - k) of least squares, a > 0, and k the best of 17 places
+      in the middle half of [low, high]; infinite if no a is above 0. *relu_like*: at most 0.1.
+    - ``v``: how far f falls and rises again, (min(f(low), f(high)) - min f - wrong)/R, where wrong is all that f rises before
+      its minimum and falls after it. 1 for |x| around 0; 0 or less for what is monotone, or goes up and down more than
+      once. *v_shaped*: at least 0.2.
+    - ``back``: the smaller of all rises and all falls of f, as a share of R; 0 if it is monotone. *non_monotone*: at least 0.1.
+    - ``left_end``, ``right_end``: the mean |f'| over the first and the last eighth, relative to that over the whole, 8 V_end/V.
+      *flat_left*, *flat_right*: at most 0.1. A function that saturates on both sides is both.
+    - ``movement``: how far the unit is from its start s, max_k |Y_k - s(B_k)|, relative to the range of Y or of s(B), whichever
+      is larger. *moved*: at least 0.1.
+    - ``width``: (B_R - B_L)/(p95 - p5), or, without inputs, B_R - B_L relative to the unit's median. *collapsed*: below 0.05;
+      it is below 0 if the bounds have crossed.
+    - ``outside``: the share of inputs outside of the bounds.
+    - ``empty``: the share of intervals that no inputs fall in, as far as the histograms of the alignment tell.
+    """
+
+    name: str
+    low: list[float]
+    high: list[float]
+    bend: list[float]
+    relu_distance: list[float]
+    v: list[float]
+    back: list[float]
+    left_end: list[float]
+    right_end: list[float]
+    movement: list[float]
+    width: list[float]
+    outside: list[float]
+    empty: list[float]
+
+    @property
+    def channels(self) -> int:
+        """How many functions it has."""
+        return len(self.low)
+
+    def members(self, shape: str) -> list[bool]:
+        """Whether each channel is of that class, one of ``CLASSES``."""
+        tests = {
+            "linear": (self.bend, lambda number: number <= LINEAR),
+            "relu_like": (self.relu_distance, lambda number: number <= RELU_LIKE),
+            "v_shaped": (self.v, lambda number: number >= V_SHAPED),
+            "non_monotone": (self.back, lambda number: number >= NON_MONOTONE),
+            "flat_left": (self.left_end, lambda number: number <= FLAT),
+            "flat_right": (self.right_end, lambda number: number <= FLAT),
+            "moved": (self.movement, lambda number: number >= MOVED),
+            "collapsed": (self.width, lambda number: number < COLLAPSED),
+        }
+        if shape not in tests:
+            raise ValueError(f"members: {shape!r} is no class of shapes. Write one of {', '.join(tests)}")
+        numbers, test = tests[shape]
+        return [test(number) for number in numbers]
+
+
+@dataclass
+class Shapes:
+    """Every unit, in the order of the model. Prints as a table: of each unit the share of channels of each class."""
+
+    units: list[UnitShapes] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[UnitShapes]:
+        return iter(self.units)
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def share(self, shape: str) -> float:
+        """Of all channels, the share that is of this class, one of ``CLASSES``."""
+        members = [member for unit in self.units for member in unit.members(shape)]
+        return sum(members) / len(members)
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """A row for each channel, numbers and classes, for a data frame."""
+        rows = []
+        for unit in self.units:
+            classes = {shape: unit.members(shape) for shape in CLASSES}
+            for channel in range(unit.channels):
+                numbers = {column: getattr(unit, column)[channel] for column in ("low", "high", *_COLUMNS)}
+                rows.append({"unit": unit.name, "channel": channel, **numbers} | {s: classes[s][channel] for s in CLASSES})
+        return rows
+
+    def to_json(self) -> str:
+        """A list of units with their numbers and classes; numbers have 6 digits, what is not finite becomes null."""
+        units = []
+        for unit in self.units:
+            columns = {
+                name: [float(f"{number:.6g}") if math.isfinite(number) else None for number in values]
+                for name, values in asdict(unit).items()
+                if name != "name"
+            }
+            units.append({"name": unit.name} | columns | {shape: unit.members(shape) for shape in CLASSES})
+        return json.dumps(units, separators=(",", ":"), allow_nan=False)
+
+    def __str__(self) -> str:
+        classes = ("linear", "ReLU-like", "V-shaped", "not monotone", "flat left", "flat right", "moved", "collapsed")
+        head = ("unit", "channels", *classes, "inputs outside", "empty intervals")
+        rows = [(u.name or "the model", str(u.channels), *_shares(Shapes([u]))) for u in self.units]
+        rows.append(("all", str(sum(u.channels for u in self.units)), *_shares(self)))
+        widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
+            for row in (head, *rows)
+        ]
+        for place in (1, -1):
+            lines.insert(place, "  ".join("-" * width for width in widths))
+        return "\n".join(lines)
+
+
+def describe(model: nn.Module | Mapping[str, Mapping[str, Any]], alignment: Alignment | None = None) -> Shapes:
+    """Say of every function of every PWLU what shape it has: straight, ReLU-like, V-shaped, flat at its ends, and more.
+
+    :class:`UnitShapes` has the formulas and the thresholds. The paper says that V shapes appear often and that the first
+    layers are close to linear: ``print(pwlu.describe(model))`` shows whether it is so.
+
+    Args:
+        model: with PWLUs; or their parameters, by name, as :func:`pwlu.plot_functions` takes them.
+        alignment: what ``pwlu.alignment`` measured. Functions are then looked at where their inputs are; without it, what lies
+            within the bounds but beyond the inputs counts as well, and that nothing has taught.
+    """
+    units = curves_of(model, "describe")
+    inputs = _inputs_of(units, alignment)
+    return Shapes([_described(name, curves, inputs.get(name)) for name, curves in units.items()])
+
+
+def _inputs_of(units: Mapping[str, Curves], alignment: Alignment | None) -> dict[str, UnitAlignment]:
+    if alignment is None:
+        return {}
+    if not isinstance(alignment, Alignment):
+        raise TypeError(f"describe: alignment must be what pwlu.alignment(model, batches) returns, not {alignment!r}")
+    inputs = {unit.name: unit for unit in alignment if unit.name in units}
+    if not inputs:
+        raise ValueError(f"describe: the alignment has none of these units: {', '.join(units)}. Is it of another model?")
+    for name, unit in inputs.items():
+        if units[name].channels not in (1, unit.channels):
+            raise ValueError(
+                f"describe: {name!r} has {units[name].channels} channels, in the alignment {unit.channels}: is it of another "
+                "model?"
+            )
+    return inputs
+
+
+class _Inputs(NamedTuple):
+    """Of the inputs of each function (C,): p5, p95, share outside of the bounds, share of intervals with none; NaN for none."""
+
+    p5: Tensor
+    p95: Tensor
+    outside: Tensor
+    empty: Tensor
+
+
+def _described(name: str, curves: Curves, seen: UnitAlignment | None) -> UnitShapes:
+    inputs = _inputs(curves, seen)
+    usual = inputs.p95 > inputs.p5  # else there are none, or they are all the same
+    low, high = torch.where(usual, inputs.p5, curves.left), torch.where(usual, inputs.p95, curves.right)
+    between = curves.right - curves.left
+    usually = torch.where(usual, inputs.p95 - inputs.p5, between.abs().median())
+    width = torch.where(between == 0, between, between / usually)
+    shares = torch.linspace(0, 1, STEPS + 1, dtype=torch.float64, device="cpu")
+    x = low[:, None] + (high - low)[:, None] * shares
+    y = reference.forward(x, *curves[:5], channel_dim=0)
+    numbers = [torch.where(high > low, number, torch.nan) for number in _numbers(shares, y)]
+    columns = (low, high, *numbers, _movement(curves), width, inputs.outside, inputs.empty)
+    return UnitShapes(name, *(column.tolist() for column in columns))
+
+
+def _numbers(x: Tensor, y: Tensor) -> Iterator[Tensor]:
+    """bend, relu_distance, v, back, left_end, right_end (C,) of functions with the values y (C, J) at x (J,)."""
+    scale = y.amax(1) - y.amin(1)
+    step = y.diff(dim=1)
+    rises, falls = step.clamp(min=0), -step.clamp(max=0)
+
+    def share(number: Tensor) -> Tensor:  # of the range; a constant function has none of anything
+        return torch.where(scale > 0, number / scale, 0.0)
+
+    def distance(g: Tensor) -> tuple[Tensor, Tensor]:  # from b + a g, and a
+        g = g - g.mean()
+        a = (y @ g) / (g @ g)
+        return share((y - y.mean(1, keepdim=True) - a[:, None] * g).abs().amax(1)), a
+
+    yield distance(x)[0]
+    kinks = x[STEPS // 4 : 3 * STEPS // 4 + 1 : STEPS // 32]
+    hinges = [distance((x - k).clamp(min=0)) for k in kinks]
+    yield torch.stack([torch.where(a > 0, d, torch.inf) for d, a in hinges]).amin(0)
+    lowest = y.argmin(1, keepdim=True)
+    before = torch.arange(STEPS, device="cpu") < lowest
+    wrong = torch.where(before, rises, falls).sum(1)
+    yield share(torch.minimum(y[:, 0], y[:, -1]) - y.amin(1) - wrong)
+    yield share(torch.minimum(rises.sum(1), falls.sum(1)))
+    variation, end = step.abs().sum(1), STEPS // 8
+    for part in (step[:, :end], step[:, -end:]):
+        yield torch.where(variation > 0, 8 * part.abs().sum(1) / variation, 0.0)
+
+
+def _movement(curves: Curves) -> Tensor:
+    if curves.start is None:
+        return torch.full_like(curves.left, torch.nan)
+    with torch.no_grad():
+        start = start_parameters(curves.start, curves.left, curves.right, curves.heights.shape[1] - 1)[0]
+    scale = torch.stack([h.amax(1) - h.amin(1) for h in (curves.heights, start)]).amax(0)
+    distance = (curves.heights - start).abs().amax(1)
+    return torch.where(distance > 0, distance / scale, 0.0)
+
+
+def _inputs(curves: Curves, seen: UnitAlignment | None) -> _Inputs:
+    unknown = torch.full_like(curves.left, torch.nan)
+    if seen is None:
+        return _Inputs(unknown, unknown, unknown, unknown)
+    p5, p95, outside, count = (
+        torch.tensor(values, dtype=torch.float64, device="cpu") for values in (seen.p5, seen.p95, seen.outside, seen.count)
+    )
+    full = _reached(curves, seen) if seen.histogram else None
+    if curves.channels < seen.channels:  # layer-wise: one function for all of them
+        some = count > 0
+        p5 = p5.masked_fill(~some, torch.inf).amin(0, keepdim=True)
+        p95 = p95.masked_fill(~some, -torch.inf).amax(0, keepdim=True)
+        outside = (outside.nan_to_num() * count).sum(0, keepdim=True) / count.sum()
+        full = None if full is None else full.any(0, keepdim=True)
+        count = count.sum(0, keepdim=True)
+    empty = unknown if full is None else torch.where(count > 0, 1 - full.double().mean(1), torch.nan)
+    return _Inputs(p5, p95, outside, empty)
+
+
+def _reached(curves: Curves, seen: UnitAlignment) -> Tensor:
+    """Whether inputs fall in each interval (C, N): whether a bar of the histogram that is not empty overlaps it."""
+    low, high, bars = (torch.tensor(v, dtype=torch.float64, device="cpu") for v in (seen.low, seen.high, seen.histogram))
+    number = bars.shape[1]
+    edges = low[:, None] + (high - low)[:, None] * torch.arange(number + 1, device="cpu") / number
+    places = torch.linspace(0, 1, curves.heights.shape[1], dtype=torch.float64, device="cpu")
+    knots = curves.left[:, None] + (curves.right - curves.left)[:, None] * places
+    begin, end = knots[:, :-1, None], knots[:, 1:, None]
+    overlap = (edges[:, None, :-1] < end) & (edges[:, None, 1:] > begin)
+    return (overlap & (bars > 0)[:, None]).any(2)
+
+
+def _shares(shapes: Shapes) -> Iterator[str]:
+    for shape in CLASSES:
+        yield f"{100 * shapes.share(shape):.0f} %"
+    for column in ("outside", "empty"):
+        known = [number for unit in shapes for number in getattr(unit, column) if not math.isnan(number)]
+        yield f"{100 * statistics.mean(known):.1f} %" if known else "-"

@@ -19,7 +19,7 @@ $(VENV)/installed: pyproject.toml setup.py src/pwlu/kernels/build.py src/pwlu/ke
 	touch $@
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -50,6 +50,11 @@ ALLOWED = {
     "curves": {"functional", "fuse", "module", "reference", "starts"},
     "plot": {"analysis", "curves"},
     "shapes": {"analysis", "curves", "reference", "starts"},
+    "onnx_forms": {"fuse", "reference"},
+    "onnx_file": {"onnx_forms"},
+    "onnx_check": set(),
+    "onnx_units": {"fuse", "module", "onnx_check", "onnx_forms", "reference"},
+    "export": {"fuse", "module", "onnx_check", "onnx_file", "onnx_forms", "onnx_units"},
     "fitting": {"reference"},
     "simplify": {"baselines", "fitting", "functional", "fuse", "module", "realignment", "reference", "starts"},
     "conversion": set(),
@@ -179,6 +184,7 @@ ALLOWED = {
         "baselines",
         "conversion.kinds",
         "convert",
+        "export",
         "functional",
         "fuse",
         "implementations",
@@ -237,7 +243,7 @@ def test_public_names():
     names = {"PWLU", "FusedPWLU", "TwoPhase", "__version__", "freeze_", "functional", "fuse_", "parameter_groups"}
     names |= {"realign_", "reference", "warm_up", "activation", "convert_", "restore_", "DEFAULT_KINDS"}
     names |= {"Alignment", "alignment", "plot_alignment", "plot_functions", "plot_improvements"}
-    names |= {"Shapes", "describe", "refine_", "simplify_"}
+    names |= {"Shapes", "describe", "export_onnx", "refine_", "simplify_"}
     assert set(pwlu.__all__) == names
     assert all(hasattr(pwlu, name) for name in pwlu.__all__)
 

@@ -10,9 +10,11 @@ from pwlu.cli import main
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/conversion.md"])
-def test_the_code_runs(page):
+@pytest.mark.parametrize("page", ["README.md", "docs/conversion.md", "docs/deploy.md"])
+def test_the_code_runs(page, tmp_path, monkeypatch):
     pytest.importorskip("torchvision")
+    pytest.importorskip("onnxruntime")
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
     for block in blocks:

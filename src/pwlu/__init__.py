@@ -12,6 +12,7 @@ from pwlu.analysis import Alignment, alignment
 from pwlu.baselines import activation
 from pwlu.conversion.kinds import DEFAULT_KINDS
 from pwlu.convert import convert_, restore_
+from pwlu.export import export_onnx
 from pwlu.fuse import FusedPWLU, fuse_
 from pwlu.implementations import warm_up
 from pwlu.learning import TwoPhase, freeze_, parameter_groups
@@ -34,6 +35,7 @@ __all__ = [
     "alignment",
     "convert_",
     "describe",
+    "export_onnx",
     "freeze_",
     "functional",
     "fuse_",

@@ -318,4 +318,4 @@ def _require_matplotlib(what: str) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"{what}: drawing needs matplotlib ({error}): pip install 'pwlu[demo]'") from None
+        raise ImportError(f"{what}: drawing needs matplotlib ({error}): pip install 'pwlu[train]'") from None

@@ -6,15 +6,18 @@ import os
 import pickle
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 
 import pwlu
 from pwlu.cli import main
+from pwlu.recipes import report
 from pwlu.recipes.classification import Classification
 from pwlu.recipes.processes import Processes
 from pwlu.recipes.rows import settings
@@ -38,15 +41,15 @@ def one_thread():
         torch.set_num_threads(before)
 
 
-def train(*arguments):
-    """``pwlu train``, in this process; the exit status."""
-    with one_thread():
+def train(*arguments, draw=False):
+    """``pwlu train``, in this process; the exit status. The picture takes longer than a short training: `draw` it or not."""
+    with one_thread(), nullcontext() if draw else patch.object(report, "plot_functions", lambda *_, **__: Figure()):
         return main(["train", *map(str, arguments)])
 
 
-def short_run(runs, *arguments):
+def short_run(runs, *arguments, draw=False):
     """A finished run of the digits under `runs`, which has no other."""
-    assert train(*SHORT, *arguments, "--runs", runs) == 0
+    assert train(*SHORT, *arguments, "--runs", runs, draw=draw) == 0
     (path,) = runs.iterdir()
     return RunFolder(path)
 
@@ -103,14 +106,20 @@ def assert_same_run(found, expected):
 # Processes.
 
 
-def start(jobs, *launcher):
+def start(folder, jobs, *launcher):
     """Have train_worker.py do these commands, by itself or by a launcher of several; the exit statuses, and all it printed."""
     paths = os.pathsep.join([str(Path(pwlu.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    command = [sys.executable, *launcher, str(Path(__file__).with_name("train_worker.py")), json.dumps(jobs, default=str)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    *printed, statuses = done.stdout.splitlines()
+    worker = Path(__file__).with_name("train_worker.py")
+    command = [sys.executable, *launcher, worker, folder, json.dumps(jobs, default=str)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # a launcher then stops its processes
+            raise
+    assert process.returncode == 0, err
+    *printed, statuses = out.splitlines()
     return json.loads(statuses), printed
 
 

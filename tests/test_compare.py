@@ -69,6 +69,7 @@ def test_every_setting_travels():
     changes |= {"granularity": "layer", "realign_epochs": 1.5, "fix_init": 2.5, "unit_lr": 0.1, "curvature": 1e-7, "ema": 0.999}
     changes |= {"norm": "group", "precision": "bf16", "accumulate": 2, "compile": True, "channels_last": False, "data": "a b=c"}
     changes |= {"device": "cpu", "workers": 0, "tensorboard": True}
+    changes |= {"iterations": 5, "measure_every": 3, "save_detections": True}
     settings = rows.settings("digits", **changes)
     usual = rows.settings("digits")
     assert not [name for name, value in settings.as_dict().items() if value == usual.as_dict()[name] and name != "recipe"]
@@ -85,6 +86,8 @@ def test_every_setting_travels():
         "--data=a b=c",
         "--device=cpu",
         "--workers=0",
+        "--measure-every=3",
+        "--save-detections",
         "--tensorboard",
     ]
     assert comparison.flags(usual, of_the_machine=True) == []

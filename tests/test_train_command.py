@@ -26,7 +26,7 @@ def refused(capsys, *arguments):
 def test_without_a_recipe_it_trains_the_digits(tmp_path, monkeypatch, capsys):
     """And ends with an accuracy, a picture of the learned functions and the path of the run folder."""
     monkeypatch.chdir(tmp_path)
-    assert train("--epochs", 8) == 0
+    assert train("--epochs", 8, draw=True) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[:8]] == [f"epoch {k:3d}/8" for k in range(1, 9)]
     accuracy = re.fullmatch(r"accuracy (\d+\.\d\d) % on 899 test images, 4,618 parameters, \S+ s an epoch", lines[8])

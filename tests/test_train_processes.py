@@ -78,7 +78,7 @@ def two(tmp_path_factory):
         {"arguments": [*command, *EXACT], "die_at": STEPS_AN_EPOCH + 4, "often": True},
         {"arguments": ["--resume", runs / names[2]]},
     ]
-    statuses, printed = start(jobs, *TORCHRUN)
+    statuses, printed = start(tmp_path_factory.mktemp("meetings"), jobs, *TORCHRUN)
     assert [status == 0 for status in statuses] == [True, True, False, True]
     return [RunFolder(runs / name) for name in names], printed
 

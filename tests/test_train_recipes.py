@@ -1,4 +1,4 @@
-"""Every recipe builds, takes steps in both phases, and says what the paper says."""
+"""Every recipe for classification builds, takes steps in both phases, and says what the paper says."""
 
 import itertools
 
@@ -24,7 +24,7 @@ def data(tmp_path_factory):
     return {"cifar100": write_cifar(folder / "cifar"), "folder": write_images(folder / "images"), "digits": folder}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name, row in RECIPES.items() if not row.detects])  # others: test_detection_training
 def test_every_recipe_trains(data, name):
     """Two steps, one in each phase."""
     row = RECIPES[name]
@@ -42,7 +42,7 @@ def test_every_recipe_trains(data, name):
 
 OTHERS = [
     *itertools.product(["convnet"], ["relu", "prelu", "swish", "frelu"]),
-    *[("resnet18", "swish"), ("mobilenet_v2", "prelu"), ("mobilenet_v3_small", "frelu")],
+    *[("resnet18", "swish"), ("mobilenet_v3_small", "frelu")],
 ]
 
 

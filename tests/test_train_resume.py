@@ -34,11 +34,11 @@ def test_killed(tmp_path, uninterrupted, with_average):
         {"arguments": ["--resume", first]},
         {"arguments": [*begin, "--ema", "0.9"], "die_at": 4, "often": True},
         {"arguments": ["--resume", second], "die_writing": end_of_phase_one, "often": True},
-        {"arguments": ["--resume", second], "die_at": 10, "often": True},
+        {"arguments": ["--resume", second], "die_writing": "checkpoints/step-00000009", "often": True},
         {"arguments": ["--resume", second], "die_writing": "report.md"},
         {"arguments": ["--resume", second]},
     ]
-    found, _ = start(jobs)
+    found, _ = start(tmp_path, jobs)
     assert found == [KILLED, KILLED, 0, KILLED, KILLED, KILLED, KILLED, 0]
     assert_same_run(RunFolder(first), uninterrupted)
     assert_same_run(RunFolder(second), with_average)

@@ -18,7 +18,7 @@ from pwlu.recipes.settings import UserError
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    return short_run(tmp_path_factory.mktemp("runs"), "--seed", "5")
+    return short_run(tmp_path_factory.mktemp("runs"), "--seed", "5", draw=True)
 
 
 def loaded(path):
@@ -138,7 +138,7 @@ def test_every_setting_survives(tmp_path):
     values |= {"precision": "bf16", "init": "silu", "data": "/data", "device": "cpu"}
     kinds = {int: 9, float: 0.123456789012345, bool: True}
     changed = {f.name: values.get(f.name, kinds.get(f.type)) for f in dataclasses.fields(plain)}
-    changed |= {"compile": True, "channels_last": False, "tensorboard": True}
+    changed |= {"channels_last": False}
     other = plain.replace(**changed)
     assert all(getattr(other, name) != getattr(plain, name) for name in changed if name != "recipe")
     folder.write_json("config.json", other.as_dict())
@@ -176,3 +176,22 @@ def test_two_processes_do_not_train_the_same_run(tmp_path):
         pass
     with other.held():
         pass
+
+
+# Other lengths.
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(64, 10), (128, 5), (32, 20)])
+def test_iterations(tmp_path, batch, steps):
+    """Of the recipe's batch of 64: twice as many with half of it. The last epoch need not be a whole one."""
+    assert train("--iterations", 10, "--batch", batch, "--act", "relu", "--runs", tmp_path) == 0
+    (path,) = tmp_path.iterdir()
+    (row,) = RunFolder(path).metrics()
+    assert row["step"] == steps
+    assert row["images_per_second"] == pytest.approx(steps * batch / row["seconds"], rel=1e-5)
+
+
+def test_the_last_epoch_is_always_measured(tmp_path):
+    folder = short_run(tmp_path, "--act", "relu", "--measure-every", "2")
+    assert ["accuracy" in row for row in folder.metrics()] == [False, True, True]
+    assert folder.json("result.json")["best_accuracy"] == max(row["accuracy"] for row in folder.metrics()[1:])

@@ -1,10 +1,10 @@
 """``pwlu train`` as the tests start it to kill it: several commands one after the other, each of which may die.
 
-    python train_worker.py '[{"arguments": [...], "die_at": STEP, "die_writing": NAME, "often": true}, ...]'
+    python train_worker.py FOLDER '[{"arguments": [...], "die_at": STEP, "die_writing": NAME, "often": true}, ...]'
 
 Every command has a process of its own, and under torchrun one for each of its processes. One that is to die does so by SIGKILL:
 before the step of that number, or when half of the first file whose name begins with NAME is written. "often": checkpoints are
-written every third step too. The exit statuses are printed last, by the first process.
+written every third step too. The exit statuses are printed last, by the first process. FOLDER is where processes may meet.
 """
 
 import json
@@ -17,6 +17,7 @@ import matplotlib.figure  # noqa: F401
 import sklearn.datasets
 import sklearn.model_selection  # noqa: F401
 import torch._dynamo  # noqa: F401
+import torch.distributed as dist
 
 from pwlu.cli import main
 from pwlu.recipes import loop
@@ -49,15 +50,17 @@ def run(arguments, die_at=None, die_writing=None, often=False):
     return main(["train", *arguments])
 
 
-def in_a_process_of_its_own(number, job):
+def in_a_process_of_its_own(folder, number, job):
     """A copy of this one, which has imported everything; the exit status, negative for a signal."""
     sys.stdout.flush()
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # to those who meet: this is not the meeting before
     status = 1
     try:
+        if "RANK" in os.environ and number:  # torchrun arranges one meeting, that of the first command
+            rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{number}", rank=rank, world_size=count)
         status = run(**job)
     finally:
         sys.stdout.flush()
@@ -65,6 +68,7 @@ def in_a_process_of_its_own(number, job):
 
 
 if __name__ == "__main__":
-    statuses = [in_a_process_of_its_own(number, job) for number, job in enumerate(json.loads(sys.argv[1]))]
+    jobs = json.loads(sys.argv[2])
+    statuses = [in_a_process_of_its_own(sys.argv[1], number, job) for number, job in enumerate(jobs)]
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(statuses))

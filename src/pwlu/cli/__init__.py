@@ -11,6 +11,7 @@ COMMANDS = {
     "info": "versions, devices, and which code computes PWLU where, and why",
     "train": "train an architecture on a data set with a chosen activation",
     "compare": "fill a table of activations, architectures and seeds",
+    "evaluate": "COCO's average precision of detections that were saved",
 }
 
 

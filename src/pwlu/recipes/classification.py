@@ -12,22 +12,38 @@ from pwlu.recipes import draws, networks
 from pwlu.recipes.datasets import load
 from pwlu.recipes.images import Batch
 from pwlu.recipes.processes import Processes
-from pwlu.recipes.rows import find
+from pwlu.recipes.rows import find, total_steps
 from pwlu.recipes.settings import Settings, UserError
+from pwlu.recipes.task import share
+
+ALIGNMENT_IMAGES = 2048
 
 
 class Classification:
     """A data set of images with labels. ``metric``: what a table compares, in percent; more is better."""
 
     metric = "accuracy"
+    reported = ("test_loss",)
+    notes: tuple[str, ...] = ()
 
     def __init__(self, settings: Settings, processes: Processes) -> None:
         self.settings, self.processes = settings, processes
+        if settings.augmentation == "flip":
+            raise UserError("--augmentation flip is for detection: write crop+flip")
+        if settings.save_detections:
+            raise UserError("--save-detections is for detection: leave it out")
         self.data = load(settings, processes.device)
         self.dtype = torch.float64 if settings.precision == "float64" else torch.float32
         self.layout = torch.channels_last if settings.channels_last else torch.contiguous_format
-        self.share = self._check_batch()
+        self.share = share(settings, processes.count, len(self.data.train))
+        if self.share < 2 and settings.norm == "batch":
+            parts = processes.count * settings.accumulate
+            raise UserError(
+                f"a batch of {settings.batch} leaves 1 image for each of {parts} parts, too few for batch norm: write --batch "
+                f"{2 * parts} or more, or --norm group"
+            )
         self.steps_per_epoch = len(self.data.train) // settings.batch
+        self.total_steps = total_steps(settings, self.steps_per_epoch)
         self.measured_on, self.measured_images = self.data.measured_on, len(self.data.test)
 
     def network(self) -> nn.Module:
@@ -39,26 +55,6 @@ class Classification:
         """What the network is called with, for :func:`pwlu.convert_`."""
         return torch.zeros(2, self.data.channels, self.settings.pixels, self.settings.pixels)
 
-    def _check_batch(self) -> int:
-        """Images in one forward pass of one process."""
-        s, count = self.settings, self.processes.count
-        parts = count * s.accumulate
-        if s.batch % parts:
-            raise UserError(
-                f"a batch of {s.batch} cannot be shared by {count} processes in {s.accumulate} parts each. Write --batch "
-                f"{max(1, round(s.batch / parts)) * parts}"
-            )
-        if s.batch > len(self.data.train):
-            raise UserError(
-                f"a batch of {s.batch} is more than all {len(self.data.train)} training images: write a smaller --batch"
-            )
-        if s.batch // parts < 2 and s.norm == "batch":
-            raise UserError(
-                f"a batch of {s.batch} leaves 1 image for each of {parts} parts, too few for batch norm: write --batch "
-                f"{2 * parts} or more, or --norm group"
-            )
-        return s.batch // parts
-
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Batch]]:
         """The steps of an epoch from `first_step` on: this process's parts of each batch.
 
@@ -68,7 +64,8 @@ class Classification:
         steps = order[: self.steps_per_epoch * self.settings.batch].view(
             self.steps_per_epoch, -1, self.processes.count, self.share
         )
-        mine = steps[first_step:, :, self.processes.rank]
+        last_step = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
+        mine = steps[first_step:last_step, :, self.processes.rank]
         batches = self.data.train.batches(mine.flatten(0, 1).unbind(), (self.settings.seed, epoch, 2))
         for _ in range(len(mine)):
             yield [self._prepared(*next(batches)) for _ in range(self.settings.accumulate)]
@@ -111,3 +108,16 @@ class Classification:
         model.train()
         loss, right_answers, count = self.processes.total(sums).tolist()
         return {"test_loss": loss / count, "accuracy": 100 * right_answers / count}
+
+    def files(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, bytes]:
+        """None but those of every run."""
+        return {}
+
+    def some_images(self) -> Iterator[Tensor]:
+        """To see the inputs of activations."""
+        seen = 0
+        for images, _ in self.test_batches():
+            if seen >= ALIGNMENT_IMAGES:
+                return
+            seen += len(images)
+            yield images

@@ -10,6 +10,7 @@ from pathlib import Path
 from pwlu.recipes.cells import essential, identity, label
 from pwlu.recipes.children import Child, open_log, side_by_side
 from pwlu.recipes.environment import SIDE_BY_SIDE
+from pwlu.recipes.measures import said
 from pwlu.recipes.presets import Comparison
 from pwlu.recipes.progress import Progress
 from pwlu.recipes.results import Run, find_runs, keep
@@ -122,8 +123,8 @@ class _Work:
         if find(self.results).finished(run.settings) is None:
             keep(run, self.results)
         if run.result is not None:
-            accuracy = f"{run.result['accuracy']:.2f} %" + (", diverged" if run.result["diverged"] else "")
-            self._say(f"{title(run.settings)}: {accuracy}, {run.result['seconds_per_epoch']:.3g} s an epoch")
+            measured = said(run.result).removeprefix("accuracy ") + (", diverged" if run.result["diverged"] else "")
+            self._say(f"{title(run.settings)}: {measured}, {run.result['seconds_per_epoch']:.3g} s an epoch")
 
     def _failed(self, settings: Settings, why: str) -> None:
         self.failures.append(Failure(settings, why))

@@ -46,12 +46,12 @@ def load(settings: Settings, device: torch.device) -> Data:
         )
     measured_on = "test images"
     if settings.holdout:
-        train, test = _held_out(train, settings.holdout)
+        train, test = held_out(train, settings.holdout)
         measured_on = "held-out training images"
     return Data(train, test, classes, 1 if kind == "digits" else 3, measured_on)
 
 
-def _held_out(train: Any, count: int) -> tuple[Any, Any]:
+def held_out(train: Any, count: int) -> tuple[Any, Any]:
     """The training set in two parts, always the same ones, whatever the seed of the run."""
     if count >= len(train):
         raise UserError(f"--holdout {count} leaves nothing to train on: the training set has {len(train)} images")

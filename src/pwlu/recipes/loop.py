@@ -9,19 +9,27 @@ from typing import Any
 import torch
 
 from pwlu.analysis import alignment, without_histograms
-from pwlu.recipes.classification import Classification
 from pwlu.recipes.environment import environment
 from pwlu.recipes.processes import Processes
 from pwlu.recipes.progress import Progress
 from pwlu.recipes.report import write_report
+from pwlu.recipes.rows import find
 from pwlu.recipes.run_folder import RunFolder
 from pwlu.recipes.settings import Settings, UserError
+from pwlu.recipes.task import Task
 from pwlu.recipes.trainee import Trainee
 
 SECONDS_BETWEEN_CHECKPOINTS = 600  # in an epoch that takes longer
 STEPS_BETWEEN_QUESTIONS = 50  # whether so many seconds have passed
 SNAPSHOTS = 20  # of the functions, spread over the run
-ALIGNMENT_IMAGES = 2048
+_WORDS = {  # what of an epoch is said in its line; of what is known before it ends, on the bar too
+    "loss": "loss {:.4f}",
+    "train_accuracy": "train {:.2f} %",
+    "accuracy": "test {:.2f} %",
+    "box_ap": "box AP {:.2f}",
+    "mask_ap": "mask AP {:.2f}",
+    "unreadable_images": "{:.0f} unreadable images",
+}
 
 
 def train(settings: Settings, path: Path, processes: Processes) -> dict[str, Any]:
@@ -32,9 +40,10 @@ def train(settings: Settings, path: Path, processes: Processes) -> dict[str, Any
 class _Loop:
     def __init__(self, settings: Settings, folder: RunFolder, processes: Processes) -> None:
         self.settings, self.folder, self.processes = settings, folder, processes
-        self.task = Classification(settings, processes)
+        self.task = _task(settings, processes)
         self.trainee = Trainee(self.task, settings, processes)
-        self.total = settings.epochs * self.task.steps_per_epoch
+        self.total = self.task.total_steps
+        self.epochs = math.ceil(self.total / self.task.steps_per_epoch)
         self.number = 0  # of steps done
         self.sums = torch.zeros((), device=processes.device)
         self.seconds = 0.0  # of training in this epoch
@@ -46,6 +55,8 @@ class _Loop:
         title = f"{self.settings.recipe} {self.settings.activation}, seed {self.settings.seed}"
         self.board = self._tensorboard()
         self.progress = Progress(title, self.total, self.number, silent=not self.processes.first)
+        for note in self.task.notes:
+            self.progress.say(note)
         try:
             while self.number < self.total and self._finite():
                 self._epoch(self.number // self.task.steps_per_epoch)
@@ -86,12 +97,13 @@ class _Loop:
         row: dict[str, Any] = {"epoch": epoch + 1, "step": self.number} | _rounded(self.task.summary(sums))
         self.seconds += time.monotonic() - begin  # .summary() has waited for the device
         self.processes.spread(self.trainee.measured.buffers())  # on CPUs, each has batch statistics of its own
-        row |= _rounded(self.task.measure(self.trainee.measured, self.trainee.autocast()))
+        if (epoch + 1) % self.settings.measure_every == 0 or self.number == self.total or row["loss"] is None:
+            row |= _rounded(self.task.measure(self.trainee.measured, self.trainee.autocast()))
         row |= {"lr": self.trainee.schedule.get_last_lr()[0], "phase": self.trainee.phase}
-        row |= _rounded({"seconds": self.seconds, "images_per_second": steps * self.settings.batch / self.seconds})
+        row |= _rounded({"seconds": self.seconds, "images_per_second": self._done() * self.settings.batch / self.seconds})
         if self.processes.first:
             self.folder.add_metrics(row)
-            if (epoch + 1) % max(1, self.settings.epochs // SNAPSHOTS) == 0:
+            if (epoch + 1) % max(1, self.epochs // SNAPSHOTS) == 0:
                 self._snapshot()
             self._tell(row)
         self.last = row
@@ -121,23 +133,24 @@ class _Loop:
 
     def _shown(self, epoch: int, seconds: float) -> dict[str, Any]:
         summary = self.task.summary(self.sums)
-        shown = {name: f"{value:.3g}" for name, value in summary.items()}
+        shown = {name: f"{value:.3g}" for name, value in summary.items() if name in _WORDS}
         shown["phase"] = "I" if self.trainee.phase == 1 else "II"
-        done = (self.number - 1) % self.task.steps_per_epoch + 1
-        return (
-            {"epoch": f"{epoch + 1}/{self.settings.epochs}"} | shown | {"images/s": round(done * self.settings.batch / seconds)}
-        )
+        speed = round(self._done() * self.settings.batch / seconds)
+        return {"epoch": f"{epoch + 1}/{self.epochs}"} | shown | {"images/s": speed}
+
+    def _done(self) -> int:
+        """Steps in this epoch, at least one of which is done."""
+        return (self.number - 1) % self.task.steps_per_epoch + 1
 
     def _tell(self, row: dict[str, Any]) -> None:
         if self.board is not None:
             for name, value in row.items():
                 if name not in ("epoch", "step") and value is not None:
                     self.board.add_scalar(name, value, row["step"])
-        numbers = {"loss": "loss {:.4f}", "train_accuracy": "train {:.2f} %", "accuracy": "test {:.2f} %"}
-        text = ", ".join(words.format(row[name]) for name, words in numbers.items() if row.get(name) is not None)
+        text = ", ".join(words.format(row[name]) for name, words in _WORDS.items() if row.get(name) is not None)
         phase = {1: "Phase I", 2: "Phase II"}[row["phase"]] + ", " if self.trainee.phases else ""
         speed = f"{row['images_per_second']:.0f} images/s, {self.progress.left()} left"
-        self.progress.say(f"epoch {row['epoch']:3d}/{self.settings.epochs}: {text}, {phase}{speed}")
+        self.progress.say(f"epoch {row['epoch']:3d}/{self.epochs}: {text}, {phase}{speed}")
 
     def _tensorboard(self) -> Any:
         if not self.settings.tensorboard or not self.processes.first:
@@ -156,8 +169,8 @@ class _Loop:
         last = rows[-1]
         result = {
             metric: last[metric],
-            f"best_{metric}": max(row[metric] for row in rows),
-            "test_loss": last["test_loss"],
+            f"best_{metric}": max(row[metric] for row in rows if metric in row),
+            **{name: last[name] for name in self.task.reported},
             "train_loss": last["loss"],
             "measured_on": self.task.measured_on,
             "measured_images": self.task.measured_images,
@@ -166,26 +179,36 @@ class _Loop:
             "sites": len(self.trainee.report.converted),
             "diverged": last["loss"] is None,
         }
+        files = self.task.files(self.trainee.measured, self.trainee.autocast())
         if self.processes.first:
+            for name, content in files.items():
+                self.folder.write(name, content)
             aligned = None
             if self.trainee.units:
-                aligned = alignment(self.trainee.measured, self._some_images(), histogram=True)
+                aligned = alignment(self.trainee.measured, self.task.some_images(), histogram=True)
                 self.folder.write("inputs.json", aligned.to_json().encode())
                 self.folder.write("alignment.json", without_histograms(aligned).to_json().encode())
                 self.folder.write_tensors("functions.pt", self.trainee.functions())
             self.folder.write_tensors("model.pt", self.trainee.measured.state_dict())
-            write_report(self.folder, self.settings, result, rows, str(self.trainee.report), self.trainee.measured, aligned)
+            sites, notes = str(self.trainee.report), self.task.notes
+            write_report(self.folder, self.settings, result, rows, sites, self.trainee.measured, aligned, notes)
             self.folder.write_json("result.json", result)
         self.processes.wait()
         return result
 
-    def _some_images(self) -> Any:
-        seen = 0
-        for images, _ in self.task.test_batches():
-            if seen >= ALIGNMENT_IMAGES:
-                return
-            seen += len(images)
-            yield images
+
+def _task(settings: Settings, processes: Processes) -> Task:
+    """Imported when it is wanted: each needs packages that the other does not."""
+    try:
+        if find(settings.recipe).detects:
+            from pwlu.recipes.detection import Detection
+
+            return Detection(settings, processes)
+        from pwlu.recipes.classification import Classification
+
+        return Classification(settings, processes)
+    except ImportError as error:
+        raise UserError(f"training needs more packages ({error}): pip install 'pwlu[train]'") from None
 
 
 def _rounded(numbers: dict[str, float]) -> dict[str, float | None]:

@@ -24,8 +24,12 @@ def build(
         small: for images of 32 pixels: what halves their size first does not.
         norm: "batch", or "group" for group normalisation with up to 8 groups.
     """
-    kind: Norm = nn.BatchNorm2d if norm == "batch" else _group_norm
-    return _BUILDERS[network](network, classes, channels, width, small, kind)
+    return _BUILDERS[network](network, classes, channels, width, small, normalisation(norm))
+
+
+def normalisation(norm: str) -> Norm:
+    """What makes a layer that normalises so many channels."""
+    return nn.BatchNorm2d if norm == "batch" else _group_norm
 
 
 def _group_norm(channels: int) -> nn.Module:

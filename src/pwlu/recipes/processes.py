@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,14 @@ class Processes:
         """Until all processes are here."""
         if self.count > 1:
             dist.barrier()
+
+    def together(self, items: list[Any]) -> list[Any]:
+        """The items of all processes, in the order of their numbers, for the first; the others get their own back."""
+        if self.count == 1:
+            return items
+        parts: list[Any] | None = [None] * self.count if self.first else None
+        dist.gather_object(items, parts)
+        return items if parts is None else [item for part in parts for item in part]
 
     def agree(self, text: str | None) -> str | None:
         """What the first process says, told to all."""

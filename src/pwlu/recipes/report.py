@@ -1,12 +1,14 @@
 """What a run leaves for people: a page of text and a picture."""
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from pwlu.analysis import Alignment
 from pwlu.plot import plot_functions
+from pwlu.recipes.measures import said
 from pwlu.recipes.run_folder import RunFolder
 from pwlu.recipes.settings import Settings
 
@@ -19,6 +21,7 @@ def write_report(
     sites: str,
     network: nn.Module,
     aligned: Alignment | None,
+    notes: Sequence[str] = (),
 ) -> None:
     """report.md and, if there are PWLUs, functions.png."""
     lines = [f"# {settings.recipe}, {settings.activation}, seed {settings.seed}", "", headline(result), ""]
@@ -32,6 +35,8 @@ def write_report(
     lines += (
         _table("result", result) + _table("setting", settings.as_dict()) + _table("made with", folder.json("environment.json"))
     )
+    if notes:
+        lines += ["## The data", "", *(f"- {note}" for note in notes), ""]
     lines += ["## Every activation site", "", "```", sites, "```", ""]
     if aligned is not None:
         lines += ["## Bounds and inputs", "", "```", str(aligned), "```", ""]
@@ -41,7 +46,7 @@ def write_report(
 def headline(result: dict[str, Any]) -> str:
     """The result in one sentence."""
     return (
-        f"accuracy {result['accuracy']:.2f} % on {result['measured_images']:,} {result['measured_on']}, "
+        f"{said(result)} on {result['measured_images']:,} {result['measured_on']}, "
         f"{result['parameters']:,} parameters, {result['seconds_per_epoch']:.3g} s an epoch"
     )
 

@@ -15,7 +15,7 @@ from pwlu.recipes.run_folder import RunFolder
 from pwlu.recipes.settings import Settings, UserError
 
 COPIED = ("environment.json", "metrics.jsonl", "result.json", "alignment.json", "functions.pt")  # and config.json, shortened
-_MEASURED = ("accuracy", "measured_on", "measured_images", "seconds_per_epoch", "parameters", "diverged")
+_MEASURED = ("measured_on", "measured_images", "seconds_per_epoch", "parameters", "diverged")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ def read_run(path: Path) -> Run:
     if not folder.finished:
         return Run(path, settings, None, {})
     result = folder.json("result.json")
-    if missing := [name for name in _MEASURED if result.get(name) is None]:
+    measured = (*rows.find(settings.recipe).metrics, *_MEASURED)
+    if missing := [name for name in measured if result.get(name) is None]:
         raise UserError(f"{path / 'result.json'} does not say {', '.join(missing)}")
     return Run(path, settings, result, folder.json("environment.json"))
 

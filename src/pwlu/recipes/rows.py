@@ -13,7 +13,11 @@ class Recipe:
     """An architecture on a data set, with what trains it.
 
     ``lr`` is the peak for ``batch`` images a step. ``small``: the strides of the first layers are made for 32-pixel images.
-    ``realign_epochs`` is the paper's T'.
+    ``realign_epochs`` is the paper's T'. ``iterations``: steps of ``batch`` images, in place of epochs. ``schedule``: of the
+    learning rate after its rise, "cosine" or "steps".
+
+    Of detectors alone: ``anchors``, the size of anchors, times this: 1 for 32, 64, ..., 512 pixels; ``detections`` in an image,
+    at most.
     """
 
     data: str
@@ -29,6 +33,23 @@ class Recipe:
     pixels: int = 224
     realign_epochs: float = 5
     small: bool = False
+    iterations: int = 0
+    schedule: str = "cosine"
+    measure_every: int = 1
+    anchors: float = 1.0
+    detections: int = 100
+
+    @property
+    def detects(self) -> bool:
+        """Whether it finds objects in images; if not, it says what an image shows."""
+        return self.data == "coco"
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What tables compare, in percent, under the names that result.json has."""
+        if not self.detects:
+            return ("accuracy",)
+        return ("box_ap", "mask_ap") if self.network.startswith("maskrcnn") else ("box_ap",)
 
 
 def _imagenet(network: str, epochs: int, weight_decay: float, lr: float, augmentation: str = "crop+flip") -> Recipe:
@@ -74,6 +95,40 @@ def _imagenette(network: str, width: float) -> Recipe:
     )
 
 
+def _coco(detector: str) -> Recipe:
+    """The paper's: 270k steps of 16 images, the rate divided by 10 for the last 60k and again for the last 20k, T' = 5 epochs.
+
+    The rise of the rate, 1000 steps, and the horizontal flip are ours. 37 epochs are what 270k steps are for its 118k images.
+    """
+    return Recipe(
+        "coco",
+        f"{detector}_resnet50_fpn",
+        epochs=37,
+        batch=16,
+        lr=0.02,
+        weight_decay=1e-4,
+        augmentation="flip",
+        warm_up=1 / 270,
+        pixels=800,
+        iterations=270_000,
+        schedule="steps",
+    )
+
+
+def _objects(detector: str, **values: Any) -> Recipe:
+    """Ours, for small sets: ResNet-18, the one-cycle cosine schedule of the other small recipes."""
+    values = {"batch": 8, "lr": 0.02, "weight_decay": 1e-4, "realign_epochs": 3, "measure_every": 5} | values
+    return Recipe("coco", f"{detector}_resnet18_fpn", augmentation="flip", **values)
+
+
+_SMALL_SETS: dict[str, dict[str, Any]] = {
+    "nuclei": {"epochs": 40, "pixels": 320, "anchors": 0.25, "detections": 400},
+    "pedestrians": {"epochs": 100, "pixels": 320, "anchors": 0.5, "realign_epochs": 7, "measure_every": 10},
+    "voc": {"epochs": 60, "pixels": 240, "anchors": 0.5, "batch": 16, "lr": 0.04, "realign_epochs": 4, "measure_every": 10},
+    "tiny": {"epochs": 8, "pixels": 96, "anchors": 0.25, "batch": 4, "width": 0.125, "realign_epochs": 1, "measure_every": 1},
+}
+DETECTORS = ("maskrcnn", "retinanet")
+
 RECIPES = {
     "imagenet/resnet18": _imagenet("resnet18", 100, 1e-4, 0.4),
     "imagenet/resnet50": _imagenet("resnet50", 100, 1e-4, 0.4),
@@ -89,6 +144,8 @@ RECIPES = {
     "imagenette/mobilenet_v3_small": _imagenette("mobilenet_v3_small", 1.0),
     "imagenette/efficientnet_b0": _imagenette("efficientnet_b0", 0.5),
     "digits": Recipe("digits", "convnet", 40, 64, 0.2, 5e-4, "crop", warm_up=0.2, pixels=8, realign_epochs=3),
+    **{f"coco/{detector}_resnet50_fpn": _coco(detector) for detector in DETECTORS},
+    **{f"{name}/{d}_resnet18_fpn": _objects(d, **values) for name, values in _SMALL_SETS.items() for d in DETECTORS},
 }
 
 
@@ -106,10 +163,19 @@ UNIT_LR = {"pau": 1e-4}  # chosen on held-out digits: powers up to x^5 make its 
 
 
 def settings(recipe: str, **changes: Any) -> Settings:
-    """The settings of a recipe, with changes; a change to None is none."""
+    """The settings of a recipe, with changes; a change to None is none. Whoever asks for epochs does not ask for iterations."""
     row = {k: v for k, v in dataclasses.asdict(find(recipe)).items() if k in _SHARED}
     row["unit_lr"] = UNIT_LR.get(changes.get("activation") or "", 1.0)
+    if changes.get("epochs") is not None:
+        row["iterations"] = 0
     return check(Settings(recipe=recipe, **row | {k: v for k, v in changes.items() if v is not None}))
+
+
+def total_steps(settings: Settings, steps_per_epoch: int) -> int:
+    """Of the optimizer: epochs, or as many as see the images of so many iterations of the recipe's batch."""
+    if not settings.iterations:
+        return settings.epochs * steps_per_epoch
+    return max(1, round(settings.iterations * find(settings.recipe).batch / settings.batch))
 
 
 _SHARED = {f.name for f in dataclasses.fields(Settings)} & {f.name for f in dataclasses.fields(Recipe)} - {"data"}

@@ -18,7 +18,7 @@ def _flag(default: Any, help: str, *, machine: bool = False, unit: bool = False,
 
 
 PRECISIONS = ("float32", "bf16", "fp16", "float64")
-AUGMENTATIONS = ("none", "crop", "crop+flip", "autoaugment")
+AUGMENTATIONS = ("none", "crop", "crop+flip", "autoaugment", "flip")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class Settings:
     activation: str = _flag("pwlu", "relu, prelu, swish, apl, pau, frelu, pwlu, ...", flag="--act", metavar="NAME")
     seed: int = _flag(0, "of weights, order and augmentation")
     epochs: int = _flag(None, "passes over the training images")
+    iterations: int = _flag(
+        0, "steps of the recipe's batch, in place of epochs; with half the images in a batch there are twice as many steps"
+    )
     batch: int = _flag(None, "images in a step of the optimizer, over all processes")
     lr: float = _flag(None, "peak learning rate for the recipe's batch; it is scaled to the batch that is used")
     weight_decay: float = _flag(None, "of the weights; parameters of activations have none")
@@ -36,7 +39,7 @@ class Settings:
     augmentation: str = _flag(None, "of training images", choices=AUGMENTATIONS)
     warm_up: float = _flag(None, "share of the steps in which the learning rate rises")
     width: float = _flag(None, "channels of the network, times this")
-    pixels: int = _flag(None, "height and width of images")
+    pixels: int = _flag(None, "height and width of images; in detection the shorter of the two")
     holdout: int = _flag(0, "measure on so many images taken out of the training set, not on the test set: to choose settings")
     intervals: int = _flag(16, "N of each PWLU", unit=True)
     granularity: str = _flag("channel", "one function a channel or a layer", choices=("channel", "layer"), unit=True)
@@ -58,6 +61,12 @@ class Settings:
     data: str = _flag("data", "folder of the data set", machine=True, metavar="DIR")
     device: str = _flag(None, "cpu, cuda, ... (default: cuda where there is one)", machine=True, metavar="NAME")
     workers: int = _flag(None, "processes that read image files (default: one a core, at most 8)", machine=True, metavar="N")
+    measure_every: int = _flag(
+        1, "epochs from one measurement to the next (default: as the recipe says); the last is always measured", machine=True
+    )
+    save_detections: bool = _flag(
+        False, "write what is detected at the end to detections.json, which pwlu evaluate reads", machine=True
+    )
     tensorboard: bool = _flag(False, "write TensorBoard files into the run folder too", machine=True)
 
     def as_dict(self) -> dict[str, Any]:
@@ -77,6 +86,7 @@ def check(settings: Settings) -> Settings:
     """The same settings, or an error about the first that makes no sense."""
     rules = {
         "epochs": (settings.epochs >= 1, "at least 1"),
+        "iterations": (settings.iterations >= 0, "at least 0"),
         "batch": (settings.batch >= 1, "at least 1"),
         "lr": (settings.lr > 0, "above 0"),
         "weight_decay": (settings.weight_decay >= 0, "at least 0"),
@@ -92,6 +102,7 @@ def check(settings: Settings) -> Settings:
         "curvature": (settings.curvature >= 0, "at least 0"),
         "ema": (0 <= settings.ema < 1, "from 0 to below 1, such as 0.999"),
         "accumulate": (settings.accumulate >= 1, "at least 1"),
+        "measure_every": (settings.measure_every >= 1, "at least 1"),
         "workers": (settings.workers is None or settings.workers >= 0, "at least 0"),
         "augmentation": (settings.augmentation in AUGMENTATIONS, f"one of {', '.join(AUGMENTATIONS)}"),
         "precision": (settings.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
@@ -101,7 +112,7 @@ def check(settings: Settings) -> Settings:
     for name, (holds, expected) in rules.items():
         if not holds:
             raise UserError(f"{flag(name)} must be {expected}, not {getattr(settings, name)}")
-    realigns = settings.activation == "pwlu" and not settings.fix_init
+    realigns = settings.activation == "pwlu" and not settings.fix_init and not settings.iterations
     if realigns and settings.realign_epochs >= settings.epochs:
         raise UserError(
             f"Phase I of {settings.realign_epochs:g} epochs (--realign-epochs) leaves nothing of {settings.epochs} epochs for "

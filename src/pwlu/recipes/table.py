@@ -10,11 +10,17 @@ from typing import Any
 
 from pwlu.recipes import paper, rows
 from pwlu.recipes.cells import cell, label, method, short
+from pwlu.recipes.measures import TITLES
 from pwlu.recipes.presets import BASELINE, Comparison
 from pwlu.recipes.results import Run
 from pwlu.recipes.settings import Settings, flag
 
 NOT_MEASURED = "not measured yet"
+_PAPERS = {
+    "accuracy": "paper (ImageNet), %",
+    "box_ap": "paper (COCO, ResNet-50): box AP",
+    "mask_ap": "paper (COCO, ResNet-50): mask AP",
+}
 
 
 @dataclass(frozen=True)
@@ -30,14 +36,27 @@ class Row:
         return [run.result[name] for run in self.runs if run.result is not None]
 
     @property
+    def metrics(self) -> tuple[str, ...]:
+        """What is compared; the first is what charts show."""
+        return rows.find(self.settings.recipe).metrics
+
+    @property
     def mean(self) -> float:
-        """Of the accuracies."""
-        return mean(self.values("accuracy"))
+        """Of the first metric."""
+        return self.mean_of(self.metrics[0])
 
     @property
     def std(self) -> float | None:
-        """The sample standard deviation of the accuracies, sqrt(sum_i (a_i - mean)^2 / (n - 1)); None for one run."""
-        return stdev(self.values("accuracy")) if len(self.runs) > 1 else None
+        """The sample standard deviation of the first metric."""
+        return self.std_of(self.metrics[0])
+
+    def mean_of(self, metric: str) -> float:
+        """Over all runs."""
+        return mean(self.values(metric))
+
+    def std_of(self, metric: str) -> float | None:
+        """The sample standard deviation, sqrt(sum_i (a_i - mean)^2 / (n - 1)); None for one run."""
+        return stdev(self.values(metric)) if len(self.runs) > 1 else None
 
     @property
     def diverged(self) -> int:
@@ -49,11 +68,10 @@ class Row:
         """How many runs shared the device with each of these, itself included: the different numbers."""
         return sorted({run.environment.get("side_by_side", 1) for run in self.runs})
 
-    @property
-    def paper(self) -> tuple[float | None, float | None]:
-        """The paper's accuracy and its gain over ReLU, for the same network and method."""
+    def paper(self, metric: str) -> tuple[float | None, float | None]:
+        """The paper's value and its gain over ReLU, for the same network and method."""
         named = rows.find(self.settings.recipe).network, method(self.settings)
-        return paper.top1(*named), paper.gain(*named)
+        return paper.value(metric, *named), paper.gain(*named, metric)
 
 
 class Table:
@@ -69,16 +87,23 @@ class Table:
             Row(title, settings, [run for _, run in sorted(found.get(cell(settings), {}).items())])
             for title, settings in comparison.cells.items()
         ]
+        self.metrics = rows.find(comparison.recipe).metrics
         self.measured = [row for row in self.rows if row.runs]
         self.baseline = next((row for row in self.measured if row.title == BASELINE), None)
 
-    def gain(self, row: Row) -> tuple[float, float | None] | None:
-        """The difference of the means to ReLU, and its standard error sqrt(s^2/n + s_0^2/n_0); None for ReLU itself."""
+    def gain(self, row: Row, metric: str | None = None) -> tuple[float, float | None] | None:
+        """The difference of the means to ReLU, and its standard error sqrt(s^2/n + s_0^2/n_0); None for ReLU itself.
+
+        Args:
+            metric: the first, if it is not said.
+        """
         if self.baseline is None or row is self.baseline:
             return None
-        deviations = [(r.std, len(r.runs)) for r in (row, self.baseline)]
+        metric = metric or self.metrics[0]
+        deviations = [(r.std_of(metric), len(r.runs)) for r in (row, self.baseline)]
         squares = [s * s / n for s, n in deviations if s is not None]
-        return row.mean - self.baseline.mean, math.sqrt(sum(squares)) if len(squares) == 2 else None
+        error = math.sqrt(sum(squares)) if len(squares) == 2 else None
+        return row.mean_of(metric) - self.baseline.mean_of(metric), error
 
     # For people.
 
@@ -86,26 +111,33 @@ class Table:
         """The table, and under it what it was made from; or that there is nothing yet."""
         if not self.measured:
             return NOT_MEASURED
-        with_paper = any(row.paper[0] is not None for row in self.rows)
-        head = ["", "accuracy, %", f"gain over {BASELINE}", "s/epoch", "parameters"]
-        head += ["paper (ImageNet), %", "paper's gain"] if with_paper else []
+        head = [""]
+        for metric in self.metrics:
+            head += [TITLES[metric], f"gain over {BASELINE}"]
+        head += ["s/epoch", "parameters"]
+        if any(row.paper(self.metrics[0])[0] is not None for row in self.rows):
+            for metric in self.metrics:
+                head += [_PAPERS[metric], "paper's gain"]
         lines = [head, ["---", *["---:"] * (len(head) - 1)]]
         lines += [self._cells(row)[: len(head)] for row in self.rows]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{self._below()}"
 
     def _cells(self, row: Row) -> list[str]:
-        value, gain = row.paper
-        theirs = ["" if value is None else f"{value:.2f}", "" if gain is None else f"{gain:+.2f}"]
+        theirs = []
+        for value, gain in map(row.paper, self.metrics):
+            theirs += ["" if value is None else f"{value:.2f}", "" if gain is None else f"{gain:+.2f}"]
         if not row.runs:
-            return [row.title, NOT_MEASURED, "", "", "", *theirs]
-        count = f"{len(row.runs)}" + (f", {row.diverged} diverged" if row.diverged else "")
+            return [row.title, NOT_MEASURED, *[""] * (2 * len(self.metrics) + 1), *theirs]
+        count = f" ({len(row.runs)}" + (f", {row.diverged} diverged)" if row.diverged else ")")
+        ours = []
+        for metric in self.metrics:
+            difference = self.gain(row, metric)
+            better = "" if difference is None else f"{difference[0]:+.2f}{_uncertainty(difference[1])}"
+            ours += [f"{row.mean_of(metric):.2f}{_uncertainty(row.std_of(metric))}{count}", better]
         seconds = f"{mean(row.values('seconds_per_epoch')):.3g}"
         if len(self._side_by_side()) > 1:
             seconds += f" ({_listed(row.side_by_side)} side by side)"
-        ours = f"{row.mean:.2f}{_uncertainty(row.std)} ({count})"
-        difference = self.gain(row)
-        better = "" if difference is None else f"{difference[0]:+.2f}{_uncertainty(difference[1])}"
-        return [row.title, ours, better, seconds, _listed(sorted({f"{n:,}" for n in row.values("parameters")})), *theirs]
+        return [row.title, *ours, seconds, _listed(sorted({f"{n:,}" for n in row.values("parameters")})), *theirs]
 
     def _below(self) -> str:
         recipe = self.comparison.recipe
@@ -113,14 +145,15 @@ class Table:
         runs = [run for row in self.measured for run in row.runs]
         images = sorted({f"{run.result['measured_images']:,} {run.result['measured_on']}" for run in runs if run.result})
         sides = self._side_by_side()
+        quantity = "accuracy" if self.metrics == ("accuracy",) else "AP"
         parts = [
             f"`{recipe}`" + (f" with `{changes}`" if changes else ""),
-            f"{_listed(sorted({run.settings.epochs for run in runs}))} epochs",
+            f"{_listed(sorted({_length(run.settings) for run in runs}))}",
             f"measured on {_listed(images)} at the end of training",
             f"{_listed(sorted({len(row.runs) for row in self.measured}))} seeds (their number in brackets)",
-            "± of an accuracy: sample standard deviation, of a gain: standard error of the difference of the means",
+            f"± of an {quantity}: sample standard deviation, of a gain: standard error of the difference of the means",
             *(
-                ["a run that diverged counts with the accuracy at its end"]
+                [f"a run that diverged counts with the {quantity} at its end"]
                 if any(row.diverged for row in self.measured)
                 else []
             ),
@@ -147,16 +180,27 @@ class Table:
                 "label": label(row.settings),
                 "runs": len(row.runs),
                 "diverged": row.diverged,
-                "accuracy": row.mean,
+                self.metrics[0]: row.mean,
                 "std": row.std,
                 "gain": gain,
                 "gain_error": error,
+                **self._others(row),
                 "seconds_per_epoch": mean(row.values("seconds_per_epoch")),
                 "side_by_side": _listed(row.side_by_side),
                 "parameters": _listed(sorted(set(row.values("parameters")))),
-                "paper": row.paper[0],
-                "paper_gain": row.paper[1],
+                "paper": row.paper(self.metrics[0])[0],
+                "paper_gain": row.paper(self.metrics[0])[1],
             }
+
+    def _others(self, row: Row) -> dict[str, float | None]:
+        """The same of the other metrics."""
+        values: dict[str, float | None] = {}
+        for metric in self.metrics[1:]:
+            gain, error = self.gain(row, metric) or (None, None)
+            value, paper_gain = row.paper(metric)
+            values |= {metric: row.mean_of(metric), f"{metric}_std": row.std_of(metric), f"{metric}_gain": gain}
+            values |= {f"{metric}_gain_error": error, f"{metric}_paper": value, f"{metric}_paper_gain": paper_gain}
+        return values
 
     def runs_csv(self) -> str:
         """A line for each run."""
@@ -177,7 +221,12 @@ class Table:
 
     def paper_gains(self) -> dict[str, float]:
         """By title, of the rows that were measured."""
-        return {row.title: row.paper[1] for row in self.measured if row.paper[1] is not None}
+        gains = {row.title: row.paper(self.metrics[0])[1] for row in self.measured}
+        return {title: gain for title, gain in gains.items() if gain is not None}
+
+
+def _length(settings: Settings) -> str:
+    return f"{settings.iterations:,} iterations" if settings.iterations else f"{settings.epochs} epochs"
 
 
 def _uncertainty(value: float | None) -> str:

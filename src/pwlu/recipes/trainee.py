@@ -43,18 +43,17 @@ class Trainee:
         model = self.parallel or network
         self.model: Any = torch.compile(model) if settings.compile else model
         self.optimizer = torch.optim.SGD(_groups(network, settings), momentum=0.9)
-        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
-            self.optimizer,
-            [group["lr"] for group in self.optimizer.param_groups],
-            total_steps=settings.epochs * task.steps_per_epoch,
-            pct_start=max(0.0, settings.warm_up - 1e-9),  # torch divides by zero where the rise is of one step exactly
-            cycle_momentum=False,
-        )
+        self.schedule = _schedule(self.optimizer, settings, task.total_steps)
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=settings.precision == "fp16")
         self.units = units_of(network)
         self.phases = None
         if self.units and not settings.fix_init:
             realign_at = max(1, round(settings.realign_epochs * task.steps_per_epoch))
+            if realign_at >= task.total_steps:
+                raise UserError(
+                    f"Phase I of {realign_at} steps (--realign-epochs {settings.realign_epochs:g}) leaves nothing of "
+                    f"{task.total_steps} steps for PWLUs to learn in. Write fewer --realign-epochs, or train for longer"
+                )
             copies = [self.average.module] if self.average else []
             self.phases = TwoPhase(network, self.optimizer, realign_at, copies)
 
@@ -144,6 +143,28 @@ def _with_activations(network: nn.Module, sample: Tensor, settings: Settings) ->
         return convert_(network, sample, settings.activation, granularity=settings.granularity, **options)
     except ValueError as error:
         raise UserError(f"--act {settings.activation}: {error}") from None
+
+
+def _schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) -> Any:
+    """Of the learning rate: it rises for a share of the steps, then falls along a cosine, or in two steps.
+
+    In two steps: it is divided by 10 for the last 2/9 of the training, and again for the last 2/27, which are the last 60k and
+    the last 20k of the paper's 270k iterations. There it rises in a straight line, from a thousandth.
+    """
+    if find(settings.recipe).schedule == "cosine":
+        return torch.optim.lr_scheduler.OneCycleLR(
+            optimizer,
+            [group["lr"] for group in optimizer.param_groups],
+            total_steps=steps,
+            pct_start=max(0.0, settings.warm_up - 1e-9),  # torch divides by zero where the rise is of one step exactly
+            cycle_momentum=False,
+        )
+    rise, last, very_last = settings.warm_up * steps, round(steps * 7 / 9), round(steps * 25 / 27)
+
+    def factor(step: int) -> float:
+        return min(1.0, 0.001 + step / rise if rise else 1.0) * 0.1 ** ((step >= last) + (step >= very_last))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def _groups(network: nn.Module, settings: Settings) -> list[dict[str, Any]]:

@@ -1,0 +1,208 @@
+"""Detection and instance segmentation, as the loop sees a task: batches, a loss, a measurement."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pwlu.recipes import coco, detectors, draws, evaluation
+from pwlu.recipes.datasets import held_out
+from pwlu.recipes.processes import Processes
+from pwlu.recipes.rows import find, total_steps
+from pwlu.recipes.scenes import Scene, Scenes
+from pwlu.recipes.settings import Settings, UserError
+from pwlu.recipes.task import share
+
+# What torchvision's detectors return in training, each added to the loss with weight 1.
+LOSSES = {
+    "maskrcnn": ("loss_classifier", "loss_box_reg", "loss_mask", "loss_objectness", "loss_rpn_box_reg"),
+    "retinanet": ("classification", "bbox_regression"),
+}
+ALIGNMENT_BATCHES = 64
+
+Batch = tuple[list[Tensor], list[dict[str, Tensor]], int]  # images, what is in them, how many could not be read
+
+
+class Detection:
+    """A data set of images with boxes around objects, and masks. ``metric``: COCO's average precision of boxes, in percent."""
+
+    metric = "box_ap"
+
+    def __init__(self, settings: Settings, processes: Processes) -> None:
+        self.settings, self.processes, self.row = settings, processes, find(settings.recipe)
+        self._check_settings()
+        self.detector = self.row.network.partition("_")[0]
+        self.kinds = ("box", "mask") if "mask_ap" in self.row.metrics else ("box",)
+        self.dtype = torch.float64 if settings.precision == "float64" else torch.float32
+        self.layout = torch.channels_last if settings.channels_last else torch.contiguous_format
+        train, test = coco.load(Path(settings.data), with_masks="mask" in self.kinds)
+        self.measured_on = "validation images"
+        if settings.holdout:
+            train, test = held_out(train, settings.holdout)
+            self.measured_on = "held-out training images"
+            if not len(test.trained_on()):
+                raise UserError(f"there is no object in the {settings.holdout} images that --holdout takes: write more")
+        self.first_label = 1 if self.detector == "maskrcnn" else 0
+        self.classes = train.classes
+        self.train, self.test = self._scenes(train), self._scenes(test)
+        self.used = train.trained_on()
+        self.share = share(settings, processes.count, len(self.used))
+        self.steps_per_epoch = len(self.used) // settings.batch
+        self.total_steps = total_steps(settings, self.steps_per_epoch)
+        self.measured_images = len(test)
+        self.reported = tuple(f"{k}_ap{s}" for k in self.kinds for s in ("", "50", "75", "_small", "_medium", "_large"))[1:]
+        self.notes = self._notes()
+        self.rows: list[dict[str, Any]] | None = None  # what was detected in the last measurement
+
+    def _check_settings(self) -> None:
+        s = self.settings
+        if s.augmentation not in ("none", "flip"):
+            raise UserError(f"--augmentation {s.augmentation} is for classification: write flip or none")
+        if s.label_smoothing:
+            raise UserError("--label-smoothing is for classification: leave it out")
+        if s.pixels < 64:
+            raise UserError(f"--pixels {s.pixels} leaves nothing of the coarser maps of a detector: write 64 or more")
+
+    def _scenes(self, part: coco.Part) -> Scenes:
+        workers = self.settings.workers
+        if workers is None:
+            workers = min(8, os.cpu_count() or 1)
+        return Scenes(part, self.first_label, self.settings.augmentation == "flip", self.processes.device, workers)
+
+    def _notes(self) -> list[str]:
+        notes = [f"{len(self.classes)} classes: {', '.join(list(self.classes.values())[:100])}"]
+        for name, scenes in (("training", self.train), ("measured on", self.test)):
+            unreadable = f", {scenes.unreadable:,} images cannot be read" if scenes.unreadable else ""
+            notes.append(f"{name}: {scenes.part}{unreadable}")
+        return notes
+
+    # The network.
+
+    def network(self) -> nn.Module:
+        """The detector with new weights, and with its own activations."""
+        s, row = self.settings, self.row
+        return detectors.build(row.network, len(self.classes), s.pixels, s.width, s.norm, row.anchors, row.detections)
+
+    def sample(self) -> Any:
+        """Two images with an object each, for :func:`pwlu.convert_`: batch norm needs more than a map of one pixel."""
+        pixels = self.settings.pixels
+        inside = slice(pixels // 4, pixels // 2)
+        mask = torch.zeros(1, pixels, pixels, dtype=torch.uint8)
+        mask[:, inside, inside] = 1
+        box = torch.tensor([[inside.start, inside.start, inside.stop, inside.stop]], dtype=torch.float32)
+        target = {"boxes": box, "labels": torch.tensor([self.first_label]), "masks": mask}
+        return [torch.rand(3, pixels, pixels) for _ in range(2)], [target, target]
+
+    # Training.
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Batch]]:
+        """The steps of an epoch from `first_step` on: this process's parts of each batch.
+
+        The order depends on seed and epoch alone, and the last images that do not fill a batch wait for another epoch.
+        """
+        last_step = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
+        steps = self.order(epoch)[first_step:last_step].view(-1, self.settings.accumulate, self.processes.count, self.share)
+        mine = steps[:, :, self.processes.rank]
+        batches = self.train.batches(mine.flatten(0, 1).tolist(), (self.settings.seed, epoch, 2))
+        for _ in range(len(mine)):
+            yield [self._prepared(next(batches)) for _ in range(self.settings.accumulate)]
+
+    def order(self, epoch: int) -> Tensor:
+        """Numbers of images, (steps, batch). Wide images come with wide ones and tall with tall, so that little is padding.
+
+        What is left of the two at the end comes together.
+        """
+        batch = self.settings.batch
+        order = self.used[torch.randperm(len(self.used), generator=draws.generator(self.settings.seed, epoch, 1))]
+        height, width = self.train.part.sizes[order].unbind(1)
+        alike: list[Tensor] = []
+        rest: list[Tensor] = []
+        for group in (height > width, height <= width):
+            places = group.nonzero().flatten()
+            whole = len(places) // batch * batch
+            alike += places[:whole].view(-1, batch).unbind()
+            rest.append(places[whole:])
+        alike.sort(key=lambda places: int(places[-1]))
+        left = torch.cat(rest)
+        mixed = left[: len(left) // batch * batch].view(-1, batch).unbind()
+        return order[torch.stack([*alike, *mixed])]
+
+    def _prepared(self, scenes: list[Scene]) -> Batch:
+        images = [image.to(self.dtype) / 255 for image, _, _ in scenes]
+        targets = [
+            {name: v.to(self.dtype) if v.is_floating_point() else v for name, v in target.items()} for _, target, _ in scenes
+        ]
+        return images, targets, sum(not readable for _, _, readable in scenes)
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The sum of the detector's losses, and the sums that an epoch adds up: losses, images, images that are unreadable."""
+        images, targets, unreadable = batch
+        parts = model(images, targets)
+        each = torch.stack([parts[name] for name in LOSSES[self.detector]])
+        loss = each.sum()
+        sums = torch.cat([loss.detach()[None], each.detach()]).double() * len(images)
+        return loss, torch.cat([sums, sums.new_tensor([len(images), unreadable])])
+
+    def summary(self, sums: Tensor) -> dict[str, float]:
+        """Training losses of an epoch, and how many images could not be read."""
+        *losses, count, unreadable = sums.tolist()
+        names = ("loss", *(f"loss_{name.removeprefix('loss_')}" for name in LOSSES[self.detector]))
+        means = {name: value / max(count, 1) for name, value in zip(names, losses, strict=True)}
+        return means | ({"unreadable_images": unreadable} if unreadable else {})
+
+    # Measuring.
+
+    def test_batches(self) -> Iterator[tuple[list[Tensor], list[int], int]]:
+        """This process's share of the images to measure on, each once, with their indices, and how many were unreadable.
+
+        Images of one size come together: with others of another size they would be padded, and what is found in an image
+        would depend on its company.
+        """
+        sizes = self.test.part.sizes.tolist()
+        mine = sorted(range(self.processes.rank, len(sizes), self.processes.count), key=lambda index: sizes[index])
+        plan = []
+        for _, alike in groupby(mine, key=lambda index: sizes[index]):
+            indices = list(alike)
+            plan += [indices[k : k + self.share] for k in range(0, len(indices), self.share)]
+        for indices, scenes in zip(plan, self.test.batches(plan) if plan else (), strict=True):
+            images, _, unreadable = self._prepared(scenes)
+            yield images, indices, unreadable
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, float]:
+        """COCO's average precisions on the images to measure on, over all processes. What is in unreadable images is missed."""
+        part, rows = self.test.part, list[dict[str, Any]]()
+        model.eval()
+        for images, indices, _ in self.test_batches():
+            with autocast:
+                found = model(images)
+            for index, each in zip(indices, found, strict=True):
+                rows += evaluation.detections(int(part.image_ids[index]), each, list(self.classes), self.first_label)
+        model.train()
+        rows = self.processes.together(rows)
+        self.rows, values = rows, dict[str, float]()
+        if self.processes.first:
+            for kind in self.kinds:
+                values |= evaluation.average_precision(part, rows, kind, self.row.detections)
+        return json.loads(self.processes.agree(json.dumps(values)) or "")
+
+    def files(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, bytes]:
+        """What was detected, if it is to be saved."""
+        if not self.settings.save_detections:
+            return {}
+        if self.rows is None:  # the run was stopped after its last measurement
+            self.measure(model, autocast)
+        return {"detections.json": json.dumps(self.rows).encode()}
+
+    def some_images(self) -> Iterator[tuple[list[Tensor]]]:
+        """To see the inputs of activations."""
+        for number, (images, _, _) in enumerate(self.test_batches()):
+            if number == ALIGNMENT_BATCHES:
+                return
+            yield (images,)

@@ -1,0 +1,132 @@
+"""Images with objects in them, as detectors are trained on them: in memory where they fit, else from files, by workers."""
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from pwlu.recipes import draws
+from pwlu.recipes.coco import Part
+
+IN_MEMORY = 2**31  # bytes of images: what needs more is read from files again and again
+
+Scene = tuple[Tensor, dict[str, Tensor], bool]  # the image, what is in it, whether it could be read
+Keys = tuple[int, ...] | None
+
+
+class _Scenes(Dataset):
+    """Items are asked for by (index, keys): keys of the random draws, or None for the image as it is measured, and its index.
+
+    All tensors are large and few, so that worker processes share their memory.
+    """
+
+    def __init__(self, part: Part, first_label: int, flip: bool) -> None:
+        self.part, self.flip = part, flip
+        self.labels = {category: label for label, category in enumerate(part.classes, start=first_label)}
+        self.pixels: Tensor | None = None
+        areas = part.sizes.prod(1) * 3
+        self.begin = torch.cat([areas[:0].new_zeros(1), areas.cumsum(0)])
+        if self.begin[-1] <= IN_MEMORY:
+            self._hold()
+
+    def _hold(self) -> None:
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(self._read, range(len(self.part))))
+        self.pixels = torch.empty(int(self.begin[-1]), dtype=torch.uint8)
+        for index, (image, _) in enumerate(found):
+            self.pixels[self.begin[index] : self.begin[index + 1]] = image.flatten()
+        self.readable = torch.tensor([readable for _, readable in found], dtype=torch.bool)
+
+    def _image(self, index: int) -> tuple[Tensor, bool]:
+        if self.pixels is None:
+            return self._read(index)
+        shape = (3, *self.part.sizes[index].tolist())
+        return self.pixels[self.begin[index] : self.begin[index + 1]].view(shape), bool(self.readable[index])
+
+    def _read(self, index: int) -> tuple[Tensor, bool]:
+        """uint8 (3, height, width). One that cannot be read, or is not of the size that its annotations are for, is black."""
+        height, width = self.part.sizes[index].tolist()
+        try:
+            with Image.open(self.part.folder / self.part.names[index]) as file:
+                image = torch.from_numpy(np.array(file.convert("RGB"))).permute(2, 0, 1).contiguous()
+        except (OSError, SyntaxError, ValueError):  # what Pillow raises for files that are no image, or half of one
+            image = torch.empty(0)
+        if image.shape != (3, height, width):
+            return torch.zeros(3, height, width, dtype=torch.uint8), False
+        return image, True
+
+    def __getitem__(self, item: tuple[int, Keys]) -> Scene:
+        index, keys = item
+        image, readable = self._image(index)
+        if keys is None:
+            return image, {"index": torch.tensor(index)}, readable
+        target = self._objects(index, readable)
+        if self.flip and draws.uniform(*keys, self.part.image_ids[index]) >= 0.5:
+            image, target = _mirrored(image, target)
+        return image, target, readable
+
+    def _objects(self, index: int, readable: bool) -> dict[str, Tensor]:
+        """Boxes (n, 4) as left, top, right, bottom; labels (n,); masks (n, height, width). None in an image that is black."""
+        part, objects = self.part, self.part.objects(index)
+        kept = torch.arange(objects.start, objects.stop)[~part.crowd[objects] & readable]
+        height, width = part.sizes[index].tolist()
+        left, top, wide, high = part.boxes[kept].unbind(1)
+        edges = [left.clamp(min=0), top.clamp(min=0), (left + wide).clamp(max=width), (top + high).clamp(max=height)]
+        labels = [self.labels[category] for category in part.categories[kept].tolist()]
+        target = {"boxes": torch.stack(edges, 1).float(), "labels": torch.tensor(labels, dtype=torch.int64)}
+        if part.with_masks:
+            target["masks"] = part.masks(index, kept)
+        return target
+
+
+def _mirrored(image: Tensor, target: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    left, top, right, bottom = target["boxes"].unbind(1)
+    width = image.shape[-1]
+    changed = {"boxes": torch.stack([width - right, top, width - left, bottom], 1)}
+    if "masks" in target:
+        changed["masks"] = target["masks"].flip(-1)
+    return image.flip(-1), target | changed
+
+
+class Scenes:
+    """A part of a data set: prepared by worker processes, and given out on the device."""
+
+    def __init__(self, part: Part, first_label: int, flip: bool, device: torch.device, workers: int) -> None:
+        self.part, self.device = part, device
+        self.data = _Scenes(part, first_label, flip)
+        self.asked: list[list[tuple[int, Keys]]] = []  # read by the loader at the start of every round
+        self.loader = DataLoader(
+            self.data,
+            batch_sampler=self.asked,
+            collate_fn=list,
+            num_workers=workers,
+            pin_memory=device.type == "cuda",
+            persistent_workers=workers > 0,
+            multiprocessing_context="spawn" if workers else None,  # threads of torch do not survive a fork
+        )
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    @property
+    def unreadable(self) -> int | None:
+        """How many images could not be read; None if they are not in memory, and that is not known yet."""
+        return None if self.data.pixels is None else int((~self.data.readable).sum())
+
+    def batches(self, plan: Iterable[list[int]], keys: Keys = None) -> Iterator[list[Scene]]:
+        """For each list of indices the images, uint8, and what is in them. `keys`, seed and epoch, augment; None does not."""
+        self.asked[:] = [[(index, keys) for index in indices] for indices in plan]
+        pinned = self.device.type == "cuda"
+        for scenes in self.loader:
+            yield [
+                (
+                    image.to(self.device, non_blocking=pinned),
+                    {name: value.to(self.device, non_blocking=pinned) for name, value in target.items()},
+                    readable,
+                )
+                for image, target, readable in scenes
+            ]

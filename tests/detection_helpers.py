@@ -1,0 +1,70 @@
+"""What the tests of detection share: small data sets in COCO's layout, and tasks on them."""
+
+import json
+
+import numpy as np
+from faster_coco_eval import mask as rle
+from PIL import Image
+from recipes_helpers import ALONE
+
+from pwlu.recipes.detection import Detection
+from pwlu.recipes.rows import settings
+
+MASK, RETINA = "tiny/maskrcnn_resnet18_fpn", "tiny/retinanet_resnet18_fpn"
+CATEGORIES = [{"id": 7, "name": "green"}, {"id": 3, "name": "red"}]  # not in order, and not from 1 on
+WIDE, TALL = (64, 96), (96, 64)
+
+
+def code(mask):
+    """Compressed run lengths, as they stand in a JSON file."""
+    found = rle.encode(np.asfortranarray(mask))
+    return {"size": list(mask.shape), "counts": found["counts"].decode()}
+
+
+def square(image, left, top, side, size=WIDE, category=7, **more):
+    """The annotation of a square."""
+    mask = np.zeros(size, np.uint8)
+    mask[top : top + side, left : left + side] = 1
+    row = {"image_id": image, "category_id": category, "bbox": [left, top, side, side], "area": side * side, "iscrowd": 0}
+    return row | {"segmentation": code(mask)} | more
+
+
+def write_part(root, part, images, annotations, categories=CATEGORIES, folder="images"):
+    """`images`: by number the size; they are dark noise with a bright square for each annotation."""
+    (root / folder).mkdir(parents=True, exist_ok=True)
+    (root / "annotations").mkdir(exist_ok=True)
+    random = np.random.default_rng(len(images))
+    for number, size in images.items():
+        pixels = random.integers(0, 60, (*size, 3)).astype(np.uint8)
+        for row in annotations:
+            if row["image_id"] == number and row.get("segmentation"):
+                pixels[rle.decode(row["segmentation"]) > 0] = (40, 230, 40) if row["category_id"] == 7 else (230, 40, 40)
+        Image.fromarray(pixels).save(root / folder / f"{number}.png")
+    content = {
+        "images": [{"id": n, "file_name": f"{n}.png", "height": h, "width": w} for n, (h, w) in images.items()],
+        "annotations": [{"id": k} | row for k, row in enumerate(annotations, start=1)],
+        "categories": categories,
+    }
+    (root / "annotations" / f"instances_{part}.json").write_text(json.dumps(content))
+    return root
+
+
+def write_objects(root, train=8, val=5):
+    """Images with one to three squares each; every third is tall."""
+    random = np.random.default_rng(0)
+    for part, first, count in (("train", 1, train), ("val", 101, val)):
+        images = {first + k: WIDE if k % 3 else TALL for k in range(count)}
+        annotations = []
+        for number, size in images.items():
+            for k in range(1 + number % 3):
+                side = int(random.integers(12, 30))
+                left, top = (int(random.integers(0, edge - side)) for edge in (size[1], size[0]))
+                annotations.append(square(number, left, top, side, size, (7, 3)[k % 2]))
+        write_part(root, part, images, annotations)
+    return root
+
+
+def task_of(recipe, data, processes=ALONE, **changes):
+    """Without worker processes."""
+    changes = {"channels_last": False, "workers": 0, "data": str(data)} | changes
+    return Detection(settings(recipe, **changes), processes)

@@ -1,0 +1,256 @@
+"""Average precision of known detections, and detections that are saved and evaluated elsewhere."""
+
+import io
+import json
+import math
+from contextlib import redirect_stdout
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from detection_helpers import MASK, RETINA, WIDE, code, square, task_of, write_objects, write_part
+from recipes_helpers import one_thread, start, train, trainee_of
+
+from pwlu.cli import main
+from pwlu.recipes import coco, evaluation
+from pwlu.recipes.run_folder import RunFolder
+
+BOX = ("box_ap", "box_ap50", "box_ap75", "box_ap_small", "box_ap_medium", "box_ap_large")
+
+
+def part_of(root, images, annotations):
+    write_part(root, "val", images, annotations)
+    return coco.read(root / "annotations" / "instances_val.json", root / "images", with_masks=True)
+
+
+def detection(score, image, left, top, wide, high, size=WIDE, category=7):
+    mask = np.zeros(size, np.uint8)
+    mask[top : top + high, left : left + wide] = 1
+    row = {"image_id": image, "category_id": category, "bbox": [left, top, wide, high], "score": score}
+    return row | {"segmentation": code(mask)}
+
+
+@pytest.fixture
+def three(tmp_path):
+    """Three green squares in two images, and an image without objects."""
+    return part_of(tmp_path, {1: WIDE, 2: WIDE, 3: WIDE}, [square(1, 0, 0, 25), square(1, 50, 0, 25), square(2, 0, 0, 25)])
+
+
+@pytest.mark.parametrize("kind", ["box", "mask"])
+def test_a_case_by_hand(three, kind):
+    """Right, wrong, and right with an overlap of 16/25 = 0.64, which is enough for three thresholds of ten.
+
+    With those three: precision 1 up to a recall of 1/3 and 2/3 up to 2/3, which are 34 and 33 of the recalls 0, 0.01, ..., 1.
+    With the other seven: 1 up to 1/3.
+    """
+    rows = [detection(0.9, 1, 0, 0, 25, 25), detection(0.8, 3, 0, 0, 25, 25), detection(0.7, 2, 0, 0, 25, 16)]
+    found = evaluation.average_precision(three, rows, kind, 100)
+    loose, strict = 100 * (34 + 33 * 2 / 3) / 101, 100 * 34 / 101
+    assert list(found) == [name.replace("box", kind) for name in BOX]
+    values = list(found.values())
+    assert values[:4] == pytest.approx([(3 * loose + 7 * strict) / 10, loose, strict, values[0]], rel=1e-9)
+    assert all(math.isnan(value) for value in values[4:])  # there are no larger objects
+
+
+def test_the_order_is_that_of_scores(three):
+    """The wrong one last: precision 1 up to a recall of 1/3, and that is all."""
+    rows = [detection(0.1, 3, 0, 0, 25, 25), detection(0.9, 2, 0, 0, 25, 25)]
+    assert evaluation.average_precision(three, rows, "box", 100)["box_ap"] == pytest.approx(100 * 34 / 101)
+    rows[0]["score"] = 0.95
+    assert evaluation.average_precision(three, rows, "box", 100)["box_ap"] == pytest.approx(50 * 34 / 101)
+
+
+def test_perfect_detections(tmp_path):
+    """As a detector gives them: tensors with labels, boxes of two corners, masks of probabilities."""
+    write_objects(tmp_path)
+    _, part = coco.load(tmp_path, with_masks=True)
+    rows = []
+    for image, number in enumerate(part.image_ids.tolist()):
+        here = part.objects(image)
+        left, top, wide, high = part.boxes[here].unbind(1)
+        found = {
+            "boxes": torch.stack([left, top, left + wide, top + high], 1).float(),
+            "labels": torch.tensor([1 + [3, 7].index(c) for c in part.categories[here].tolist()]),
+            "scores": torch.linspace(0.9, 0.8, here.stop - here.start),
+            "masks": part.masks(image, torch.arange(here.start, here.stop))[:, None] * 0.9,
+        }
+        rows += evaluation.detections(number, found, list(part.classes), first_label=1)
+    rows = json.loads(json.dumps(rows))
+    assert rows[0]["segmentation"] == code(part.masks(0, torch.tensor([0]))[0].numpy())
+    for kind in ("box", "mask"):
+        found = evaluation.average_precision(part, rows, kind, 100)
+        assert [found[f"{kind}_ap{name}"] for name in ("", "50", "75", "_small")] == [100, 100, 100, 100]
+
+
+def test_nothing_found(three):
+    assert evaluation.average_precision(three, [], "box", 100)["box_ap"] == 0
+    none = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0), "scores": torch.zeros(0), "masks": torch.zeros(0, 1, 64, 96)}
+    assert evaluation.detections(1, none, [3, 7], 1) == []
+
+
+def test_crowds_count_neither_for_nor_against(tmp_path):
+    part = part_of(tmp_path, {1: WIDE}, [square(1, 0, 0, 25), square(1, 40, 0, 40, iscrowd=1)])
+    rows = [detection(0.9, 1, 45, 5, 10, 10), detection(0.8, 1, 60, 5, 10, 10), detection(0.7, 1, 0, 0, 25, 25)]
+    assert evaluation.average_precision(part, rows, "box", 100)["box_ap"] == 100
+    rows.append(detection(0.75, 1, 0, 40, 10, 10))  # elsewhere
+    assert evaluation.average_precision(part, rows, "box", 100)["box_ap"] == pytest.approx(50)
+
+
+def test_so_many_detections_count(three):
+    rows = [detection(0.9, 1, 0, 0, 25, 25), detection(0.8, 1, 50, 0, 25, 25), detection(0.7, 2, 0, 0, 25, 25)]
+    assert evaluation.average_precision(three, rows, "box", 2)["box_ap"] == 100
+    assert evaluation.average_precision(three, rows, "box", 1)["box_ap"] == pytest.approx(100 * 67 / 101)
+
+
+@pytest.mark.parametrize("kind", ["box", "mask"])
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_numbers_of_the_original_evaluator(tmp_path, kind):
+    """COCO's own, on random objects of all sizes, crowds, and detections of every quality."""
+    original = pytest.importorskip("pycocotools.cocoeval")
+    coco_api = pytest.importorskip("pycocotools.coco")
+    random, size = np.random.default_rng(5), (160, 150)
+    truth, rows = [], []
+    for number in range(1, 9):
+        for _ in range(6):
+            side, category = int(random.integers(8, 120)), int(random.choice([3, 7]))
+            left, top = (int(random.integers(0, edge - side)) for edge in (150, 160))
+            truth.append(square(number, left, top, side, size, category, iscrowd=int(random.random() < 0.1)))
+            for _ in range(2):
+                change = random.integers(-side // 8 - 1, side // 8 + 2, 2)
+                x, y = max(0, left + change[0]), max(0, top + change[1])
+                rows.append(detection(round(float(random.random()), 6), number, int(x), int(y), side, side, size, category))
+    part = part_of(tmp_path, dict.fromkeys(range(1, 9), size), truth)
+    found = evaluation.average_precision(part, rows, kind, 100)
+    if kind == "mask":  # with boxes, it would take their areas for those of the masks
+        rows = [{name: value for name, value in row.items() if name != "bbox"} for row in rows]
+    with redirect_stdout(io.StringIO()):
+        annotated = coco_api.COCO(str(tmp_path / "annotations" / "instances_val.json"))
+        evaluator = original.COCOeval(annotated, annotated.loadRes(rows), {"box": "bbox", "mask": "segm"}[kind])
+        evaluator.evaluate()
+        evaluator.accumulate()
+        evaluator.summarize()
+    assert list(found.values()) == pytest.approx(list(100 * evaluator.stats[:6]), rel=1e-9)
+    assert 10 < found[f"{kind}_ap"] < 90
+
+
+# Saved detections.
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory):
+    return write_objects(tmp_path_factory.mktemp("data") / "objects", train=6)
+
+
+def evaluated(capsys, *arguments):
+    status = main(["evaluate", *map(str, arguments)])
+    printed = capsys.readouterr()
+    return status, printed.out if status == 0 else printed.err
+
+
+def test_evaluate(three, tmp_path, capsys):
+    write_part(tmp_path, "train", {1: WIDE}, [square(1, 0, 0, 25)])
+    write_part(tmp_path, "val", {1: WIDE, 2: WIDE, 3: WIDE}, [square(1, 0, 0, 25), square(1, 50, 0, 25), square(2, 0, 0, 25)])
+    path = tmp_path / "found.json"
+    path.write_text(json.dumps([detection(0.9, 1, 0, 0, 25, 25), detection(0.8, 3, 0, 0, 25, 25)]))
+    status, text = evaluated(capsys, path, "--data", tmp_path)
+    assert status == 0
+    numbers = "AP 33.66  AP50 33.66  AP75 33.66  AP small 33.66  AP medium -  AP large -"
+    assert text == f"box   {numbers}\nmask  {numbers}\n"
+    rows = [detection(0.9, 1, 0, 0, 25, 25), detection(0.8, 1, 50, 0, 25, 25)]
+    path.write_text(json.dumps([{k: v for k, v in row.items() if k != "segmentation"} for row in rows]))
+    assert evaluated(capsys, path, "--data", tmp_path, "--most", 1)[1].startswith("box   AP 33.66  ")
+    assert evaluated(capsys, path, "--data", tmp_path)[1].startswith("box   AP 66.34  ")
+    assert "mask" not in evaluated(capsys, path, "--data", tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("{", "does not hold detections in COCO's results format: "),
+        ('[{"image_id": 101}]', "does not hold detections in COCO's results format: 'category_id'"),
+        (
+            '[{"image_id": 7, "category_id": 3, "bbox": [0, 0, 1, 1], "score": 1}]',
+            "has a detection of category 3 in image 7, which the annotations do not have: is it of another data set?",
+        ),
+        ('[{"image_id": 101, "category_id": 3, "bbox": [0, 0, 1], "score": 1}]', "box [0, 0, 1], score 1"),
+        ('[{"image_id": 101, "category_id": 3, "bbox": [0, 0, 1, NaN], "score": 1}]', "box [0, 0, 1, nan], score 1"),
+    ],
+)
+def test_what_is_no_detection(objects, tmp_path, capsys, content, text):
+    path = tmp_path / "found.json"
+    path.write_text(content)
+    status, printed = evaluated(capsys, path, "--data", objects)
+    assert status == 2
+    assert printed.startswith(f"pwlu evaluate: {path} ")
+    assert text in printed
+
+
+def test_what_cannot_be_evaluated(objects, tmp_path, capsys):
+    assert "which data set is it? Write --data DIR" in evaluated(capsys, tmp_path / "x.json")[1]
+    assert "does not hold detections" in evaluated(capsys, tmp_path / "x.json", "--data", objects)[1]
+    assert f"{tmp_path} is not a run folder" in evaluated(capsys, tmp_path)[1]
+    folder = RunFolder(tmp_path)
+    folder.write_json("config.json", task_of(RETINA, objects).settings.as_dict())
+    assert "has no detections.json: pwlu train writes it with --save-detections" in evaluated(capsys, tmp_path)[1]
+    content = folder.json("config.json") | {"recipe": "digits"}
+    folder.write_json("config.json", content)
+    assert "is a run of digits, which detects nothing" in evaluated(capsys, tmp_path)[1]
+
+
+def test_detections_of_a_run(objects, tmp_path, capsys):
+    """What is saved at the end gives the same numbers, elsewhere; on held-out images too."""
+    command = [MASK, "--data", objects, "--workers", 0, "--act", "relu", "--epochs", 1, "--holdout", 2, "--batch", 4]
+    assert train(*command, "--save-detections", "--runs", tmp_path) == 0
+    (path,) = tmp_path.iterdir()
+    result = RunFolder(path).json("result.json")
+    capsys.readouterr()
+    status, text = evaluated(capsys, path)
+    assert status == 0
+    for line, kind in zip(text.splitlines(), ("box", "mask"), strict=True):
+        names = [kind + name.removeprefix("box") for name in BOX]
+        numbers = [result[name] for name in names]
+        assert [word for word in line.split() if word[0] in "-0123456789"] == [
+            "-" if number is None else f"{number:.2f}" for number in numbers
+        ]
+    assert (result["measured_on"], result["measured_images"]) == ("held-out training images", 2)
+    saved = (path / "detections.json").read_bytes()
+    for name in ("detections.json", "result.json"):  # as if it had been stopped after its last measurement
+        (path / name).unlink()
+    assert train("--resume", path) == 0
+    assert (path / "detections.json").read_bytes() == saved
+    assert RunFolder(path).json("result.json") == result
+
+
+# Two processes.
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo")
+def test_two_processes_measure_as_one(objects, tmp_path_factory):
+    """Five images, three of them for the first process; detections to rounding, and AP, are those of one process.
+
+    After two steps, one in each phase: half of the recipe's batch, so one iteration of it.
+    """
+    command = [MASK, "--data", objects, "--workers", "0", "--iterations", "1", "--realign-epochs", "0.33", "--batch", "2"]
+    runs, meeting = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("meeting")
+    jobs = [{"arguments": [*command, "--save-detections", "--runs", runs]}]
+    statuses, printed = start(meeting, jobs, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert statuses == [0]
+    assert len([line for line in printed if line.startswith("epoch ")]) == 1
+    (path,) = runs.iterdir()
+    task = task_of(MASK, objects)
+    network = trainee_of(task).network
+    network.load_state_dict(torch.load(path / "model.pt", weights_only=True))
+    with one_thread():
+        measured = task.measure(network, torch.no_grad())
+    found = RunFolder(path).json("detections.json")
+    result = RunFolder(path).json("result.json")
+    assert {row["image_id"] for row in found} == set(task.test.part.image_ids.tolist())
+    assert len(found) == len(task.rows) > 20
+    in_order = [sorted(rows, key=lambda row: (row["image_id"], row["bbox"])) for rows in (found, task.rows)]
+    for one, other in zip(*in_order, strict=True):
+        assert one["bbox"] == pytest.approx(other["bbox"], abs=0.02)
+        assert one["score"] == pytest.approx(other["score"], abs=2e-6)
+    assert result["box_ap"] == pytest.approx(measured["box_ap"], rel=1e-6)
+    assert result["mask_ap"] == pytest.approx(measured["mask_ap"], rel=1e-6)

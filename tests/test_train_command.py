@@ -149,6 +149,7 @@ def test_unknown_recipe(capsys, name, nearest):
 def test_mistakes(tmp_path, monkeypatch, capsys, arguments, text):
     monkeypatch.chdir(tmp_path)
     assert text in refused(capsys, *arguments)
+    assert not list(tmp_path.glob("runs/*"))  # no run was begun
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

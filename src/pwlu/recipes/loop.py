@@ -34,7 +34,14 @@ _WORDS = {  # what of an epoch is said in its line; of what is known before it e
 
 def train(settings: Settings, path: Path, processes: Processes) -> dict[str, Any]:
     """Train as the settings say, or go on with what lies in the run folder; return what result.json says."""
-    return _Loop(settings, RunFolder(path), processes).run()
+    folder = RunFolder(path)
+    try:
+        loop = _Loop(settings, folder, processes)
+    except UserError:
+        if processes.first:
+            folder.remove_if_bare()
+        raise
+    return loop.run()
 
 
 class _Loop:

@@ -67,7 +67,9 @@ def _resnet(name: str, classes: int, channels: int, width: float, small: bool, n
 
 
 def _mobilenet(name: str, classes: int, channels: int, width: float, small: bool, norm: Norm) -> nn.Module:
-    model = torchvision.models.get_model(name, weights=None, num_classes=classes, norm_layer=norm, width_mult=width)
+    # torchvision's MobileNet-V3 averages its statistics over 100 steps, too long for the short trainings of small images
+    own = {} if norm is nn.BatchNorm2d and not small else {"norm_layer": norm}
+    model = torchvision.models.get_model(name, weights=None, num_classes=classes, width_mult=width, **own)
     return _adapted(model, channels, small)
 
 

@@ -53,6 +53,12 @@ class RunFolder:
         """Whether the run came to its end."""
         return (self.path / "result.json").exists()
 
+    def remove_if_bare(self) -> None:
+        """Take back a folder in which nothing was begun: settings that cannot be trained are no run."""
+        if [path.name for path in self.path.iterdir()] == ["config.json"]:
+            (self.path / "config.json").unlink()
+            self.path.rmdir()
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """As long as one process trains the run, no other may."""

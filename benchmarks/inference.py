@@ -25,12 +25,9 @@ from tqdm import tqdm
 
 import pwlu
 from pwlu.baselines import APL, PAU, FReLU
+from pwlu.recipes.paper import INFERENCE
 
 Row = dict[str, Any]
-PAPER = {  # milliseconds, 64 x 3 x 224 x 224, V100
-    "resnet18": {"relu": 17.1, "swish": 18.8, "pwlu": 19.9, "frelu": 23.3, "apl": 40.7, "pau": 64.2},
-    "mobilenet_v3_small": {"relu": 15.4, "swish": 15.7, "pwlu": 16.2, "frelu": 18.1, "apl": 31.7, "pau": 38.6},
-}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KINDS = ("relu", "swish", "prelu", "pwlu", "frelu", "frelu, folded", "apl", "apl, one kernel", "pau", "pau, one kernel")
 PARTS = 10  # of a measurement, between which the progress bar moves
@@ -90,7 +87,7 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[Row]:
         }
         row |= {"runs": rounds * inner, "mean_ms": fmean(times[kind])} | percentiles(times[kind])
         alone = percentiles(on_device({"": calls[kind]}, rounds)[""])["p50_ms"] if cuda else math.nan
-        yield row | {"gpu_ms": alone, "paper_v100_ms": PAPER.get(name, {}).get(kind, math.nan)} | machine(options.device)
+        yield row | {"gpu_ms": alone, "paper_v100_ms": INFERENCE.get(name, {}).get(kind, math.nan)} | machine(options.device)
 
 
 def show(table: list[Row]) -> None:
@@ -114,7 +111,7 @@ def main() -> None:
     """Parse the command line, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
-    parser.add_argument("--networks", nargs="+", default=tuple(PAPER), metavar="NAME", help="default: %(default)s")
+    parser.add_argument("--networks", nargs="+", default=tuple(INFERENCE), metavar="NAME", help="default: %(default)s")
     parser.add_argument("--batch", type=int, default=64, help="images (default: %(default)s)")
     parser.add_argument("--pixels", type=int, default=224, help="width and height of images (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=500, help="of each, timed (default: %(default)s)")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from canned import canned_run, files_in
+from canned import LIGHT, canned_run, files_in
 
 from pwlu.cli import main, train
 from pwlu.recipes import children, comparison, rows
@@ -424,11 +424,4 @@ def test_killed_and_run_again(here):
     assert [run.epochs for run in runs] == [12, 12]
     assert all(run.environment["side_by_side"] == 2 for run in runs)
     kept = here / "results" / "digits" / "pwlu-epochs-12-realign-epochs-1-seed0"
-    assert files_in(kept) == [
-        "alignment.json",
-        "config.json",
-        "environment.json",
-        "functions.pt",
-        "metrics.jsonl",
-        "result.json",
-    ]
+    assert files_in(kept) == LIGHT

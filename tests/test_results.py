@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from canned import canned_run, files_in
+from canned import LIGHT, canned_run, files_in
 
 from pwlu.recipes import results
 from pwlu.recipes.results import find_runs, keep, read_run
@@ -15,14 +15,7 @@ def test_light_files_are_kept(tmp_path):
     run = read_run(tmp_path / "runs" / "a")
     kept = keep(run, tmp_path / "results")
     assert kept == tmp_path / "results" / "cifar100" / "resnet18" / "pwlu-layer-seed2"
-    assert files_in(kept) == [
-        "alignment.json",
-        "config.json",
-        "environment.json",
-        "functions.pt",
-        "metrics.jsonl",
-        "result.json",
-    ]
+    assert files_in(kept) == LIGHT
     assert (kept / "result.json").read_bytes() == (run.path / "result.json").read_bytes()
     config = json.loads((kept / "config.json").read_text())
     assert set(config) == set(run.settings.identity())

@@ -17,6 +17,7 @@ from pwlu import reference
 from pwlu.fuse import FusedPWLU
 from pwlu.module import PWLU, units_of, whole
 from pwlu.quantiles import Sketch
+from pwlu.text import columns
 
 BARS = 32
 _ACCEPTED = (
@@ -103,12 +104,7 @@ class Alignment:
         rows = [
             (u.name or "the model", str(u.channels), _median(u.iou), _outside([u]), f"{sum(u.nonfinite):,}") for u in self.units
         ]
-        widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
-            for row in (head, *rows)
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
+        lines = columns(head, rows, numbers=True)
         lines.append(
             f"{self.model}, {self.batches} batches: median IOU {_median(self.iou)} over {len(self.iou):,} channels; "
             f"{_outside(self.units)} of inputs outside of the bounds"

@@ -1,5 +1,8 @@
 """The function: checks its arguments and calls the operator."""
 
+import operator
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -119,3 +122,15 @@ def check_device(name: str, parameter: Tensor, x: Tensor) -> None:
     """Raise unless both are on one device."""
     if parameter.device != x.device:
         raise ValueError(f"pwlu: {name} is on {parameter.device} and x on {x.device}. Move the module: act.to('{x.device}')")
+
+
+def whole_number(owner: str, name: str, value: Any, hint: str, least: int | None = None) -> int:
+    """The value as an int; ValueError if it is none, or too small."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or (least is not None and number < least):
+        at_least = "" if least is None else f" of at least {least}"
+        raise ValueError(f"{owner}: {name} must be a whole number{at_least} ({hint}), not {value!r}")
+    return number

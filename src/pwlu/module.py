@@ -1,6 +1,5 @@
 """The module: a learnable activation."""
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -60,9 +59,11 @@ class PWLU(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.channels = _whole_number("channels", channels, "1 for one function for everything, or the size of channel_dim", 1)
-        self.intervals = _whole_number("intervals", intervals, "8 to 16 work well", 1)
-        self.channel_dim = _whole_number("channel_dim", channel_dim, "1 for images, -1 for the last")
+        self.channels = functional.whole_number(
+            "PWLU", "channels", channels, "1 for one function for everything, or the size of channel_dim", 1
+        )
+        self.intervals = functional.whole_number("PWLU", "intervals", intervals, "8 to 16 work well", 1)
+        self.channel_dim = functional.whole_number("PWLU", "channel_dim", channel_dim, "1 for images, -1 for the last")
         self.init = init
         start = find_start(init)
         self.bounds = fit_bounds(_check_bounds(bounds, dtype), self.intervals, start.kinks, start.name)
@@ -226,17 +227,6 @@ def write(parameter: Any, value: Tensor) -> None:
         value = value.to(parameter.device, parameter.dtype)
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(value)
-
-
-def _whole_number(name: str, value: Any, hint: str, least: int | None = None) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool) or (least is not None and number < least):
-        at_least = "" if least is None else f" of at least {least}"
-        raise ValueError(f"PWLU: {name} must be a whole number{at_least} ({hint}), not {value!r}")
-    return number
 
 
 def _check_bounds(bounds: Any, dtype: torch.dtype | None) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from pwlu import reference
 from pwlu.analysis import Alignment, UnitAlignment
 from pwlu.curves import Curves, curves_of
 from pwlu.starts import start_parameters
+from pwlu.text import columns
 
 STEPS = 256
 # up to or from which number a channel is of a class: UnitShapes says which
@@ -134,13 +135,8 @@ class Shapes:
         head = ("unit", "channels", *classes, "inputs outside", "empty intervals")
         rows = [(u.name or "the model", str(u.channels), *_shares(Shapes([u]))) for u in self.units]
         rows.append(("all", str(sum(u.channels for u in self.units)), *_shares(self)))
-        widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
-            for row in (head, *rows)
-        ]
-        for place in (1, -1):
-            lines.insert(place, "  ".join("-" * width for width in widths))
+        lines = columns(head, rows, numbers=True)
+        lines.insert(-1, lines[1])
         return "\n".join(lines)
 
 

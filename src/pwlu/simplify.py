@@ -16,6 +16,7 @@ from pwlu.fuse import FusedPWLU
 from pwlu.module import PWLU, units_of, write
 from pwlu.realignment import some
 from pwlu.starts import find_start, fit_bounds
+from pwlu.text import columns
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FSDPModule", "FullyShardedDataParallel", "OptimizedModule"}
 
@@ -104,14 +105,9 @@ class Simplification:
             )
             for u in self.units
         ]
-        widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
         parts = [f"{n} {became}" for became in (*PLAIN, "fewer", "kept") if (n := len(self.of(became)))]
         removed = sum(unit.removed for unit in self.units)
-        return "\n".join([*lines, f"{self.model}: {', '.join(parts)}; {removed:,} parameters removed"])
+        return "\n".join([*columns(head, rows), f"{self.model}: {', '.join(parts)}; {removed:,} parameters removed"])
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pwlu import functional, reference
-from pwlu.baselines.arguments import channels_and_dim, whole_number
+from pwlu.baselines.arguments import channels_and_dim
 
 
 class APL(nn.Module):
@@ -37,7 +37,7 @@ class APL(nn.Module):
     ) -> None:
         super().__init__()
         self.channels, self.channel_dim = channels_and_dim("APL", channels, channel_dim)
-        self.hinges = whole_number("APL", "hinges", hinges, "S, 3 in the paper", 1)
+        self.hinges = functional.whole_number("APL", "hinges", hinges, "S, 3 in the paper", 1)
         self.slopes = nn.Parameter(torch.empty(self.channels, self.hinges, device=device, dtype=dtype))
         self.offsets = nn.Parameter(torch.empty(self.channels, self.hinges, device=device, dtype=dtype))
         self.reset_parameters()

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pwlu.starts import Start
+from pwlu.text import columns
 
 
 @dataclass
@@ -72,15 +73,10 @@ class Report:
     def __str__(self) -> str:
         head = ("name", "was", "shape", "what happened", "why")
         rows = [(s.name, s.was, " x ".join(map(str, s.shape)), s.action, _why(s)) for s in self.sites]
-        widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
         counts = {action: len(self.of(action)) for action in ("converted", "skipped", "impossible", "unreached")}
         parts = [f"{n} {action}" for action, n in counts.items() if n or action == "converted"]
         summary = f"{self.model}: {', '.join(parts)}; {self.parameters:,} parameters added"
-        return "\n".join([*lines, summary, *self.notes])
+        return "\n".join([*columns(head, rows), summary, *self.notes])
 
 
 def _why(site: Site) -> str:

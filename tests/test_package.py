@@ -37,6 +37,7 @@ ALLOWED = {
     "fuse": {"functional", "ops", "reference", "module"},
     "statistics": {"module", "reference"},
     "realignment": {"module", "reference", "starts"},
+    "smoothing": {"module"},
     "learning": {"module", "realignment", "statistics"},
     "baselines": {"baselines.apl", "baselines.frelu", "baselines.pau", "baselines.prelu", "baselines.relu", "module", "starts"},
     "baselines.apl": {"baselines.arguments", "functional", "reference"},
@@ -138,6 +139,7 @@ ALLOWED = {
         "recipes.processes",
         "recipes.rows",
         "recipes.settings",
+        "smoothing",
     },
     "recipes.report": {"analysis", "plot", "recipes.measures", "recipes.run_folder", "recipes.settings"},
     "recipes.loop": {
@@ -228,6 +230,7 @@ ALLOWED = {
         "reference",
         "shapes",
         "simplify",
+        "smoothing",
         "version",
     },
 }
@@ -276,7 +279,7 @@ def test_public_names():
     names = {"PWLU", "FusedPWLU", "TwoPhase", "__version__", "freeze_", "functional", "fuse_", "parameter_groups"}
     names |= {"realign_", "reference", "warm_up", "activation", "convert_", "restore_", "DEFAULT_KINDS"}
     names |= {"Alignment", "alignment", "plot_alignment", "plot_functions", "plot_improvements"}
-    names |= {"Shapes", "describe", "export_onnx", "refine_", "simplify_"}
+    names |= {"Shapes", "curvature", "describe", "export_onnx", "refine_", "simplify_"}
     assert set(pwlu.__all__) == names
     assert all(hasattr(pwlu, name) for name in pwlu.__all__)
 

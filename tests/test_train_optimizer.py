@@ -1,7 +1,6 @@
 """What a step of the optimizer does: groups, schedule, accumulation, averages, penalties, phases."""
 
 import copy
-from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from recipes_helpers import after, batches_of, same_state, take_steps, task_of, 
 from pwlu import baselines
 from pwlu.module import PWLU
 from pwlu.recipes.rows import RECIPES
-from pwlu.recipes.trainee import curvature
+from pwlu.smoothing import curvature
 
 SHORT = {"epochs": 3, "realign_epochs": 1.0, "batch": 128}  # 7 steps an epoch
 
@@ -191,22 +190,10 @@ def test_what_is_measured():
 # What is peculiar to PWLUs.
 
 
-def test_curvature_is_that_of_the_slopes():
-    units = [PWLU(3, 4), PWLU(1, 5, (-1.0, 2.0), "silu")]
-    rows = []
-    for unit in units:
-        for c in range(unit.channels):
-            step = (unit.right[c] - unit.left[c]).item() / unit.intervals
-            heights = unit.heights[c].tolist()
-            slopes = [(b - a) / step for a, b in pairwise(heights)]
-            rows.append(sum((b - a) ** 2 for a, b in pairwise(slopes)))
-    assert curvature(units).item() == pytest.approx(sum(rows), rel=1e-6)
-
-
 def test_curvature_is_penalised_in_phase_two():
     settings = {**SHORT, "fix_init": 3.0, "precision": "float64"}
     plain, penalised = (trainee_of(task_of(**settings, curvature=factor)) for factor in (0.0, 0.25))
-    penalty = curvature(penalised.units.values())
+    penalty = curvature(penalised.network)
     expected = torch.autograd.grad(0.25 * penalty, [unit.heights for unit in penalised.units.values()])
     without, with_it = gradients(plain), gradients(penalised)
     for name, gradient in zip(penalised.units, expected, strict=True):

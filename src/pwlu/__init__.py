@@ -21,6 +21,7 @@ from pwlu.plot import plot_alignment, plot_functions, plot_improvements
 from pwlu.realignment import realign_
 from pwlu.shapes import Shapes, describe
 from pwlu.simplify import refine_, simplify_
+from pwlu.smoothing import curvature
 from pwlu.version import __version__
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "activation",
     "alignment",
     "convert_",
+    "curvature",
     "describe",
     "export_onnx",
     "freeze_",

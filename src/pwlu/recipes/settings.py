@@ -51,7 +51,7 @@ class Settings:
     unit_lr: float = _flag(
         1.0, "learning rate of activations' parameters, times this (default: 1, pau 0.0001)", metavar="FACTOR", unit=True
     )
-    curvature: float = _flag(0.0, "penalty on the bends of PWLUs, times this; try 1e-5", metavar="FACTOR", unit=True)
+    curvature: float = _flag(0.0, "penalty on the bends of PWLUs, times this; try 0.003", metavar="FACTOR", unit=True)
     ema: float = _flag(0.0, "measure a moving average of the weights with this decay, such as 0.999", metavar="DECAY")
     norm: str = _flag("batch", "normalisation", choices=("batch", "group"))
     precision: str = _flag("float32", "of the computation; bf16 and fp16 by autocast", choices=PRECISIONS)
@@ -67,7 +67,12 @@ class Settings:
     save_detections: bool = _flag(
         False, "write what is detected at the end to detections.json, which pwlu evaluate reads", machine=True
     )
-    tensorboard: bool = _flag(False, "write TensorBoard files into the run folder too", machine=True)
+    snapshots: int = _flag(
+        20, "of the functions, spread over the run, at most one an epoch; 0: none. pwlu report shows them", machine=True
+    )
+    tensorboard: bool = _flag(
+        False, "write TensorBoard files into the run folder too: numbers, and pictures of the functions", machine=True
+    )
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -103,6 +108,7 @@ def check(settings: Settings) -> Settings:
         "ema": (0 <= settings.ema < 1, "from 0 to below 1, such as 0.999"),
         "accumulate": (settings.accumulate >= 1, "at least 1"),
         "measure_every": (settings.measure_every >= 1, "at least 1"),
+        "snapshots": (settings.snapshots >= 0, "at least 0"),
         "workers": (settings.workers is None or settings.workers >= 0, "at least 0"),
         "augmentation": (settings.augmentation in AUGMENTATIONS, f"one of {', '.join(AUGMENTATIONS)}"),
         "precision": (settings.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),

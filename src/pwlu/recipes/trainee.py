@@ -17,6 +17,7 @@ from pwlu.recipes import draws
 from pwlu.recipes.processes import Processes
 from pwlu.recipes.rows import find
 from pwlu.recipes.settings import Settings, UserError
+from pwlu.smoothing import curvature
 
 LEARNED = (PWLU, nn.PReLU, baselines.APL, baselines.PAU)  # activations whose parameters are those of functions
 
@@ -82,7 +83,7 @@ class Trainee:
                 with self.autocast():
                     loss, each = self.task.loss(self.model, batch)
                 if self.settings.curvature and self.phase == 2:
-                    loss = loss + self.settings.curvature * curvature(self.units.values())
+                    loss = loss + self.settings.curvature * curvature(self.network)
                 self.scaler.scale(loss / len(batches)).backward()
             sums = sums + each
         self.scaler.step(self.optimizer)
@@ -123,15 +124,6 @@ class Trainee:
             name: {n: p.detach().cpu().clone() for n, p in zip(names, unit.unit_parameters(), strict=True)}
             for name, unit in units_of(self.measured).items()
         }
-
-
-def curvature(units: Any) -> Tensor:
-    """The sum over all channels and k of (K_k - K_{k-1})^2: how much the slopes K_k of neighbouring intervals differ."""
-    bends = []
-    for unit in units:
-        step = (unit.right - unit.left) / unit.intervals
-        bends.append((unit.heights.diff(n=2) / step[:, None]).square().sum())
-    return torch.stack(bends).sum()
 
 
 def _with_activations(network: nn.Module, sample: Tensor, settings: Settings) -> Any:

@@ -1,0 +1,45 @@
+"""A penalty that keeps learned functions smooth."""
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor, nn
+
+from pwlu.module import units_of
+
+
+def curvature(model: nn.Module) -> Tensor:
+    r"""How much the functions of all PWLUs bend, to be added to the loss: ``loss + 0.003 * pwlu.curvature(model)``.
+
+    .. math:: \sum_{\text{channels}} \sum_{k=0}^{N} (Y_{k+1} - 2 Y_k + Y_{k-1})^2, \qquad
+              Y_{-1} = Y_0 - K_L d, \quad Y_{N+1} = Y_N + K_R d, \quad d = \frac{B_R - B_L}{N}
+
+    A second difference of heights is the jump of the slope at a knot, times d. It is 0 for a straight line; a ReLU whose kink
+    is a knot has :math:`d^2`. Heights are penalised and not slopes: with slopes the largest stable step of gradient descent
+    would shrink with :math:`d^2`, to nothing in a channel with narrow bounds.
+
+    In Phase I :class:`pwlu.TwoPhase` lets no PWLU move, so the penalty may be there from the first step.
+
+    Returns:
+        A tensor without dimensions, on the device of the first PWLU, with a gradient. Units of one N are computed together.
+    """
+    units = units_of(model).values()
+    if not units:
+        raise ValueError(f"curvature: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)")
+    alike = defaultdict(list)
+    for unit in units:
+        alike[unit.intervals, unit.heights.device, unit.heights.dtype].append(map(_gathered, unit.unit_parameters()))
+    total: Tensor | None = None
+    for (intervals, *_), parameters in alike.items():
+        left, right, heights, left_slope, right_slope = (torch.cat(each) for each in zip(*parameters, strict=True))
+        step = (right - left) / intervals
+        rises = torch.cat([(left_slope * step)[:, None], heights.diff(), (right_slope * step)[:, None]], 1)
+        bends = rises.diff().square().sum()
+        total = bends if total is None else total + bends.to(total)
+    assert total is not None
+    return total
+
+
+def _gathered(parameter: Tensor) -> Tensor:
+    """With its gradient, all of a parameter that may be split over processes."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

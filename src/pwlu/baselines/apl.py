@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pwlu import functional, reference
+from pwlu.baselines import fused
 from pwlu.baselines.arguments import channels_and_dim
 
 
@@ -25,6 +26,7 @@ class APL(nn.Module):
     uniform between -0.5/S and 0.5/S, b_i normal with mean 0 and deviation 0.5. Its authors let both decay, by 0.001.
 
     Shape: any; output as input. Arithmetic is in float32 (float64 for float64). Backward needs x and the parameters alone.
+    On NVIDIA GPUs forward and backward are a kernel each, in Triton; ``PWLU_CUDA_KERNEL=reference`` asks for plain operations.
     """
 
     def __init__(
@@ -61,10 +63,14 @@ class APL(nn.Module):
 
 
 class _APL(torch.autograd.Function):
-    """Hinge by hinge, so that nothing is S times as large as x."""
+    """By kernels where they serve; else hinge by hinge, so that nothing is S times as large as x."""
 
     @staticmethod
     def forward(x: Tensor, slopes: Tensor, offsets: Tensor, channel_dim: int) -> Tensor:
+        if fused.usable(x, slopes, offsets):
+            from pwlu.baselines import apl_kernels
+
+            return apl_kernels.forward(x, slopes, offsets, channel_dim)
         wide, *hinges = _in_compute_type(x, slopes, offsets, channel_dim)
         # a max(0, b - x) = a b - a min(x, b), which takes a pass over memory less
         constant = (slopes.to(wide.dtype) * offsets.to(wide.dtype)).sum(1)
@@ -83,6 +89,14 @@ class _APL(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, slopes, offsets = ctx.saved_tensors
         need_x, *need_parameters, _ = ctx.needs_input_grad
+        if fused.usable(x, grad, slopes, offsets):
+            from pwlu.baselines import apl_kernels
+
+            need = need_x, any(need_parameters)
+            grad_x, found = apl_kernels.backward(grad, x, slopes, offsets, ctx.channel_dim, *need)
+            if found is None:
+                return grad_x, None, None, None
+            return grad_x, found[0].to(slopes.dtype), found[1].to(offsets.dtype), None
         wide, *hinges = _in_compute_type(x, slopes, offsets, ctx.channel_dim)
         grad = grad.to(wide.dtype)
         grad_x = torch.where(wide > 0, grad, 0) if need_x else None

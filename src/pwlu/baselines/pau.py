@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pwlu import functional, reference
+from pwlu.baselines import fused
 from pwlu.baselines.rational import fit
 from pwlu.starts import Start, find_start
 
@@ -28,7 +29,8 @@ class PAU(nn.Module):
     to the function at the start, for \|x\| <= 3.
 
     Shape: any; output as input. Arithmetic is in float32 (float64 for float64), where x^5 overflows beyond \|x\| = 10^7.
-    Backward needs x and the parameters alone.
+    Backward needs x and the parameters alone. On NVIDIA GPUs forward and backward are a kernel each, in Triton;
+    ``PWLU_CUDA_KERNEL=reference`` asks for plain operations.
     """
 
     def __init__(
@@ -63,10 +65,14 @@ class PAU(nn.Module):
 
 
 class _PAU(torch.autograd.Function):
-    """P/Q with Q = 1 + |A|, each by Horner's rule."""
+    """P/Q with Q = 1 + |A|, each by Horner's rule; by kernels where they serve."""
 
     @staticmethod
     def forward(x: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+        if fused.usable(x, numerator, denominator):
+            from pwlu.baselines import pau_kernels
+
+            return pau_kernels.forward(x, numerator, denominator)
         wide, a, b = _in_compute_type(x, numerator, denominator)
         return _polynomial(a, wide).div_(_polynomial(b, wide).mul_(wide).abs_().add_(1)).to(x.dtype)
 
@@ -78,19 +84,27 @@ class _PAU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, numerator, denominator = ctx.saved_tensors
+        need_x, *need_parameters = ctx.needs_input_grad
+        if fused.usable(x, grad, numerator, denominator):
+            from pwlu.baselines import pau_kernels
+
+            grad_x, found = pau_kernels.backward(grad, x, numerator, denominator, need_x, any(need_parameters))
+            if found is None:
+                return grad_x, None, None
+            return grad_x, found[:6].to(numerator.dtype), found[6:].to(denominator.dtype)
         wide, a, b = _in_compute_type(x, numerator, denominator)
         inside = _polynomial(b, wide).mul_(wide)
         bottom = inside.abs().add_(1)
         of_top = grad.to(wide.dtype) / bottom  # the gradient of P
         of_inside = _polynomial(a, wide).div_(bottom).mul_(of_top).mul_(inside.sign_()).neg_()  # and of A: -g P sign(A)/Q^2
         grad_x = grad_a = grad_b = None
-        if ctx.needs_input_grad[0]:
+        if need_x:
             powers = torch.arange(1, 6, device=x.device, dtype=wide.dtype)
             grad_x = _polynomial(a[1:] * powers, wide).mul_(of_top)
             grad_x = grad_x.addcmul_(_polynomial(b * powers[:4], wide), of_inside).to(x.dtype)
-        if ctx.needs_input_grad[1]:
+        if need_parameters[0]:
             grad_a = _moments(of_top, wide, 5).to(numerator.dtype)
-        if ctx.needs_input_grad[2]:
+        if need_parameters[1]:
             grad_b = _moments(of_inside, wide, 4)[1:].to(denominator.dtype)
         return grad_x, grad_a, grad_b
 

@@ -1,0 +1,130 @@
+"""PAU as one kernel forward and one backward, in Triton. The formulas are those of ``pau.py``."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pwlu.baselines.fused import most_programs
+from pwlu.kernels import layout
+
+_BLOCK, _BACKWARD_BLOCK = 1024, 512  # elements a program works on at a time; backward keeps ten sums for each in registers
+
+
+def forward(x: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    """y, for an x that is not empty."""
+    y = torch.empty_like(x)
+    x = layout.laid_out_as(y, x)
+    with torch.cuda.device_of(x):
+        _forward[(triton.cdiv(x.numel(), _BLOCK),)](x, numerator.contiguous(), denominator.contiguous(), y, x.numel(), _BLOCK)
+    return y
+
+
+def backward(
+    grad: Tensor, x: Tensor, numerator: Tensor, denominator: Tensor, need_x: bool, need_parameters: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and of the parameters, those of a_0 to a_5 and b_1 to b_4: (10,) in float64. None unless needed.
+
+    A program adds up in float32 (float64 for float64), for each element of its block over the k blocks it visits, then over the
+    block; what the programs found is added in float64. So the additions put sums off by at most k + 9 half units of the sum of
+    the sizes of the terms.
+    """
+    like = torch.empty_like(x)
+    x, grad = layout.laid_out_as(like, x), layout.laid_out_as(like, grad)
+    programs = min(triton.cdiv(x.numel(), _BACKWARD_BLOCK), most_programs(x.device))
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    grad_x = like if need_x else None
+    sums = x.new_empty(programs, 10, dtype=wide) if need_parameters else None
+    with torch.cuda.device_of(x):
+        _backward[(programs,)](
+            grad, x, numerator.contiguous(), denominator.contiguous(), grad_x, sums, x.numel(), _BACKWARD_BLOCK
+        )
+    return grad_x, None if sums is None else sums.sum(0, dtype=torch.float64)
+
+
+@triton.jit
+def _coefficients(address: tl.tensor, COUNT: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
+    """So many numbers from that address on."""
+    found: tl.tuple = ()
+    for k in tl.static_range(COUNT):
+        found = found + (tl.load(address + k).to(WIDE),)  # noqa: RUF005 (Triton does not unpack)
+    return found
+
+
+@triton.jit
+def _polynomial(coefficients: tl.tensor, x: tl.tensor, DEGREE: tl.constexpr) -> tl.tensor:
+    """c_0 + c_1 x + c_2 x^2 + ... by Horner's rule."""
+    y = coefficients[DEGREE]
+    for k in tl.static_range(DEGREE - 1, -1, -1):
+        y = y * x + coefficients[k]
+    return y
+
+
+@triton.jit
+def _derivative(coefficients: tl.tensor, x: tl.tensor, DEGREE: tl.constexpr) -> tl.tensor:
+    """c_1 + 2 c_2 x + 3 c_3 x^2 + ..."""
+    y = coefficients[DEGREE] * DEGREE
+    for k in tl.static_range(DEGREE - 1, 0, -1):
+        y = y * x + coefficients[k] * k
+    return y
+
+
+@triton.jit
+def _ratio(top: tl.tensor, bottom: tl.tensor) -> tl.tensor:
+    """Rounded once; in float32, Triton's own division is not."""
+    return top / bottom if bottom.dtype == tl.float64 else tl.div_rn(top, bottom)
+
+
+@triton.jit
+def _forward(
+    x: tl.tensor, numerator: tl.tensor, denominator: tl.tensor, y: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    a = _coefficients(numerator, 6, WIDE)
+    b = (0.0,) + _coefficients(denominator, 4, WIDE)  # noqa: RUF005
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < size, other=0).to(WIDE)
+    bottom = 1 + tl.abs(_polynomial(b, value, 4))
+    tl.store(y + at, _ratio(_polynomial(a, value, 5), bottom).to(y.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def _backward(
+    grad: tl.tensor,
+    x: tl.tensor,
+    numerator: tl.tensor,
+    denominator: tl.tensor,
+    grad_x: tl.tensor,
+    sums: tl.tensor,
+    size: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program p adds up its terms of gradient j in sums[p, j]."""
+    WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    a = _coefficients(numerator, 6, WIDE)
+    b = (0.0,) + _coefficients(denominator, 4, WIDE)  # noqa: RUF005
+    program = tl.program_id(0)
+    totals: tl.tuple = (tl.zeros((BLOCK,), WIDE),) * 10
+    for start in range(program.to(tl.int64) * BLOCK, size, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(x + at, mask=at < size, other=0).to(WIDE)
+        inside = _polynomial(b, value, 4)
+        inverse = _ratio(1.0, 1 + tl.abs(inside))
+        of_top = tl.load(grad + at, mask=at < size, other=0).to(WIDE) * inverse
+        of_inside = _polynomial(a, value, 5) * inverse * of_top
+        of_inside = tl.where(inside > 0, -of_inside, tl.where(inside < 0, of_inside, of_inside * 0))
+        if grad_x is not None:
+            slope = _derivative(a, value, 5) * of_top + _derivative(b, value, 4) * of_inside
+            tl.store(grad_x + at, slope.to(grad_x.dtype.element_ty), mask=at < size)
+        if sums is not None:
+            terms = of_top
+            added: tl.tuple = ()
+            for j in tl.static_range(10):
+                if j == 6:
+                    terms = of_inside * value
+                added = added + (totals[j] + terms,)  # noqa: RUF005
+                terms = terms * value
+            totals = added
+    if sums is not None:
+        for j in tl.static_range(10):
+            tl.store(sums + program * 10 + j, tl.sum(totals[j]))

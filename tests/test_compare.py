@@ -55,6 +55,7 @@ def test_every_setting_travels():
         "batch": 32,
         "lr": 0.1,
         "weight_decay": 1e-5,
+        "norm_weight_decay": 0.0,
         "label_smoothing": 0.2,
     }
     changes |= {
@@ -69,7 +70,7 @@ def test_every_setting_travels():
     changes |= {"granularity": "layer", "realign_epochs": 1.5, "fix_init": 2.5, "unit_lr": 0.1, "curvature": 1e-7, "ema": 0.999}
     changes |= {"norm": "group", "precision": "bf16", "accumulate": 2, "compile": True, "channels_last": False, "data": "a b=c"}
     changes |= {"device": "cpu", "workers": 0, "tensorboard": True}
-    changes |= {"iterations": 5, "measure_every": 3, "save_detections": True}
+    changes |= {"iterations": 5, "measure_every": 3, "save_detections": True, "snapshots": 7}
     settings = rows.settings("digits", **changes)
     usual = rows.settings("digits")
     assert not [name for name, value in settings.as_dict().items() if value == usual.as_dict()[name] and name != "recipe"]
@@ -88,6 +89,7 @@ def test_every_setting_travels():
         "--workers=0",
         "--measure-every=3",
         "--save-detections",
+        "--snapshots=7",
         "--tensorboard",
     ]
     assert comparison.flags(usual, of_the_machine=True) == []

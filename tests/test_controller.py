@@ -286,6 +286,33 @@ def test_parameter_groups():
     assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.05]
 
 
+def test_parameter_groups_of_normalisation():
+    class OwnNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+    norms = [
+        nn.BatchNorm2d(4),
+        nn.GroupNorm(2, 4),
+        nn.LayerNorm(4),
+        nn.InstanceNorm1d(4, affine=True),
+        nn.RMSNorm(4),
+        OwnNorm(),
+    ]
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), *norms, nn.PReLU(4), pwlu.PWLU(4))
+    groups = pwlu.parameter_groups(model, lr=0.1, weight_decay=0.01, lr_factor=0.5, norm_weight_decay=0.0)
+    assert [(g["name"], g["lr"], g["weight_decay"]) for g in groups] == [
+        ("weights", 0.1, 0.01),
+        ("norms", 0.1, 0.0),
+        ("pwlu", 0.05, 0.0),
+    ]
+    expected = [[*model[0].parameters(), *model[7].parameters()], [p for n in norms for p in n.parameters()], of_units(model)]
+    for group, parameters in zip(groups, expected, strict=True):
+        assert {id(p) for p in group["params"]} == {id(p) for p in parameters}
+    assert [g["name"] for g in pwlu.parameter_groups(model, lr=0.1)] == ["weights", "pwlu"]
+
+
 def test_parameter_groups_leave_out_what_is_frozen():
     model = network()
     model[0].requires_grad_(False)

@@ -47,6 +47,18 @@ def test_functions_have_no_weight_decay_and_a_rate_of_their_own(activation):
     assert functions["max_lr"] == 0.5 * weights["max_lr"]
 
 
+@pytest.mark.parametrize("activation", ["pwlu", "relu"])
+def test_normalisation_may_have_a_decay_of_its_own(activation):
+    trainee = trainee_of(task_of(activation=activation, norm_weight_decay=0.25))
+    weights, norms, *functions = trainee.optimizer.param_groups
+    expected = [p for m in trainee.network.modules() if isinstance(m, torch.nn.BatchNorm2d) for p in m.parameters()]
+    assert expected
+    assert {id(p) for p in norms["params"]} == {id(p) for p in expected}
+    assert [g["weight_decay"] for g in (weights, norms, *functions)] == [5e-4, 0.25, *([0.0] if functions else [])]
+    assert norms["max_lr"] == weights["max_lr"]
+    assert sum(len(g["params"]) for g in (weights, norms, *functions)) == len(list(trainee.network.parameters()))
+
+
 def test_weight_decay_does_not_move_functions():
     """What a step with momentum makes of a function depends on its gradient alone; weights shrink."""
     settings = {"fix_init": 3.0, "precision": "float64"}

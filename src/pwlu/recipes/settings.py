@@ -35,6 +35,9 @@ class Settings:
     batch: int = _flag(None, "images in a step of the optimizer, over all processes")
     lr: float = _flag(None, "peak learning rate for the recipe's batch; it is scaled to the batch that is used")
     weight_decay: float = _flag(None, "of the weights; parameters of activations have none")
+    norm_weight_decay: float = _flag(
+        None, "of normalisation's scale and shift (default: as weights); 0 keeps inputs where the bounds of PWLUs are"
+    )
     label_smoothing: float = _flag(None, "share of the label given to all classes")
     augmentation: str = _flag(None, "of training images", choices=AUGMENTATIONS)
     warm_up: float = _flag(None, "share of the steps in which the learning rate rises")
@@ -51,7 +54,7 @@ class Settings:
     unit_lr: float = _flag(
         1.0, "learning rate of activations' parameters, times this (default: 1, pau 0.0001)", metavar="FACTOR", unit=True
     )
-    curvature: float = _flag(0.0, "penalty on the bends of PWLUs, times this; try 0.003", metavar="FACTOR", unit=True)
+    curvature: float = _flag(0.0, "penalty on the bends of PWLUs, times this; try 0.001", metavar="FACTOR", unit=True)
     ema: float = _flag(0.0, "measure a moving average of the weights with this decay, such as 0.999", metavar="DECAY")
     norm: str = _flag("batch", "normalisation", choices=("batch", "group"))
     precision: str = _flag("float32", "of the computation; bf16 and fp16 by autocast", choices=PRECISIONS)
@@ -95,6 +98,7 @@ def check(settings: Settings) -> Settings:
         "batch": (settings.batch >= 1, "at least 1"),
         "lr": (settings.lr > 0, "above 0"),
         "weight_decay": (settings.weight_decay >= 0, "at least 0"),
+        "norm_weight_decay": (settings.norm_weight_decay is None or settings.norm_weight_decay >= 0, "at least 0"),
         "label_smoothing": (0 <= settings.label_smoothing < 1, "from 0 to below 1"),
         "warm_up": (0 <= settings.warm_up < 1, "from 0 to below 1"),
         "width": (settings.width > 0, "above 0"),

@@ -11,7 +11,7 @@ from torch.optim import swa_utils
 
 from pwlu import baselines
 from pwlu.convert import convert_
-from pwlu.learning import TwoPhase
+from pwlu.learning import TwoPhase, norm_parameters
 from pwlu.module import PWLU, units_of
 from pwlu.recipes import draws
 from pwlu.recipes.processes import Processes
@@ -30,7 +30,7 @@ class Trainee:
         self.device_type = processes.device.type
         torch.manual_seed(int(draws.mixed(settings.seed, 3)))
         network = task.network()
-        self.report = _with_activations(network, task.sample(), settings)
+        self.report = put_activations(network, task.sample(), settings)
         network = network.to(processes.device, task.dtype, memory_format=task.layout)
         if processes.count > 1 and self.device_type == "cuda":
             network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
@@ -126,7 +126,8 @@ class Trainee:
         }
 
 
-def _with_activations(network: nn.Module, sample: Tensor, settings: Settings) -> Any:
+def put_activations(network: nn.Module, sample: Tensor, settings: Settings) -> Any:
+    """Those that the settings name, in place of the network's own; returns the report of :func:`pwlu.convert_`."""
     bounds = (-settings.fix_init, settings.fix_init) if settings.fix_init else None
     options: dict[str, Any] = {}
     if settings.activation == "pwlu":
@@ -160,13 +161,18 @@ def _schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) 
 
 
 def _groups(network: nn.Module, settings: Settings) -> list[dict[str, Any]]:
-    """Weights, and parameters of functions: those have no weight decay, which would pull them to a function of no merit."""
+    """Weights; scales and shifts of normalisation, if they decay otherwise; and parameters of functions.
+
+    Those have no weight decay, which would pull them to a function of no merit.
+    """
     lr = settings.lr * settings.batch / find(settings.recipe).batch
     learned = {id(p) for module in network.modules() if isinstance(module, LEARNED) for p in module.parameters()}
-    weights = [p for p in network.parameters() if id(p) not in learned]
-    functions = [p for p in network.parameters() if id(p) in learned]
-    groups = [
-        {"params": weights, "lr": lr, "weight_decay": settings.weight_decay},
-        {"params": functions, "lr": lr * settings.unit_lr, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    norms = set() if settings.norm_weight_decay is None else norm_parameters(network) - learned
+    kinds = {id(p): "function" if id(p) in learned else "norm" if id(p) in norms else "weight" for p in network.parameters()}
+    groups: dict[str, dict[str, Any]] = {
+        "weight": {"lr": lr, "weight_decay": settings.weight_decay},
+        "norm": {"lr": lr, "weight_decay": settings.norm_weight_decay},
+        "function": {"lr": lr * settings.unit_lr, "weight_decay": 0.0},
+    }
+    made = [{"params": [p for p in network.parameters() if kinds[id(p)] == kind]} | group for kind, group in groups.items()]
+    return [group for group in made if group["params"]]

@@ -11,7 +11,10 @@ COMMANDS = {
     "info": "versions, devices, and which code computes PWLU where, and why",
     "train": "train an architecture on a data set with a chosen activation",
     "compare": "fill a table of activations, architectures and seeds",
+    "report": "a run as one page of HTML: curves, alignment, shapes, all learned functions",
     "evaluate": "COCO's average precision of detections that were saved",
+    "export": "the network of a run as ONNX, or for torch.export.load: a file that needs nothing of pwlu",
+    "bench": "how fast the network of a run is: in PyTorch, compiled and in ONNX Runtime, beside ReLU",
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pwlu.analysis import alignment, without_histograms
+from pwlu.plot import plot_functions
 from pwlu.recipes.environment import environment
 from pwlu.recipes.processes import Processes
 from pwlu.recipes.progress import Progress
@@ -21,7 +22,7 @@ from pwlu.recipes.trainee import Trainee
 
 SECONDS_BETWEEN_CHECKPOINTS = 600  # in an epoch that takes longer
 STEPS_BETWEEN_QUESTIONS = 50  # whether so many seconds have passed
-SNAPSHOTS = 20  # of the functions, spread over the run
+PICTURES = 5  # of the functions, for TensorBoard: drawing one takes a second or two
 _WORDS = {  # what of an epoch is said in its line; of what is known before it ends, on the bar too
     "loss": "loss {:.4f}",
     "train_accuracy": "train {:.2f} %",
@@ -110,9 +111,11 @@ class _Loop:
         row |= _rounded({"seconds": self.seconds, "images_per_second": self._done() * self.settings.batch / self.seconds})
         if self.processes.first:
             self.folder.add_metrics(row)
-            if (epoch + 1) % max(1, self.epochs // SNAPSHOTS) == 0:
+            if self._turn(epoch, self.settings.snapshots):
                 self._snapshot()
             self._tell(row)
+            if self.board is not None and self.trainee.units and self._turn(epoch, PICTURES):
+                self.board.add_figure("functions", plot_functions(self.trainee.measured), self.number)
         self.last = row
         self.sums, self.seconds = torch.zeros((), device=self.processes.device), 0.0
         self._checkpoint(0.0)
@@ -129,8 +132,13 @@ class _Loop:
             self.folder.save_checkpoint(self.number, state)
         self.saved_at = time.monotonic()
 
+    def _turn(self, epoch: int, times: int) -> bool:
+        """Whether this epoch ends with what is done so many times in a run, at even distances, the last time at its end."""
+        times = min(times, self.epochs)
+        return (epoch + 1) * times // self.epochs > epoch * times // self.epochs
+
     def _snapshot(self) -> None:
-        if self.trainee.units:
+        if self.trainee.units and self.settings.snapshots:
             self.folder.write_tensors(f"snapshots/step-{self.number:08d}.pt", self.trainee.functions())
 
     def _finite(self) -> bool:

@@ -4,7 +4,7 @@ RUN/config.json         the settings
 RUN/environment.json    source revision, versions, hardware
 RUN/metrics.jsonl       a line an epoch
 RUN/checkpoints/        step-00000980-1f2e3d4c.pt: the number of steps, and the beginning of the contents' SHA-256
-RUN/snapshots/          step-00000980.pt: the functions of all PWLUs, kilobytes
+RUN/snapshots/          step-00000980.pt: the functions of all PWLUs, 90 bytes a function
 RUN/result.json         written last: the run is finished
 RUN/functions.pt, alignment.json, report.md, model.pt    with it; inputs.json is alignment.json with histograms of the inputs
 """

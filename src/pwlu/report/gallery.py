@@ -1,0 +1,156 @@
+"""The functions of all layers in the course of training, and their inputs, as what ``gallery.js`` draws."""
+
+import base64
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pwlu.analysis import UnitAlignment
+from pwlu.report.encoding import growth, halves, packed, shares
+from pwlu.report.evidence import Evidence
+from pwlu.shapes import CLASSES, UnitShapes
+from pwlu.starts import STARTS
+
+LIMIT = 4_750_000  # letters; the page is to stay below 5 MB, tables and all
+BARS = 32
+
+
+def gallery(evidence: Evidence, limit: int = LIMIT) -> dict[str, Any]:
+    """For JSON: layers, moments, and bytes in base64. What does not fit is left out, and ``left_out`` says so.
+
+    First go moments, at even distances, but for the first and the last; then the distributions of inputs.
+    """
+    every = list(evidence.moments)
+    inputs = {unit.name: unit for unit in evidence.alignment or ()}
+    bars = any(unit.histogram for unit in inputs.values())
+    fixed = _fixed(evidence, inputs, bars)
+    kept = len(every)
+    content = _encoded(evidence, every, fixed)
+    if len(content) > limit and kept > 2:
+        kept, most = 2, len(every)  # so many fit, unless nothing does; so many do not
+        while most - kept > 1:
+            middle = (kept + most) // 2
+            fits = len(_encoded(evidence, _some(every, middle), fixed)) <= limit
+            kept, most = (middle, most) if fits else (kept, middle)
+        content = _encoded(evidence, _some(every, kept), fixed)
+    left_out = [] if kept == len(every) else [f"{len(every) - kept} of {len(every)} snapshots"]
+    if len(content) > limit and bars:
+        bars = False
+        content = _encoded(evidence, _some(every, kept), _fixed(evidence, inputs, bars))
+        left_out.append("the distributions of inputs")
+    used = {name: STARTS[name] for name in sorted(set(evidence.starts.values()))}
+    return {
+        "layers": [
+            {
+                "name": name or "the model",
+                "channels": len(unit["left"]),
+                "intervals": unit["heights"].shape[1] - 1,
+                "start": evidence.starts.get(name),
+            }
+            for name, unit in evidence.functions.items()
+        ],
+        "moments": [_moment(evidence, step) for step in _some(every, kept)],
+        "classes": CLASSES,
+        "starts": {name: _sampled(start.function, start.kinks) for name, start in used.items()},
+        "bars": BARS if bars else 0,
+        "left_out": left_out,
+        "bytes": content,
+    }
+
+
+def _some(steps: list[int], most: int) -> list[int]:
+    """At most that many, at even distances, the first and the last among them."""
+    if most >= len(steps):
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
+
+
+def _moment(evidence: Evidence, step: int) -> dict[str, Any]:
+    epoch = step / evidence.steps_per_epoch if evidence.steps_per_epoch else None
+    after = evidence.realigned_after
+    return {"step": step, "epoch": epoch, "phase": (1 if step < after else 2) if after else None}
+
+
+def _sampled(function: Any, kinks: tuple[float, ...]) -> list[list[float]]:
+    """x and y of a start: points so dense around 0 that straight lines between them look smooth at any scale."""
+    sizes = [2.0 ** (k / 8) for k in range(-64, 65)]
+    x = sorted({0.0, *kinks, *sizes, *(-size for size in sizes)})
+    y = function(torch.tensor(x, dtype=torch.float64, device="cpu")).tolist()
+    return [[float(f"{number:.4g}") for number in numbers] for numbers in (x, y)]
+
+
+def _fixed(evidence: Evidence, inputs: dict[str, UnitAlignment], bars: bool) -> dict[str, bytes]:
+    """By layer, what does not depend on moments: a few numbers of each channel, then the distribution of its inputs."""
+    assert evidence.shapes is not None
+    parts = {}
+    for unit in evidence.shapes:
+        seen = inputs.get(unit.name)
+        parts[unit.name] = b"".join(_numbers(unit, seen) + (_distribution(seen, unit.channels) if bars else []))
+    return parts
+
+
+def _encoded(evidence: Evidence, steps: list[int], fixed: dict[str, bytes]) -> str:
+    """Layer after layer: the functions at these moments, then what is fixed."""
+    parts: list[bytes] = []
+    for name in evidence.functions:
+        moments = [evidence.moments[step][name] for step in steps]
+        for columns in (("left", "right"), ("heights",), ("left_slope", "right_slope")):
+            values = [torch.cat([_columns(moment[column]) for column in columns], dim=1) for moment in moments]
+            parts.append(growth(torch.stack(values)))
+        parts.append(fixed[name])
+    return base64.b64encode(zlib.compress(b"".join(parts), 6)).decode("ascii")
+
+
+def _columns(values: Tensor) -> Tensor:
+    return values.to("cpu", torch.float64).reshape(len(values), -1)
+
+
+def _numbers(unit: UnitShapes, inputs: UnitAlignment | None) -> list[bytes]:
+    """Of each function: its classes as bits; movement, width, p5 and p95 of the inputs; IOU, shares outside and empty."""
+    of_classes = zip(*(unit.members(shape) for shape in CLASSES), strict=True)
+    bits = [sum(member << place for place, member in enumerate(members)) for members in of_classes]
+    known = torch.tensor([share == share for share in unit.outside], device="cpu")  # else low and high are the bounds
+    iou = torch.full((unit.channels,), torch.nan, dtype=torch.float64, device="cpu")
+    if inputs is not None:
+        measured = _tensor(inputs.iou)
+        iou = measured if len(measured) == unit.channels else measured.nanmedian()[None]
+    halved = [unit.movement, unit.width, *(torch.where(known, _tensor(v), torch.nan) for v in (unit.low, unit.high))]
+    return [
+        bytes(bits),
+        *(halves(_tensor(values)) for values in halved),
+        *(shares(_tensor(values)) for values in (iou, unit.outside, unit.empty)),
+    ]
+
+
+def _tensor(values: Any) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.float64, device="cpu")
+
+
+def _distribution(inputs: UnitAlignment | None, channels: int) -> list[bytes]:
+    """Of each function, where the bars begin and end, and how high each is, relative to the highest."""
+    low = high = torch.full((channels,), torch.nan, dtype=torch.float64, device="cpu")
+    bars = torch.zeros(channels, BARS, dtype=torch.float64, device="cpu")
+    if inputs is not None and inputs.histogram:
+        low, high, bars = (_tensor(values) for values in (inputs.low, inputs.high, inputs.histogram))
+        if len(low) != channels:
+            low, high, bars = _pooled(low, high, bars)
+    heights = bars / bars.amax(1, keepdim=True).clamp(min=1e-9) * 255
+    return [halves(low), halves(high), packed(heights.round().to(torch.uint8))]
+
+
+def _pooled(low: Tensor, high: Tensor, bars: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean of the distributions of all channels: a layer-wise function has the inputs of them all."""
+    some = ~low.isnan()
+    low, high, bars = low[some], high[some], bars[some]
+    if not len(low):
+        return _tensor([torch.nan]), _tensor([torch.nan]), _tensor([[0.0] * BARS])
+    first, last = low.min(), high.max()
+    edges = first + (last - first) * torch.arange(BARS + 1, device="cpu") / BARS
+    places = ((edges - low[:, None]) / (high - low).clamp(min=1e-30)[:, None]).clamp(0, 1) * bars.shape[1]
+    below = torch.nn.functional.pad(bars.cumsum(1), (1, 0))
+    index = places.floor().long().clamp(max=bars.shape[1] - 1)
+    here, then = below.gather(1, index), below.gather(1, index + 1)
+    cumulated = (here + (then - here) * (places - index)).sum(0)
+    return first[None], last[None], cumulated.diff()[None]

@@ -1,0 +1,59 @@
+"""The page put together: one file, with a policy that forbids it to ask for another."""
+
+import base64
+import hashlib
+import json
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from pwlu.report import sections
+from pwlu.report.evidence import Evidence
+from pwlu.report.gallery import gallery
+from pwlu.report.shape_table import shape_table
+from pwlu.version import __version__
+
+_SCRIPTS = ("decode.js", "draw.js", "gallery.js", "main.js")
+
+
+def page(evidence: Evidence) -> str:
+    """The report as HTML."""
+    script = '"use strict";\n' + "\n".join(_part(name) for name in _SCRIPTS)
+    parts = _sections(evidence)
+    ids = {title: title.lower() for title in parts}
+    data: dict[str, Any] | None = gallery(evidence) if evidence.functions else None
+    return Template(_part("page.html")).substitute(
+        title=escape(evidence.title),
+        headline=escape(sections.headline(evidence)),
+        version=__version__,
+        style=_part("page.css"),
+        script=script,
+        script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii"),
+        navigation="".join(f'<a href="#{ids[title]}">{title}</a>' for title in parts),
+        sections="\n".join(
+            f'<section id="{ids[title]}" aria-labelledby="{ids[title]}-title"><h2 id="{ids[title]}-title">{title}</h2>{content}'
+            "</section>"
+            for title, content in parts.items()
+        ),
+        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),  # a name cannot end the script
+    )
+
+
+def _sections(evidence: Evidence) -> dict[str, str]:
+    """By title, those for which there is something to show."""
+    parts = {"Result": sections.summary(evidence)}
+    if drawn := sections.curves(evidence):
+        parts["Training"] = drawn
+    if evidence.alignment is not None:
+        parts["Alignment"] = sections.alignment(
+            evidence.alignment, evidence.functions or [unit.name for unit in evidence.alignment]
+        )
+    if evidence.shapes is not None:
+        parts["Shapes"] = shape_table(evidence.shapes, evidence.alignment)
+        parts["Functions"] = _part("functions.html")
+    return parts
+
+
+def _part(name: str) -> str:
+    return (files("pwlu.report") / name).read_text(encoding="utf-8")

@@ -1,0 +1,176 @@
+"""The parts of the page that stand still: the result, the curves, the alignment."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from pwlu.analysis import Alignment, UnitAlignment
+from pwlu.recipes import cells, rows
+from pwlu.recipes.measures import said
+from pwlu.recipes.settings import UserError
+from pwlu.report.charts import Line, histogram, lines, whiskers
+from pwlu.report.evidence import Evidence
+
+HEALTHY = 0.548  # IOU of a normal distribution and bounds at mu +- 3 sigma
+_REALIGNED = "\u03bc \u00b1 3\u03c3"  # mu plus or minus 3 sigma
+_CURVES = {  # by name in metrics.jsonl, what it is called in its chart
+    "measures": {"train_accuracy": "train", "accuracy": "test", "box_ap": "boxes", "mask_ap": "masks"},
+    "losses": {"loss": "train", "test_loss": "test"},
+}
+
+
+def summary(evidence: Evidence) -> str:
+    """The result in large figures, the notes, and all settings."""
+    result = evidence.result
+    figures = "".join(f"<div><dt>{title}</dt><dd>{value}</dd></div>" for title, value in _figures(evidence))
+    parts = [f'<dl class="figures">{figures}</dl>' if figures else ""]
+    if result.get("diverged"):
+        parts.append('<p class="warning">The loss was no longer finite: the training stopped there.</p>')
+    if evidence.notes:
+        items = "".join(f"<li>{escape(note)}</li>" for note in evidence.notes)
+        parts.append(f'<aside class="notes" role="note" aria-label="What this page cannot show"><ul>{items}</ul></aside>')
+    if words := _settings(evidence):
+        parts.append(f"<p>{escape(words)}</p>")
+    for title, values in (("Settings", evidence.config), ("Environment", evidence.environment), ("Result", result)):
+        if values:
+            entries = "".join(f"<div><dt>{escape(_words(k))}</dt><dd>{escape(_value(v))}</dd></div>" for k, v in values.items())
+            parts.append(f'<details><summary>{title}</summary><dl class="all">{entries}</dl></details>')
+    return "".join(parts)
+
+
+def headline(evidence: Evidence) -> str:
+    """One sentence under the title."""
+    result = {name: value for name, value in evidence.result.items() if value is not None}
+    parts = []
+    if said(result):
+        parts.append(f"{said(result)} on {result.get('measured_images', 0):,} {result.get('measured_on', 'images')}")
+    if evidence.functions:
+        counts = [len(unit["left"]) for unit in evidence.functions.values()]
+        whole = "a layer" if max(counts) == 1 else "a channel"
+        parts.append(f"{sum(counts):,} learned functions in {len(counts)} layers, one {whole}")
+    words = "; ".join(parts) + "."
+    return words[0].upper() + words[1:] if parts else "A run of which little is known yet."
+
+
+def curves(evidence: Evidence) -> str:
+    """Accuracy, or average precision, and losses over epochs."""
+    charts = []
+    mark = None
+    if evidence.realigned_after:
+        mark = evidence.realigned_after / evidence.steps_per_epoch, f"realignment, step {evidence.realigned_after:,}"
+    detects = any("box_ap" in row for row in evidence.metrics)
+    titles = {"measures": "average precision, %" if detects else "accuracy, %", "losses": "loss, logarithmic"}
+    for group, names in _CURVES.items():
+        series = [
+            Line(
+                "held out" if label == "test" and evidence.config.get("holdout") else label,
+                "first" if name in ("accuracy", "test_loss", "box_ap") else "second",
+                points,
+            )
+            for name, label in names.items()
+            if (points := _points(evidence, name))
+        ]
+        if series:
+            charts.append(f"<figure>{lines(series, 'epoch', titles[group], mark, log=group == 'losses')}</figure>")
+    if not charts:
+        return ""
+    return f'<div class="pair">{"".join(charts)}</div>' + _epochs(evidence.metrics)
+
+
+def alignment(aligned: Alignment, names: Iterable[str]) -> str:
+    """How well bounds fit inputs, over all channels, and layer by layer; `names`: all layers in their order."""
+    if not aligned.iou:
+        return "<p>No input reached any PWLU.</p>"
+    outside = [(s, n) for unit in aligned for s, n in zip(unit.outside, unit.count, strict=True) if n]
+    share = sum(s * n for s, n in outside) / sum(n for _, n in outside)
+    words = (
+        f"<p>The median IOU of the bounds of a function with the middle 90 % of its inputs is "
+        f"<strong>{statistics.median(aligned.iou):.2f}</strong>; {100 * share:.2f} % of inputs lie outside of the bounds. "
+        f"Normally distributed inputs score {HEALTHY:.2f} with bounds at {_REALIGNED}, where realignment puts them: "
+        "the dashed line.</p>"
+    )
+    if aligned.unreached:
+        words += f"<p>No input reached {escape(', '.join(aligned.unreached))}.</p>"
+    bars = histogram(aligned.iou, "IOU", "channels, %", (HEALTHY, _REALIGNED))
+    spreads = {unit.name: _spread(unit) for unit in aligned if any(unit.count)}
+    dots = whiskers([(name, spreads.get(name)) for name in names], "layer", "IOU", HEALTHY)
+    return (
+        f'{words}<div class="pair"><figure>{bars}<figcaption>All channels</figcaption></figure><figure>{dots}<figcaption>Layer '
+        "by layer, in the order of the model: median, and the middle 80 % of channels</figcaption></figure></div>"
+    )
+
+
+def _figures(evidence: Evidence) -> list[tuple[str, str]]:
+    result, config = evidence.result, evidence.config
+    found = []
+    for name, title in (("accuracy", "accuracy"), ("box_ap", "box AP"), ("mask_ap", "mask AP")):
+        if result.get(name) is not None:
+            found.append((title, f"{result[name]:.2f} %"))
+        if result.get(f"best_{name}") is not None:
+            found.append((f"best {title}", f"{result[f'best_{name}']:.2f} %"))
+    if "parameters" in result:
+        found.append(("parameters", f"{result['parameters']:,}"))
+    if evidence.metrics:
+        whole = f" of {config['epochs']}" if "epochs" in config and not result and not config.get("iterations") else ""
+        found.append(("epochs", f"{len(evidence.metrics)}{whole}"))
+    if "seconds_per_epoch" in result:
+        found.append(("an epoch", f"{result['seconds_per_epoch']:.3g} s"))
+    if evidence.metrics and 0 < evidence.realigned_after <= evidence.metrics[-1]["step"]:
+        found.append(("realigned after", f"{evidence.realigned_after:,} steps"))
+    return found
+
+
+def _settings(evidence: Evidence) -> str:
+    """In sentences, what one wants to know first; what differs from the recipe."""
+    config, where = evidence.config, evidence.environment
+    sentences = []
+    if evidence.functions and config:
+        began = "what stood there before" if config.get("init") == "same" else config.get("init", "relu")
+        intervals = sorted({unit["heights"].shape[1] - 1 for unit in evidence.functions.values()})
+        sentences.append(f"PWLUs have {' or '.join(map(str, intervals))} intervals and began as {began}.")
+    if where:
+        revision = f" ({where['revision']})" if where.get("revision") else ""
+        sentences.append(
+            f"Trained with pwlu {where.get('pwlu')}{revision} and torch {where.get('torch')} on {where.get('device')}."
+        )
+    try:
+        changed = cells.differences(rows.settings(**config)) if config else {}
+    except (TypeError, UserError):  # of another version
+        changed = {}
+    if changed:
+        named = ", ".join(f"{_words(name)} {cells.short(value)}" for name, value in changed.items())
+        sentences.append(f"Other than the recipe has it: {named}.")
+    return " ".join(sentences)
+
+
+def _points(evidence: Evidence, name: str) -> list[tuple[float, float]]:
+    steps = evidence.steps_per_epoch
+    return [(row["step"] / steps, row[name]) for row in evidence.metrics if row.get(name) is not None]
+
+
+def _epochs(metrics: Sequence[dict[str, Any]]) -> str:
+    names = list(dict.fromkeys(name for row in metrics for name in row))
+    head = "".join(f'<th scope="col">{escape(_words(name))}</th>' for name in names)
+    body = "".join("<tr>" + "".join(f"<td>{escape(_value(row.get(name)))}</td>" for name in names) + "</tr>" for row in metrics)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    scroll = f'<div class="scroll" tabindex="0" role="region" aria-label="Numbers of every epoch">{table}</div>'
+    return f"<details><summary>Numbers of every epoch</summary>{scroll}</details>"
+
+
+def _spread(unit: UnitAlignment) -> tuple[float, float, float]:
+    known = sorted(value for value in unit.iou if not math.isnan(value))
+    return known[round(0.1 * (len(known) - 1))], statistics.median(known), known[round(0.9 * (len(known) - 1))]
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

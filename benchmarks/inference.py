@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torchvision
-from timing import RESULTS, interleaved, machine, on_device, percentiles, write
+from timing import RESULTS, machine, on_device, write
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from tqdm import tqdm
@@ -26,6 +26,7 @@ from tqdm import tqdm
 import pwlu
 from pwlu.baselines import APL, PAU, FReLU
 from pwlu.recipes.paper import INFERENCE
+from pwlu.recipes.timing import interleaved, percentiles
 
 Row = dict[str, Any]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 import torchvision
-from timing import RESULTS, interleaved, machine, on_device, percentiles, write
+from timing import RESULTS, machine, on_device, write
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 import pwlu
 from pwlu import ops
+from pwlu.recipes.timing import interleaved, percentiles
 
 Row = dict[str, Any]
 NETWORKS = ("resnet18", "mobilenet_v3_small")

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 import torchvision
-from timing import RESULTS, interleaved, keep_memory, machine, percentiles, write
+from timing import RESULTS, keep_memory, machine, write
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import pwlu
 from pwlu.export import export_onnx
 from pwlu.onnx_forms import FORMS
+from pwlu.recipes.timing import interleaved, percentiles
 
 runtime = importlib.import_module("onnxruntime")  # it has no types
 Row = dict[str, Any]

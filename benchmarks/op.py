@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timing import RESULTS, interleaved, keep_memory, machine, on_device, percentiles, write
+from timing import RESULTS, keep_memory, machine, on_device, write
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import pwlu
 from pwlu import ops, reference
+from pwlu.recipes.timing import interleaved, percentiles
 
 LAYOUTS = ("NCHW", "channels_last", "BTC")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}

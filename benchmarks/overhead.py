@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timing import RESULTS, interleaved, machine, percentiles, write
+from timing import RESULTS, machine, write
 from torch import Tensor
 
 import pwlu
 from pwlu import implementations, ops
+from pwlu.recipes.timing import interleaved, percentiles
 
 
 def registered() -> Callable[..., Tensor]:

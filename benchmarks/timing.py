@@ -1,4 +1,4 @@
-"""Timing: side by side in one run, percentiles, and rows that say what they were measured on."""
+"""Timing on a GPU alone, an allocator that does not disturb, and rows that say what they were measured on."""
 
 import csv
 import os
@@ -26,31 +26,6 @@ def keep_memory() -> None:
     settings = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
     if sys.platform == "linux" and not settings.keys() <= os.environ.keys():
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | settings)
-
-
-def interleaved(
-    calls: Mapping[str, Callable[[], Any]], rounds: int, inner: int = 1, wait: Callable[[], None] | None = None
-) -> dict[str, list[float]]:
-    """Milliseconds of every call, in turns, so that a slow moment of the machine meets them all.
-
-    Each is called once more just before, untimed, so that it does not suffer from what its neighbour left in the caches.
-    """
-    for call in calls.values():
-        for _ in range(3):
-            call()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            call()
-            if wait:
-                wait()
-            begin = time.perf_counter()
-            for _ in range(inner):
-                call()
-            if wait:
-                wait()
-            times[name].append((time.perf_counter() - begin) * 1e3 / inner)
-    return times
 
 
 def on_device(calls: Mapping[str, Callable[[], Any]], rounds: int, inner: int = 1) -> dict[str, list[float]]:
@@ -85,12 +60,6 @@ def _captured(call: Callable[[], Any], inner: int) -> torch.cuda.CUDAGraph:
         for _ in range(inner):
             call()
     return graph
-
-
-def percentiles(times: list[float]) -> dict[str, float]:
-    """p20, p50 and p80."""
-    ordered = sorted(times)
-    return {f"p{p}_ms": ordered[min(len(ordered) - 1, len(ordered) * p // 100)] for p in (20, 50, 80)}
 
 
 def machine(device: str = "cpu") -> dict[str, str]:

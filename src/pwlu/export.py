@@ -207,6 +207,7 @@ def _write(model: nn.Module, inputs: Inputs, file: Path, opset: int, dynamic_bat
             # tensor, the size is not named "batch" in the file
             warnings.filterwarnings("ignore", "# The axis name: batch will not be used", UserWarning)
             warnings.filterwarnings("ignore", "# ONNX model has different number of inputs", UserWarning)
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)  # torch 2.11's own
             torch.onnx.export(
                 model,
                 inputs.args,

@@ -15,7 +15,7 @@ from pwlu.recipes import draws
 from pwlu.recipes.images import Batch
 from pwlu.recipes.settings import UserError
 
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as everyone uses them
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as everyone uses them
 
 
 class _Files(Dataset):
@@ -46,7 +46,7 @@ class Folder:
 
     def __init__(self, files: _Files, device: torch.device, workers: int) -> None:
         self.files, self.device, self.workers = files, device, workers
-        self.mean, self.std = (torch.tensor(v, device=device)[:, None, None] * 255 for v in (_MEAN, _STD))
+        self.mean, self.std = (torch.tensor(v, device=device)[:, None, None] * 255 for v in (MEAN, STD))
         self.asked: list[list[tuple[int, tuple[int, ...] | None]]] = []  # read by the loader at the start of every round
         self.loader = DataLoader(
             files,

@@ -1,0 +1,142 @@
+"""``pwlu bench``: how fast the network of a run is, beside the same network with ReLU."""
+
+import argparse
+import importlib.metadata
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pwlu.recipes.processes import joined
+from pwlu.recipes.settings import UserError
+from pwlu.text import columns
+
+if TYPE_CHECKING:
+    from pwlu.recipes.speed import Contender
+    from pwlu.recipes.trained import Trained
+
+BATCH = {"cpu": 8}  # of other devices 64: fewer images would not keep them busy
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The run, and how to measure it."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = (
+        "Time inference with the trained network of a run: in PyTorch as it was trained, with ReLU in the place of its\n"
+        "activations, and with PWLUs fused; then compiled by torch.compile, and in ONNX Runtime, as pwlu export writes it.\n"
+        "Those of a runtime are called in turns, so that a slow moment of the machine meets them all, on random images of\n"
+        "the run's size. The table has medians. Of a detector its ResNet with the feature pyramid is timed."
+    )
+    parser.epilog = (
+        "examples:\n"
+        "  pwlu bench runs/digits-pwlu-seed0\n"
+        "  pwlu bench runs/imagenet-resnet18-pwlu-seed0 --batch 1 --threads 4 --rounds 100\n"
+        "  pwlu bench runs/imagenet-resnet18-pwlu-seed0 --device cuda --no-compile\n"
+        "On a CPU with other work to do, OMP_WAIT_POLICY=passive keeps threads that wait from taking its time."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run, with config.json and model.pt")
+    parser.add_argument("--batch", type=int, metavar="N", help="images in a call (default: 8 on a CPU, 64 elsewhere)")
+    parser.add_argument("--threads", type=int, metavar="N", help="of the CPU (default: as PyTorch likes, mostly one a core)")
+    parser.add_argument("--rounds", type=int, default=30, metavar="N", help="measurements of each (default: 30)")
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, ... (default: cuda where there is one)")
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether to compile, which takes most of the time (default: yes)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, and print the table."""
+    try:
+        _bench(options)
+    except UserError as error:
+        print(f"pwlu bench: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> None:
+    for flag in ("batch", "threads", "rounds"):
+        value = getattr(options, flag)
+        if value is not None and value < 1:
+            raise UserError(f"--{flag} must be at least 1, not {value}")
+    try:
+        from pwlu.recipes.environment import environment
+        from pwlu.recipes.speed import measured
+        from pwlu.recipes.trained import load
+
+        trained = load(options.run)
+    except ImportError as error:
+        raise UserError(f"a run is made again with more packages ({error}): pip install 'pwlu[train,onnx]'") from None
+    if trained.detects:
+        trained = trained.backbone()
+    with joined(options.device) as processes, _threads(options.threads):
+        batch = options.batch or BATCH.get(processes.device.type, 64)
+        found, calls = measured(trained, processes.device, batch, options.rounds, options.compile)
+        print("\n".join([_title(trained, batch), _machine(environment(processes)), "", *_table(found, batch), ""]))
+        print("\n".join(_notes(trained, options.rounds, calls)))
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _title(trained: "Trained", batch: int) -> str:
+    settings = trained.settings
+    part = ", the backbone alone" if trained.detects else ""
+    return (
+        f"{trained.path}: {settings.recipe}{part}, {len(trained.sites)} {settings.activation}, "
+        f"batch of {batch}, images of {' x '.join(map(str, trained.shape))}, float32"
+    )
+
+
+def _machine(known: dict[str, Any]) -> str:
+    try:
+        runtime = importlib.metadata.version("onnxruntime")
+    except importlib.metadata.PackageNotFoundError:
+        runtime = "none"
+    pwlu = f"{known['pwlu']} {known['revision']}".strip()
+    return (
+        f"{known['device']}, {known['threads']} threads, {torch.backends.cpu.get_cpu_capability()}; python {known['python']}, "
+        f"torch {known['torch']}, ONNX Runtime {runtime}, pwlu {pwlu}"
+    )
+
+
+def _table(found: "list[Contender]", batch: int) -> list[str]:
+    head = ("", "ms a batch", "p20", "p80", "images/s", "x ReLU")
+    fastest = min(contender.times[1] for contender in found if contender.times)
+    digits = max(0, 2 - math.floor(math.log10(fastest)))  # after the point, so that it has three
+    rows = []
+    for contender in found:
+        if contender.times is None:
+            rows.append((contender.name, *"-----"))
+            continue
+        low, middle, high = contender.times
+        ratio = "-" if contender.of_relu is None else f"{contender.of_relu:.2f}"
+        times = (f"{value:.{digits}f}" for value in (middle, low, high))
+        rows.append((contender.name, *times, f"{batch / middle * 1e3:,.0f}", ratio))
+    lines = columns(head, rows, numbers=True)
+    return [*lines[:2], *(f"{line}  {contender.why}".rstrip() for line, contender in zip(lines[2:], found, strict=True))]
+
+
+def _notes(trained: "Trained", rounds: int, calls: int) -> list[str]:
+    each = f"{calls} calls" if calls > 1 else "a call"
+    notes = [f"Medians, p20 and p80 of {rounds} rounds, {each} in each. x ReLU: times that of ReLU in the same runtime."]
+    if trained.settings.activation == "relu":
+        notes.append("This is a run of ReLU, so there is nothing to compare it with: take one of pwlu train --act pwlu.")
+    return notes

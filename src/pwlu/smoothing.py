@@ -9,7 +9,7 @@ from pwlu.module import units_of
 
 
 def curvature(model: nn.Module) -> Tensor:
-    r"""How much the functions of all PWLUs bend, to be added to the loss: ``loss + 0.003 * pwlu.curvature(model)``.
+    r"""How much the functions of all PWLUs bend, to be added to the loss: ``loss + 0.001 * pwlu.curvature(model)``.
 
     .. math:: \sum_{\text{channels}} \sum_{k=0}^{N} (Y_{k+1} - 2 Y_k + Y_{k-1})^2, \qquad
               Y_{-1} = Y_0 - K_L d, \quad Y_{N+1} = Y_N + K_R d, \quad d = \frac{B_R - B_L}{N}

@@ -26,6 +26,8 @@ TITLES = {
 }
 SEVEN = ("relu", "prelu", "swish", "apl", "pau", "frelu", "pwlu")
 
+SMOOTH = 0.001  # --curvature, chosen on held-out images of CIFAR-100
+
 Rows = dict[str, dict[str, Any]]  # what a row is called -> changes of settings
 
 
@@ -45,6 +47,11 @@ PRESETS: dict[str, Rows] = {
     "activations": _activations(SEVEN),
     "bounds": _activations(["relu"]) | _BOUNDS,
     "intervals": _activations(["relu"]) | {f"N = {n}": {"activation": "pwlu", "intervals": n} for n in (4, 8, 12, 16, 20)},
+    "smoothing": _activations(["relu", "swish", "pwlu"])
+    | {
+        "PWLU, smooth": {"activation": "pwlu", "curvature": SMOOTH},
+        "PWLU, smooth, started as Swish": {"activation": "pwlu", "curvature": SMOOTH, "init": "swish"},
+    },
 }
 
 

@@ -14,7 +14,8 @@ from pwlu.recipes.cells import label
 from pwlu.recipes.run_folder import RunFolder
 from pwlu.recipes.settings import Settings, UserError
 
-COPIED = ("environment.json", "metrics.jsonl", "result.json", "alignment.json", "functions.pt")  # and config.json, shortened
+COPIED = ("environment.json", "metrics.jsonl", "result.json", "alignment.json")  # and config.json, shortened
+_OF_ONE_SEED = "functions.pt"  # the largest file: of seed 0 alone, to be looked at; no table is made from it
 _MEASURED = ("measured_on", "measured_images", "seconds_per_epoch", "parameters", "diverged")
 
 
@@ -81,7 +82,7 @@ def keep(run: Run, results: Path) -> Path:
         copy = Path(partial) / "run"
         copy.mkdir()
         RunFolder(copy).write_json("config.json", run.settings.identity())
-        for name in COPIED:
+        for name in (*COPIED, *([] if run.settings.seed else [_OF_ONE_SEED])):
             if (run.path / name).exists():
                 shutil.copyfile(run.path / name, copy / name)
         return _moved(copy, parent / f"{label(run.settings)}-seed{run.settings.seed}")

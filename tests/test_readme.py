@@ -1,24 +1,126 @@
-"""What README.md and the page on conversion show must work as it stands there."""
+"""What README.md and the pages of docs/ show must work as it stands there."""
 
+import os
 import re
+import runpy
 from pathlib import Path
+from statistics import mean, median
 
 import pytest
+import torch
 
+import pwlu
 from pwlu.cli import main
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/conversion.md", "docs/deploy.md"])
-def test_the_code_runs(page, tmp_path, monkeypatch):
-    pytest.importorskip("torchvision")
-    pytest.importorskip("onnxruntime")
+@pytest.fixture
+def run_page(tmp_path, monkeypatch):
+    """A function of a page: its blocks, each with what it printed and what the page shows, and the names they leave behind."""
+    for package in ("torchvision", "onnxruntime", "sklearn", "matplotlib"):
+        pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    threads = torch.get_num_threads()
+
+    def run(page):
+        names = {}
+        return list(runpy.run_path(str(ROOT / "docs/run.py"))["run"](ROOT / page, names)), names
+
+    yield run
+    torch.set_num_threads(threads)
+
+
+def test_what_is_printed_is_written_into_the_page(tmp_path, monkeypatch, capsys):
+    page = "```python\nfrom pathlib import Path\n```\n\nText.\n\n```python\nPath('a.png').write_text('new')\nprint(2)\n```\n\n"
+    page += "```text\n{}```\n\n![a](images/a.png)\n\n```python\nprint(3)\n```\n\n```text\n{}```\n"
+    (tmp_path / "page.md").write_text(page.format("old\nold\n", ""))
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/a.png").write_text("old")
+    monkeypatch.chdir(tmp_path)  # and back, afterwards
+    for flags in ([], ["--write"]):
+        assert "old" in (tmp_path / "page.md").read_text()
+        monkeypatch.setattr("sys.argv", ["run.py", "page.md", *flags])
+        runpy.run_path(str(ROOT / "docs/run.py"), run_name="__main__")
+        assert capsys.readouterr().out == "2\n3\n"
+        os.chdir(tmp_path)
+    assert (tmp_path / "page.md").read_text() == page.format("2\n", "3\n")
+    assert (tmp_path / "images/a.png").read_text() == "new"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/conversion.md", "docs/deploy.md"])
+def test_the_code_runs(page, run_page):
+    blocks, _ = run_page(page)
     assert blocks
     for block in blocks:
-        exec(compile(block, page, "exec"), {})
+        assert_shows(block)
+
+
+def assert_shows(block):
+    """The page shows what the block prints, but for numbers, and for words after the first line of each print."""
+    if block.shown is not None:
+        printed, shown = block.printed.splitlines(), block.shown.splitlines()
+        assert len(printed) == len(shown) > 0
+        assert without_numbers(printed[0]) == without_numbers(shown[0])
+
+
+def without_numbers(line):
+    return re.sub(r"\d[\d,.]*(e[-+]\d+)?", "#", " ".join(line.split()))
+
+
+def test_the_tutorial(run_page):
+    blocks, names = run_page("docs/tutorial.md")
+    for block in blocks:
+        assert_shows(block)
+    assert sum(block.shown is not None for block in blocks) >= 10
+    assert Path("tutorial.png").stat().st_size > 10_000
+
+    # What its text claims, with room for what another machine makes of it.
+    (relu, relu_losses), (pwlu, pwlu_losses) = names["results"]["ReLU"], names["results"]["PWLU"]
+    trained = names["accuracy"](names["relu_net"])
+    assert names["difference"] < 1e-4  # of outputs around 10, in float32
+    assert names["rounding"] < 1e-4
+    assert trained > 90
+    assert mean(relu) > trained + 0.5
+    assert mean(pwlu) > trained + 0.5
+    assert abs(mean(pwlu) - mean(relu)) < 1  # "an image or two": up to 9
+    assert mean(pwlu_losses) < mean(relu_losses)
+    assert pwlu[0] == names["accuracy"](names["model"])  # the walk-through is the first of the three
+    assert median(names["aligned"].iou) == pytest.approx(0.55, abs=0.05)
+    assert abs(names["accuracy"](names["small"]) - names["accuracy"](names["model"])) < 1
+    assert torch.equal(names["fused"](names["test_images"]).argmax(1), torch.tensor(names["outputs"]).argmax(1))
+
+
+def test_how_much_of_relu_realignment_cuts_off():
+    """The tutorial's 0.09 standard deviations, where 0 lies in the middle of an interval."""
+    unit = pwlu.PWLU()
+    for state, value in ((unit.running_mean, 3 / 16), (unit.running_std, 1.0), (unit.updates, 1)):
+        state.fill_(value)
+    pwlu.realign_(unit)
+    x = torch.linspace(-3, 3, 4801)
+    assert (unit(x) - x.relu()).abs().max().item() == pytest.approx(6 / 16 / 4, abs=1e-6)
+
+
+def test_when_not_to_use_it(run_page):
+    """What its code prints is shown to the letter, but for what comes from training."""
+    blocks, _ = run_page("docs/when-not.md")
+    assert blocks
+    for block in blocks:
+        assert_shows(block)
+        assert block.printed == block.shown or "IOU" in block.shown
+
+
+def test_figures_stand_where_they_are_said_to_come_from():
+    """In docs/when-not.md, every number with a decimal point stands in a page to which its section links."""
+    page = re.sub(r"```.*?```", "", (ROOT / "docs/when-not.md").read_text(), flags=re.DOTALL)
+    figures = 0
+    for section in page.split("\n##"):
+        sources = "".join((ROOT / "docs" / target).read_text() for target in re.findall(r"\]\((?!http)([^)#]+\.md)", section))
+        found = set(re.findall(r"(?<![\w.])\d+\.\d+(?![\w.]*\w)", section))
+        missing = {figure for figure in found if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", sources)}
+        assert not missing, section.splitlines()[0]
+        figures += len(found)
+    assert figures > 40
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))])

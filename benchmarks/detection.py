@@ -1,0 +1,138 @@
+"""Time detectors with ReLU, Swish and PWLU side by side: a step of training and inference, in milliseconds an image.
+
+Mask R-CNN and RetinaNet as `pwlu train` builds them: with ResNet-50 on images of 800 x 800 pixels, as for COCO, and with
+ResNet-18 on images of 320 x 320, as for the small sets. Images and objects are random. Training: forward, backward, a step of
+SGD, in both phases of PWLU. Inference: PWLUs fused; thresholds of 0, so that as many boxes as an image may have reach the
+last heads.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import RESULTS, machine, write
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import pwlu
+from pwlu.recipes import detectors
+from pwlu.recipes.timing import interleaved, percentiles
+
+Row = dict[str, Any]
+CASES = {
+    "maskrcnn_resnet50_fpn": 800,
+    "retinanet_resnet50_fpn": 800,
+    "maskrcnn_resnet18_fpn": 320,
+    "retinanet_resnet18_fpn": 320,
+}
+CLASSES, OBJECTS = 80, 10
+
+
+def network(name: str, pixels: int, activation: str, device: str) -> nn.Module:
+    """The detector with that activation everywhere."""
+    torch.manual_seed(0)
+    model = detectors.build(name, CLASSES, pixels, 1.0, "batch", 1.0, 100)
+    images, targets = batch(2, pixels, "cpu")
+    pwlu.convert_(model, (images, targets), to=activation)
+    return model.to(device).to(memory_format=torch.channels_last)
+
+
+def batch(count: int, pixels: int, device: str) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Images, and what is in them: boxes of a tenth to a half of the side, with masks."""
+    generator = torch.Generator().manual_seed(1)
+    images = [torch.rand(3, pixels, pixels, generator=generator).to(device) for _ in range(count)]
+    targets = []
+    for _ in range(count):
+        size = pixels * (0.1 + 0.4 * torch.rand(OBJECTS, 2, generator=generator))
+        corner = (pixels - size) * torch.rand(OBJECTS, 2, generator=generator)
+        boxes = torch.cat([corner, corner + size], 1)
+        masks = torch.zeros(OBJECTS, pixels, pixels, dtype=torch.uint8)
+        for mask, (left, top, right, bottom) in zip(masks, boxes.int().tolist(), strict=True):
+            mask[top:bottom, left:right] = 1
+        labels = torch.randint(1, CLASSES, (OBJECTS,), generator=generator)
+        targets.append({"boxes": boxes.to(device), "labels": labels.to(device), "masks": masks.to(device)})
+    return images, targets
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, images: list[Tensor], targets: list[dict[str, Tensor]]) -> None:
+    """One step of training."""
+    optimizer.zero_grad()
+    sum(model(images, targets).values()).backward()
+    optimizer.step()
+
+
+def training(name: str, pixels: int, options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    """A step for each activation."""
+    images, targets = batch(options.batch, pixels, options.device)
+    calls: dict[str, Callable[[], Any]] = {}
+    for kind in ("relu", "swish", "pwlu", "pwlu, Phase I"):
+        model = network(name, pixels, kind.partition(",")[0], options.device).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+        if kind == "pwlu, Phase I":
+            pwlu.TwoPhase(model, optimizer, realign_at=10**9)
+        calls[kind] = partial(step, model, optimizer, images, targets)
+    return calls
+
+
+def inference(name: str, pixels: int, options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    """Detection for each activation."""
+    images, _ = batch(options.batch, pixels, options.device)
+    calls: dict[str, Callable[[], Any]] = {}
+    for kind in ("relu", "swish", "pwlu"):
+        model: Any = network(name, pixels, kind, options.device).eval()
+        (model.roi_heads if hasattr(model, "roi_heads") else model).score_thresh = 0.0
+        if kind == "pwlu":
+            pwlu.fuse_(model)
+        calls[kind] = partial(model, images)
+    return calls
+
+
+def measured(name: str, options: argparse.Namespace) -> Iterator[Row]:
+    """A row for each activation, in training and in inference."""
+    pixels = options.pixels or CASES[name]
+    wait = torch.cuda.synchronize if options.device == "cuda" else None
+    for what, make in {"training": training, "inference": inference}.items():
+        calls = make(name, pixels, options)
+        with torch.set_grad_enabled(what == "training"), tqdm(total=options.rounds, desc=f"{name}, {what}") as bar:
+            times = interleaved(calls, options.rounds, options.inner, wait, bar.update)
+        found = {kind: percentiles([each / options.batch for each in times[kind]]) for kind in times}
+        for kind, values in found.items():
+            row: Row = {"network": name, "pixels": pixels, "batch": options.batch, "what": what, "activation": kind}
+            yield row | values | {"x_relu": values["p50_ms"] / found["relu"]["p50_ms"]} | machine(options.device)
+
+
+def show(table: list[Row]) -> None:
+    """A Markdown table: a line an activation, a column for each detector and what it does."""
+    columns = list(dict.fromkeys((row["network"], row["what"]) for row in table))
+    cells = {(r["activation"], r["network"], r["what"]): f"{r['p50_ms']:.2f} ({r['x_relu']:.3f})" for r in table}
+    print("\n| ms an image (x ReLU) | " + " | ".join(", ".join(column) for column in columns) + " |")
+    print("|---|" + "---|" * len(columns))
+    for kind in dict.fromkeys(row["activation"] for row in table):
+        print(f"| {kind} | " + " | ".join(cells.get((kind, *column), "") for column in columns) + " |")
+
+
+def main() -> None:
+    """Parse the command line, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"of {', '.join(CASES)} (default: all)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
+    parser.add_argument("--batch", type=int, default=8, help="images at once (default: %(default)s)")
+    parser.add_argument(
+        "--pixels", type=int, help="height and width of images (default: 800 with ResNet-50, 320 with ResNet-18)"
+    )
+    parser.add_argument("--rounds", type=int, default=15, help="measurements of each (default: %(default)s)")
+    parser.add_argument("--inner", type=int, default=2, help="calls in a measurement (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="default: detection-DEVICE.csv in benchmarks/results")
+    options = parser.parse_args()
+    if unknown := set(options.networks) - set(CASES):
+        parser.error(f"unknown network {', '.join(sorted(unknown))}: write some of {', '.join(CASES)}")
+    table = [row for name in options.networks or CASES for row in measured(name, options)]
+    show(table)
+    write(options.output or RESULTS / f"detection-{options.device}.csv", table)
+
+
+if __name__ == "__main__":
+    main()

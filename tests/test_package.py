@@ -40,10 +40,13 @@ ALLOWED = {
     "smoothing": {"module"},
     "learning": {"module", "realignment", "statistics"},
     "baselines": {"baselines.apl", "baselines.frelu", "baselines.pau", "baselines.prelu", "baselines.relu", "module", "starts"},
-    "baselines.apl": {"baselines.arguments", "functional", "reference"},
+    "baselines.fused": set(),
+    "baselines.apl_kernels": {"baselines.fused", "kernels.layout"},
+    "baselines.pau_kernels": {"baselines.fused", "kernels.layout"},
+    "baselines.apl": {"baselines.apl_kernels", "baselines.arguments", "baselines.fused", "functional", "reference"},
     "baselines.arguments": {"functional"},
     "baselines.frelu": {"baselines.arguments"},
-    "baselines.pau": {"baselines.rational", "functional", "reference", "starts"},
+    "baselines.pau": {"baselines.fused", "baselines.pau_kernels", "baselines.rational", "functional", "reference", "starts"},
     "baselines.prelu": {"baselines.arguments", "functional"},
     "baselines.rational": {"starts"},
     "baselines.relu": set(),
@@ -144,6 +147,7 @@ ALLOWED = {
     "recipes.report": {"analysis", "plot", "recipes.measures", "recipes.run_folder", "recipes.settings"},
     "recipes.loop": {
         "analysis",
+        "plot",
         "recipes.classification",
         "recipes.detection",
         "recipes.environment",
@@ -184,6 +188,78 @@ ALLOWED = {
     "integrations": set(),
     "integrations.hugging_face": {"learning", "module"},
     "cli": {"version"},
+    "recipes.trained": {
+        "recipes.classification",
+        "recipes.detection",
+        "recipes.networks",
+        "recipes.rows",
+        "recipes.run_folder",
+        "recipes.settings",
+        "recipes.trainee",
+    },
+    "recipes.preprocessing": {
+        "recipes.datasets",
+        "recipes.folders",
+        "recipes.rows",
+        "recipes.settings",
+        "recipes.trained",
+    },
+    "recipes.shipping": {"export", "fuse", "module", "onnx_check", "onnx_file", "onnx_forms"},
+    "recipes.timing": set(),
+    "recipes.speed": {
+        "fuse",
+        "module",
+        "recipes.presets",
+        "recipes.progress",
+        "recipes.settings",
+        "recipes.shipping",
+        "recipes.timing",
+        "recipes.trained",
+    },
+    "report": set(),
+    "report.charts": set(),
+    "report.encoding": set(),
+    "report.evidence": {
+        "analysis",
+        "curves",
+        "recipes.results",
+        "recipes.run_folder",
+        "recipes.settings",
+        "shapes",
+        "starts",
+    },
+    "report.gallery": {"analysis", "report.encoding", "report.evidence", "shapes", "starts"},
+    "report.shape_table": {"analysis", "shapes"},
+    "report.sections": {
+        "analysis",
+        "recipes.cells",
+        "recipes.measures",
+        "recipes.rows",
+        "recipes.settings",
+        "report.charts",
+        "report.evidence",
+    },
+    "report.page": {"report.evidence", "report.gallery", "report.sections", "report.shape_table", "version"},
+    "cli.report": {"recipes.settings", "report.evidence", "report.page"},
+    "cli.export": {
+        "module",
+        "onnx_forms",
+        "recipes.preprocessing",
+        "recipes.run_folder",
+        "recipes.settings",
+        "recipes.shipping",
+        "recipes.trained",
+        "simplify",
+        "version",
+    },
+    "cli.bench": {
+        "recipes.environment",
+        "recipes.processes",
+        "recipes.settings",
+        "recipes.speed",
+        "recipes.trained",
+        "text",
+    },
     "cli.info": {"kernels.build", "kernels.cpu", "kernels.cuda", "version"},
     "cli.evaluate": {
         "recipes.coco",
@@ -404,7 +480,7 @@ def test_wheel(compiler, tmp_path):
     for item in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         (tmp_path / item).write_bytes((ROOT / item).read_bytes())
     for path in SOURCE.rglob("*"):
-        if path.suffix in (".py", ".c", ".cu", ".cuh", ".typed"):
+        if path.suffix in (".py", ".c", ".cu", ".cuh", ".typed", ".html", ".css", ".js"):
             copy = tmp_path / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(path.read_bytes())
@@ -416,6 +492,7 @@ def test_wheel(compiler, tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert {"pwlu/kernels/cpu.c", "pwlu/kernels/cuda/element.cuh", "pwlu/kernels/cuda/finish.cu"} <= set(names)
     assert {"pwlu/py.typed", "pwlu/integrations/hugging_face.py"} <= set(names)
+    assert {"pwlu/report/page.html", "pwlu/report/page.css", "pwlu/report/main.js"} <= set(names)
     assert "-py3-none-" in wheel.name
     built = {n for n in names if "_cpu_" in n}
     if compiler == "missing":

@@ -38,6 +38,7 @@ ALLOWED = {
     "statistics": {"module", "reference"},
     "realignment": {"module", "reference", "starts"},
     "smoothing": {"module"},
+    "tables": {"ops", "text"},
     "learning": {"module", "realignment", "statistics"},
     "baselines": {"baselines.apl", "baselines.frelu", "baselines.pau", "baselines.prelu", "baselines.relu", "module", "starts"},
     "baselines.fused": set(),
@@ -187,6 +188,7 @@ ALLOWED = {
     },
     "integrations": set(),
     "integrations.hugging_face": {"learning", "module"},
+    "integrations.pt2e": {"ops"},
     "cli": {"version"},
     "recipes.trained": {
         "recipes.classification",
@@ -307,6 +309,7 @@ ALLOWED = {
         "shapes",
         "simplify",
         "smoothing",
+        "tables",
         "version",
     },
 }
@@ -355,7 +358,7 @@ def test_public_names():
     names = {"PWLU", "FusedPWLU", "TwoPhase", "__version__", "freeze_", "functional", "fuse_", "parameter_groups"}
     names |= {"realign_", "reference", "warm_up", "activation", "convert_", "restore_", "DEFAULT_KINDS"}
     names |= {"Alignment", "alignment", "plot_alignment", "plot_functions", "plot_improvements"}
-    names |= {"Shapes", "curvature", "describe", "export_onnx", "refine_", "simplify_"}
+    names |= {"Shapes", "curvature", "describe", "export_onnx", "refine_", "simplify_", "tabulate_"}
     assert set(pwlu.__all__) == names
     assert all(hasattr(pwlu, name) for name in pwlu.__all__)
 

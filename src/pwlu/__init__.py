@@ -22,6 +22,7 @@ from pwlu.realignment import realign_
 from pwlu.shapes import Shapes, describe
 from pwlu.simplify import refine_, simplify_
 from pwlu.smoothing import curvature
+from pwlu.tables import tabulate_
 from pwlu.version import __version__
 
 __all__ = [
@@ -50,5 +51,6 @@ __all__ = [
     "refine_",
     "restore_",
     "simplify_",
+    "tabulate_",
     "warm_up",
 ]

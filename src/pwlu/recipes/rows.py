@@ -116,15 +116,20 @@ def _coco(detector: str) -> Recipe:
 
 
 def _objects(detector: str, **values: Any) -> Recipe:
-    """Ours, for small sets: ResNet-18, the one-cycle cosine schedule of the other small recipes."""
+    """Ours, for small sets: ResNet-18, the one-cycle cosine schedule of the other small recipes.
+
+    RetinaNet learns half as fast, for twice as long: on held-out nuclei it diverged at the rate of Mask R-CNN.
+    """
     values = {"batch": 8, "lr": 0.02, "weight_decay": 1e-4, "realign_epochs": 3, "measure_every": 5} | values
+    if detector == "retinanet":
+        values |= {"lr": values["lr"] / 2} | {name: 2 * values[name] for name in ("epochs", "realign_epochs")}
     return Recipe("coco", f"{detector}_resnet18_fpn", augmentation="flip", **values)
 
 
 _SMALL_SETS: dict[str, dict[str, Any]] = {
-    "nuclei": {"epochs": 40, "pixels": 320, "anchors": 0.25, "detections": 400},
-    "pedestrians": {"epochs": 100, "pixels": 320, "anchors": 0.5, "realign_epochs": 7, "measure_every": 10},
-    "voc": {"epochs": 60, "pixels": 240, "anchors": 0.5, "batch": 16, "lr": 0.04, "realign_epochs": 4, "measure_every": 10},
+    "nuclei": {"epochs": 20, "pixels": 320, "anchors": 0.25, "detections": 400, "realign_epochs": 2},
+    "pedestrians": {"epochs": 60, "pixels": 320, "anchors": 0.5, "realign_epochs": 5, "measure_every": 10},
+    "voc": {"epochs": 40, "pixels": 240, "anchors": 0.5, "batch": 16, "lr": 0.04, "realign_epochs": 4, "measure_every": 10},
     "tiny": {"epochs": 8, "pixels": 96, "anchors": 0.25, "batch": 4, "width": 0.125, "realign_epochs": 1, "measure_every": 1},
 }
 DETECTORS = ("maskrcnn", "retinanet")

@@ -20,7 +20,7 @@ from pwlu.kernels.cuda import compile as kernels
 from pwlu.kernels.cuda import plan as plans
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-ALIKE = {"sm_80", "sm_86", "sm_89", "sm_100"}  # take the same ways through the sources as another: some functions of each will do
+ALIKE = {"sm_80", "sm_86", "sm_89", "sm_100"}  # go the same ways through the sources as others: some functions will do
 needs_nvrtc = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None,
     reason="cuda-core is not installed",

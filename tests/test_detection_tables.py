@@ -45,7 +45,7 @@ def test_boxes_and_masks(runs):
         "+1.83 |"
     )
     assert lines[4] == "| FReLU | not measured yet |  |  |  |  |  | 40.25 | +1.19 | 36.90 | +1.60 |"
-    assert lines[6].startswith(f"`{NUCLEI}`; 40 epochs; measured on 133 validation images at the end of training; 2 seeds")
+    assert lines[6].startswith(f"`{NUCLEI}`; 20 epochs; measured on 133 validation images at the end of training; 2 seeds")
     assert "± of an AP: sample standard deviation" in lines[6]
 
 
@@ -99,6 +99,6 @@ def test_words():
 def test_flags_say_it_all():
     """What `pwlu compare` starts is what it was asked for."""
     for name in RECIPES:
-        words = dict(word.split("=") for word in flags(settings(name, epochs=9)) if "=" in word)
-        assert (words["--epochs"], words["--iterations"]) == ("9", "0")
+        words = dict(word.split("=") for word in flags(settings(name, epochs=99)) if "=" in word)
+        assert (words["--epochs"], words["--iterations"]) == ("99", "0")
     assert "--iterations=270000" in flags(settings("coco/maskrcnn_resnet50_fpn"))

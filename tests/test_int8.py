@@ -408,17 +408,16 @@ ELSEWHERE = """
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
-def test_compiled(pt2e, tmp_path, monkeypatch):
+def test_compiled(pt2e, tmp_path):
     """Compiled, the network with tables gives the bits of the one without; its package needs no pwlu."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("no oneDNN here, which computes convolutions of 8 bits")
-    monkeypatch.setattr(torch._inductor.config, "freezing", True)
     x = torch.randn(4, 3, 16, 16)
     before = converted(pt2e, Block().eval(), x, pt2e[-1].PWLUQuantizer(x86(pt2e[1])))
     after = copy.deepcopy(before)
     tabulate_(after)
     package = tmp_path / "model.pt2"
-    with torch.no_grad():
+    with torch.no_grad(), torch._inductor.config.patch(freezing=True):
         want = torch.compile(before)(x)
         torch._inductor.aoti_compile_and_package(torch.export.export(after, (x,)), package_path=str(package))
     torch.save(x, tmp_path / "data.pt")

@@ -210,7 +210,8 @@ def main() -> None:
         write(options.output or RESULTS / "int8-accuracy.csv", rows)
         return
     rows = [row for batch in BATCHES for row in speed(batch, options.rounds)]
-    show(rows, "batch", "p50_ms")
+    for value in ("p50_ms", "x_int8_relu"):
+        show(rows, "batch", value)
     write(options.output or RESULTS / "int8-cpu.csv", rows)
 
 

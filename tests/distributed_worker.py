@@ -153,6 +153,10 @@ def sharded(rank, folder):
             before = values(whole(model))
     kept = all(a is b for a, b in zip(parameters, of_units(model), strict=True))
     result = {"state": get_model_state_dict(model, options=full), "seen": seen, "same objects": kept}
+    optimizer.zero_grad()
+    penalty = pwlu.curvature(model)
+    penalty.backward()
+    result["curvature"] = penalty.detach(), [p.grad.full_tensor() for p in of_units(model)]
     for name in ("full", "sharded"):  # two ways to load what was saved in Phase I into a model that is sharded already
         other = made()
         phases = pwlu.TwoPhase(other, other_optimizer := made_optimizer(other), REALIGN_AT)

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from networks import assert_equal_to_rounding, bounds_of_rounding, same, units
+from networks import assert_equal_to_rounding, bounds_of_rounding, of_units, same, units
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -142,6 +142,19 @@ def test_fully_sharded(sharded, expected, bounds):
     assert first["same objects"]
     # still in Phase I; realigned with its last step; learning from the next on
     assert first["seen"] == [(1, True), (1, True), (2, False), (2, False), (2, False), (2, False)]
+
+
+def test_the_curvature_of_a_sharded_model(sharded):
+    """The penalty and its gradient are those of the whole, in every process: nothing is halved or counted twice."""
+    model = worker.network()
+    model.load_state_dict(sharded[0]["state"])
+    penalty = pwlu.curvature(model)
+    expected = torch.autograd.grad(penalty, of_units(model))
+    assert penalty > 0
+    for result in sharded:
+        found, gradients = result["curvature"]
+        assert torch.equal(found, penalty)
+        assert same(gradients, expected)
 
 
 def test_what_was_sharded_loads_into_a_plain_model(sharded):

@@ -45,20 +45,28 @@ def parameter_groups(
             f"parameter_groups: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)"
         )
     of_units = {id(p) for unit in units.values() for p in unit.unit_parameters()}
-    of_norms = set() if norm_weight_decay is None else norm_parameters(model)
+    groups = grouped(model, of_units, lr, weight_decay, lr_factor, norm_weight_decay)
+    return [group | {"name": "pwlu" if group["name"] == "functions" else group["name"]} for group in groups]
+
+
+def grouped(
+    model: nn.Module, functions: set[int], lr: float, weight_decay: float, lr_factor: float, norm_weight_decay: float | None
+) -> list[dict[str, Any]]:
+    """The groups of :func:`parameter_groups`, with the ids of what learns functions: they may be of any activation."""
+    norms = set() if norm_weight_decay is None else _norm_parameters(model)
     groups: dict[str, dict[str, Any]] = {
         "weights": {"params": [], "lr": lr, "weight_decay": weight_decay},
         "norms": {"params": [], "lr": lr, "weight_decay": norm_weight_decay},
-        "pwlu": {"params": [], "lr": lr * lr_factor, "weight_decay": 0.0},
+        "functions": {"params": [], "lr": lr * lr_factor, "weight_decay": 0.0},
     }
     for p in model.parameters():
         if p.requires_grad:
-            name = "pwlu" if id(p) in of_units else "norms" if id(p) in of_norms else "weights"
+            name = "functions" if id(p) in functions else "norms" if id(p) in norms else "weights"
             groups[name]["params"].append(p)
     return [group | {"name": name} for name, group in groups.items() if group["params"]]
 
 
-def norm_parameters(model: nn.Module) -> set[int]:
+def _norm_parameters(model: nn.Module) -> set[int]:
     """The ids of scales and shifts of normalisation layers: torch's, what inherits from them, and classes named ...Norm."""
     found = (m for m in model.modules() if isinstance(m, _NORMS) or type(m).__name__.endswith("Norm"))
     return {id(p) for module in found for p in module.parameters(recurse=False)}

@@ -213,10 +213,14 @@ def _captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def whole(parameter: Tensor) -> Tensor:
-    """The values of a parameter that may be split over processes (as fully_shard does it)."""
-    parameter = parameter.detach()
+def gathered(parameter: Tensor) -> Tensor:
+    """All of a parameter that may be split over processes (as fully_shard does it), with its gradient."""
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """Its values alone."""
+    return gathered(parameter.detach())
 
 
 def write(parameter: Any, value: Tensor) -> None:

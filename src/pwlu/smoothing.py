@@ -5,7 +5,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
-from pwlu.module import units_of
+from pwlu.module import gathered, units_of
 
 
 def curvature(model: nn.Module) -> Tensor:
@@ -28,18 +28,11 @@ def curvature(model: nn.Module) -> Tensor:
         raise ValueError(f"curvature: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)")
     alike = defaultdict(list)
     for unit in units:
-        alike[unit.intervals, unit.heights.device, unit.heights.dtype].append(map(_gathered, unit.unit_parameters()))
-    total: Tensor | None = None
+        alike[unit.intervals, unit.heights.device, unit.heights.dtype].append(map(gathered, unit.unit_parameters()))
+    sums: list[Tensor] = []
     for (intervals, *_), parameters in alike.items():
         left, right, heights, left_slope, right_slope = (torch.cat(each) for each in zip(*parameters, strict=True))
         step = (right - left) / intervals
         rises = torch.cat([(left_slope * step)[:, None], heights.diff(), (right_slope * step)[:, None]], 1)
-        bends = rises.diff().square().sum()
-        total = bends if total is None else total + bends.to(total)
-    assert total is not None
-    return total
-
-
-def _gathered(parameter: Tensor) -> Tensor:
-    """With its gradient, all of a parameter that may be split over processes."""
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        sums.append(rises.diff().square().sum())
+    return torch.stack([each.to(sums[0]) for each in sums]).sum()

@@ -11,7 +11,7 @@ from torch.optim import swa_utils
 
 from pwlu import baselines
 from pwlu.convert import convert_
-from pwlu.learning import TwoPhase, norm_parameters
+from pwlu.learning import TwoPhase, grouped
 from pwlu.module import PWLU, units_of
 from pwlu.recipes import draws
 from pwlu.recipes.processes import Processes
@@ -161,18 +161,7 @@ def _schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) 
 
 
 def _groups(network: nn.Module, settings: Settings) -> list[dict[str, Any]]:
-    """Weights; scales and shifts of normalisation, if they decay otherwise; and parameters of functions.
-
-    Those have no weight decay, which would pull them to a function of no merit.
-    """
+    """Functions have no weight decay, which would pull them to one of no merit."""
+    functions = {id(p) for module in network.modules() if isinstance(module, LEARNED) for p in module.parameters()}
     lr = settings.lr * settings.batch / find(settings.recipe).batch
-    learned = {id(p) for module in network.modules() if isinstance(module, LEARNED) for p in module.parameters()}
-    norms = set() if settings.norm_weight_decay is None else norm_parameters(network) - learned
-    kinds = {id(p): "function" if id(p) in learned else "norm" if id(p) in norms else "weight" for p in network.parameters()}
-    groups: dict[str, dict[str, Any]] = {
-        "weight": {"lr": lr, "weight_decay": settings.weight_decay},
-        "norm": {"lr": lr, "weight_decay": settings.norm_weight_decay},
-        "function": {"lr": lr * settings.unit_lr, "weight_decay": 0.0},
-    }
-    made = [{"params": [p for p in network.parameters() if kinds[id(p)] == kind]} | group for kind, group in groups.items()]
-    return [group for group in made if group["params"]]
+    return grouped(network, functions, lr, settings.weight_decay, settings.unit_lr, settings.norm_weight_decay)

@@ -4,8 +4,7 @@ Prints a table for each network with the paper's milliseconds (on a V100) beside
 device and versions as CSV. On a GPU it also times the GPU alone, by replaying CUDA graphs: where the GPU is faster than the
 Python that launches its work, nothing else shows what an activation costs.
 
-The paper measures PWLU fused, and so do we. What else is for inference only, or for one activation only, has a row of its own:
-FReLU with its batch norm folded into its convolution, and APL and PAU compiled, each call one kernel, as PWLU has one.
+The paper measures PWLU fused, and so do we. FReLU has a second row, with its batch norm folded into its convolution.
 """
 
 import argparse
@@ -24,13 +23,13 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from tqdm import tqdm
 
 import pwlu
-from pwlu.baselines import APL, PAU, FReLU
+from pwlu.baselines import FReLU
 from pwlu.recipes.paper import INFERENCE
 from pwlu.recipes.timing import interleaved, percentiles
 
 Row = dict[str, Any]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-KINDS = ("relu", "swish", "prelu", "pwlu", "frelu", "frelu, folded", "apl", "apl, one kernel", "pau", "pau, one kernel")
+KINDS = ("relu", "swish", "prelu", "pwlu", "frelu", "frelu, folded", "apl", "pau")
 PARTS = 10  # of a measurement, between which the progress bar moves
 INNER = 5  # runs from one look at the clock to the next
 
@@ -50,8 +49,6 @@ def network(name: str, kind: str, options: argparse.Namespace) -> nn.Module:
     for module in model.modules():
         if way == "folded" and isinstance(module, FReLU):
             module.conv, module.norm = fuse_conv_bn_eval(module.conv, module.norm), nn.Identity()  # type: ignore[assignment]
-        if way == "one kernel" and isinstance(module, (APL, PAU)):
-            module.compile(fullgraph=True, dynamic=False)
     return model
 
 
@@ -64,22 +61,21 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[Row]:
     torch._dynamo.reset()
     x = torch.randn(options.batch, 3, options.pixels, options.pixels, device=options.device, dtype=DTYPES[options.dtype])
     x = x.contiguous(memory_format=torch.channels_last if options.channels_last else torch.contiguous_format)
-    kinds = [kind for kind in KINDS if not (options.compile and kind.endswith("one kernel"))]
     calls: dict[str, Callable[[], Any]] = {}
-    for kind in tqdm(kinds, desc=f"{name}, made ready"):
+    for kind in tqdm(KINDS, desc=f"{name}, made ready"):
         model = network(name, kind, options)
         calls[kind] = partial(torch.compile(model, fullgraph=True) if options.compile else model, x)
         calls[kind]()
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     inner, cuda = min(INNER, options.runs), options.device == "cuda"
     rounds = math.ceil(options.runs / inner)
     parts = min(PARTS, rounds)
     for part in tqdm(range(parts), desc=f"{name}, timed"):
         share = rounds // parts + (part < rounds % parts)
         found = interleaved(calls, share, inner, torch.cuda.synchronize if cuda else None)
-        for kind in kinds:
+        for kind in KINDS:
             times[kind] += found[kind]
-    for kind in tqdm(kinds, desc=f"{name}, GPU alone", disable=not cuda):
+    for kind in tqdm(KINDS, desc=f"{name}, GPU alone", disable=not cuda):
         row: Row = {"network": name, "call": kind, "mode": "compiled" if options.compile else "eager", "dtype": options.dtype}
         row |= {
             "layout": "channels_last" if options.channels_last else "NCHW",

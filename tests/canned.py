@@ -2,6 +2,7 @@
 
 import json
 
+from pwlu.analysis import Alignment, UnitAlignment
 from pwlu.recipes import rows
 
 LIGHT = ["alignment.json", "config.json", "environment.json", "functions.pt", "metrics.jsonl", "result.json"]  # what is kept
@@ -20,8 +21,10 @@ RESULT = {
 }
 
 
-def canned_run(folder, accuracy=None, recipe="cifar100/resnet18", result=None, environment=None, epochs_done=2, **changes):
-    """Write a run folder; without an accuracy the run is not finished."""
+def canned_run(
+    folder, accuracy=None, recipe="cifar100/resnet18", result=None, environment=None, epochs_done=2, iou=(), **changes
+):
+    """Write a run folder; without an accuracy the run is not finished. ``iou``: of each channel of its only PWLU."""
     settings = rows.settings(recipe, **changes)
     folder.mkdir(parents=True)
     held_out = {"measured_on": "held-out training images"} if settings.holdout else {}
@@ -33,8 +36,9 @@ def canned_run(folder, accuracy=None, recipe="cifar100/resnet18", result=None, e
     (folder / "metrics.jsonl").write_text("".join(json.dumps({"epoch": e + 1}) + "\n" for e in range(epochs_done)))
     (folder / "model.pt").write_bytes(b"weights")
     if settings.activation == "pwlu":
-        for name in ("alignment.json", "functions.pt"):
-            (folder / name).write_bytes(b"{}")
+        (folder / "functions.pt").write_bytes(b"{}")
+        unit = UnitAlignment("act", *[[0.0] * len(iou)] * 4, list(iou), *[[0] * len(iou)] * 3)
+        (folder / "alignment.json").write_text(Alignment("Net", 1, [unit]).to_json())
     return settings
 
 

@@ -164,7 +164,7 @@ ALLOWED = {
     "recipes.cells": {"recipes.rows", "recipes.settings"},
     "recipes.presets": {"baselines", "recipes.cells", "recipes.rows", "recipes.settings"},
     "recipes.paper": set(),
-    "recipes.results": {"recipes.cells", "recipes.rows", "recipes.run_folder", "recipes.settings"},
+    "recipes.results": {"analysis", "recipes.cells", "recipes.rows", "recipes.run_folder", "recipes.settings"},
     "recipes.table": {
         "recipes.cells",
         "recipes.measures",

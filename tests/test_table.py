@@ -167,6 +167,28 @@ def test_markdown(three):
     ]
 
 
+def test_median_iou(tmp_path):
+    """Beside two rows that have some; of one row it would compare nothing."""
+    canned_run(tmp_path / "a", 70.0, activation="relu")
+    canned_run(tmp_path / "b0", 71.0, iou=(0.1, 0.5, 0.9, math.nan))
+    canned_run(tmp_path / "b1", 71.0, seed=1, iou=(0.1, 0.3, 0.4, 0.6))
+    assert "IOU" not in made(tmp_path).markdown()
+    canned_run(tmp_path / "c", 72.0, fix_init=3.0, iou=(0.05, 0.1, 0.1))
+    table = made(tmp_path, "bounds")
+    lines = table.markdown().splitlines()
+    assert lines[0].startswith("|  | accuracy, % | gain over ReLU | median IOU | s/epoch | parameters |")
+    rows_of = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+    assert rows_of["ReLU"] == "| ReLU | 70.00 (1) |  |  | 2 | 1,234,567 | 71.34 |  |"
+    assert "| +1.00 | 0.42 | 2 |" in rows_of["stat-realign, channel-wise"]  # the mean of 0.5 and 0.35
+    assert "| +2.00 | 0.10 | 2 |" in rows_of["fix-init-3, channel-wise"]
+    assert rows_of["fix-init-6, layer-wise"].count("|") == rows_of["ReLU"].count("|")
+    assert "; IOU: of bounds and inputs, its median over channels; A GPU" in lines[-1]
+    assert [row["iou"] for row in csv.DictReader(table.csv().splitlines())] == ["", "0.1", "0.425"]
+    (tmp_path / "c" / "alignment.json").write_text("{}")
+    with pytest.raises(UserError, match=r"c.alignment.json does not hold the alignment of a run: .* KeyError\('units'\)"):
+        made(tmp_path, "bounds")
+
+
 def test_one_run_has_no_deviation(tmp_path):
     canned_run(tmp_path / "a", 60.0, recipe="digits", activation="relu", epochs=60)
     canned_run(tmp_path / "b", 59.0, recipe="digits", epochs=60)

@@ -3,12 +3,14 @@
 import itertools
 import os
 import shutil
+import statistics
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pwlu.analysis import Alignment
 from pwlu.recipes import rows
 from pwlu.recipes.cells import label
 from pwlu.recipes.run_folder import RunFolder
@@ -32,6 +34,18 @@ class Run:
     def epochs(self) -> int:
         """How many are done."""
         return len(RunFolder(self.path).metrics())
+
+    @property
+    def iou(self) -> float | None:
+        """The median over channels of the IOU of bounds and inputs, at the end; None where there are no PWLUs."""
+        file = self.path / "alignment.json"
+        if not file.exists():
+            return None
+        try:
+            found = Alignment.from_json(file.read_text()).iou
+        except ValueError as error:
+            raise UserError(f"{file} does not hold the alignment of a run: {error}") from None
+        return statistics.median(found) if found else None
 
 
 def read_run(path: Path) -> Run:

@@ -52,7 +52,10 @@ class Settings:
         0.0, "no Phase I: PWLUs start with bounds -X and X, and learn from the first step", metavar="X", unit=True
     )
     unit_lr: float = _flag(
-        1.0, "learning rate of activations' parameters, times this (default: 1, pau 0.0001)", metavar="FACTOR", unit=True
+        1.0,
+        "learning rate of activations' parameters, times this (default: 1; pau: 0.0001 to 0.001, by recipe)",
+        metavar="FACTOR",
+        unit=True,
     )
     curvature: float = _flag(0.0, "penalty on the bends of PWLUs, times this; try 0.001", metavar="FACTOR", unit=True)
     ema: float = _flag(0.0, "measure a moving average of the weights with this decay, such as 0.999", metavar="DECAY")

@@ -68,6 +68,12 @@ class Row:
         """How many runs shared the device with each of these, itself included: the different numbers."""
         return sorted({run.environment.get("side_by_side", 1) for run in self.runs})
 
+    @property
+    def iou(self) -> float | None:
+        """The mean of the runs' median IOUs of bounds and inputs."""
+        found = [iou for run in self.runs if (iou := run.iou) is not None]
+        return mean(found) if found else None
+
     def paper(self, metric: str) -> tuple[float | None, float | None]:
         """The paper's value and its gain over ReLU, for the same network and method."""
         named = rows.find(self.settings.recipe).network, method(self.settings)
@@ -90,6 +96,8 @@ class Table:
         self.metrics = rows.find(comparison.recipe).metrics
         self.measured = [row for row in self.rows if row.runs]
         self.baseline = next((row for row in self.measured if row.title == BASELINE), None)
+        ious = {row.title: iou for row in self.measured if (iou := row.iou) is not None}
+        self.ious = ious if len(ious) > 1 else {}  # of one row they compare nothing
 
     def gain(self, row: Row, metric: str | None = None) -> tuple[float, float | None] | None:
         """The difference of the means to ReLU, and its standard error sqrt(s^2/n + s_0^2/n_0); None for ReLU itself.
@@ -114,7 +122,7 @@ class Table:
         head = [""]
         for metric in self.metrics:
             head += [TITLES[metric], f"gain over {BASELINE}"]
-        head += ["s/epoch", "parameters"]
+        head += [*(["median IOU"] if self.ious else []), "s/epoch", "parameters"]
         if any(row.paper(self.metrics[0])[0] is not None for row in self.rows):
             for metric in self.metrics:
                 head += [_PAPERS[metric], "paper's gain"]
@@ -127,13 +135,15 @@ class Table:
         for value, gain in map(row.paper, self.metrics):
             theirs += ["" if value is None else f"{value:.2f}", "" if gain is None else f"{gain:+.2f}"]
         if not row.runs:
-            return [row.title, NOT_MEASURED, *[""] * (2 * len(self.metrics) + 1), *theirs]
+            return [row.title, NOT_MEASURED, *[""] * (2 * len(self.metrics) + 1 + bool(self.ious)), *theirs]
         count = f" ({len(row.runs)}" + (f", {row.diverged} diverged)" if row.diverged else ")")
         ours = []
         for metric in self.metrics:
             difference = self.gain(row, metric)
             better = "" if difference is None else f"{difference[0]:+.2f}{_uncertainty(difference[1])}"
             ours += [f"{row.mean_of(metric):.2f}{_uncertainty(row.std_of(metric))}{count}", better]
+        if self.ious:
+            ours.append(f"{self.ious[row.title]:.2f}" if row.title in self.ious else "")
         seconds = f"{mean(row.values('seconds_per_epoch')):.3g}"
         if len(self._side_by_side()) > 1:
             seconds += f" ({_listed(row.side_by_side)} side by side)"
@@ -157,6 +167,7 @@ class Table:
                 if any(row.diverged for row in self.measured)
                 else []
             ),
+            *(["IOU: of bounds and inputs, its median over channels"] if self.ious else []),
             *([f"{sides[0]} runs shared the device"] if len(sides) == 1 and sides[0] > 1 else []),
             *_made_with(run.environment for run in runs),
         ]
@@ -185,6 +196,7 @@ class Table:
                 "gain": gain,
                 "gain_error": error,
                 **self._others(row),
+                "iou": self.ious.get(row.title),
                 "seconds_per_epoch": mean(row.values("seconds_per_epoch")),
                 "side_by_side": _listed(row.side_by_side),
                 "parameters": _listed(sorted(set(row.values("parameters")))),

@@ -328,7 +328,8 @@ def test_every_start_has_a_fit():
     for name, start in STARTS.items():
         fitted = rational.fit(start)
         assert fitted.error < 0.08, name
-        assert rational.fit.__wrapped__(start) == fitted  # always the same
+        for once, again in zip(fitted, rational.fit.__wrapped__(start), strict=True):
+            assert again == pytest.approx(once, abs=1e-7)  # libraries may add up in another order each time
         assert max(map(abs, fitted.numerator + fitted.denominator)) < 10
     assert rational.fit(find_start(torch.relu)) is rational.fit(STARTS["relu"])
     assert PAU(lambda x: x / (1 + x.abs())).start_error < 0.01

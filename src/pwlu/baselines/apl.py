@@ -77,7 +77,7 @@ class _APL(torch.autograd.Function):
         y = wide.clamp_min(0).add_(reference.along(constant, x, channel_dim))
         for slope, offset in zip(*hinges, strict=True):
             y.addcmul_(slope, torch.minimum(wide, offset), value=-1)
-        return y.to(x.dtype)
+        return y.to(x.dtype).detach()  # the compiler of torch 2.11 loses the gradients of what an operation in place returns
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

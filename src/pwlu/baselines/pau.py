@@ -74,7 +74,8 @@ class _PAU(torch.autograd.Function):
 
             return pau_kernels.forward(x, numerator, denominator)
         wide, a, b = _in_compute_type(x, numerator, denominator)
-        return _polynomial(a, wide).div_(_polynomial(b, wide).mul_(wide).abs_().add_(1)).to(x.dtype)
+        y = _polynomial(a, wide).div_(_polynomial(b, wide).mul_(wide).abs_().add_(1))
+        return y.to(x.dtype).detach()  # the compiler of torch 2.11 loses the gradients of what an operation in place returns
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -10,7 +10,6 @@ from pwlu.starts import Start
 
 _NEAR, _FAR, _FAR_WEIGHT = 3.0, 10.0, 1e-3
 _STEPS = 200
-_DIGITS = 10  # after the point: what is beyond them differs from call to call, as sums are taken in another order
 _DENOMINATORS = ((0.0, 0.1, 0.0, 0.001), (0.0, 1.0, 0.0, 0.1))  # to begin with: for smooth functions, and for those with kinks
 
 
@@ -41,8 +40,7 @@ def fit(start: Start) -> Fit:
     best = min((problem.descend(torch.tensor(b, dtype=x.dtype, device="cpu")) for b in _DENOMINATORS), key=lambda s: s.loss)
     denominator = best.denominator * (1 if best.inside.sum() >= 0 else -1)  # both are the same function
     error = (best.fitted - y)[near].abs().max().item()
-    numbers = (tuple(round(number, _DIGITS) for number in each.tolist()) for each in (best.numerator, denominator))
-    return Fit(*numbers, round(error, _DIGITS))
+    return Fit(tuple(best.numerator.tolist()), tuple(denominator.tolist()), error)
 
 
 class _Solution(NamedTuple):

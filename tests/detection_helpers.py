@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import torch
 from faster_coco_eval import mask as rle
 from PIL import Image
 from recipes_helpers import ALONE
@@ -27,6 +28,13 @@ def square(image, left, top, side, size=WIDE, category=7, **more):
     mask[top : top + side, left : left + side] = 1
     row = {"image_id": image, "category_id": category, "bbox": [left, top, side, side], "area": side * side, "iscrowd": 0}
     return row | {"segmentation": code(mask)} | more
+
+
+def decoded(part, image):
+    """The masks of all objects of an image, uint8 (objects, height, width), by COCO's tools."""
+    here = part.objects(image)
+    masks = rle.decode([part.code(image, index) for index in range(here.start, here.stop)])
+    return torch.from_numpy(masks).permute(2, 0, 1)
 
 
 def write_part(root, part, images, annotations, categories=CATEGORIES, folder="images"):

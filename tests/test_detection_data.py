@@ -12,6 +12,7 @@ from detection_helpers import (
     TALL,
     WIDE,
     code,
+    decoded,
     square,
     task_of,
     write_objects,
@@ -70,7 +71,7 @@ def test_masks_of_every_form(tmp_path, form):
     content["annotations"][0]["segmentation"] = forms[form]
     path.write_text(json.dumps(content))
     part = coco.read(path, tmp_path / "images", with_masks=True)
-    assert torch.equal(part.masks(0, torch.tensor([0])), torch.from_numpy(mask)[None])
+    assert torch.equal(decoded(part, 0), torch.from_numpy(mask)[None])
 
 
 def test_what_cannot_be_used_is_left_out_and_counted(tmp_path):
@@ -87,6 +88,10 @@ def test_what_cannot_be_used_is_left_out_and_counted(tmp_path):
         (
             square(1, 0, 0, 9, segmentation={"size": [64, 96], "counts": 3 * square(1, 0, 0, 9)["segmentation"]["counts"]}),
             coco.NO_MASK,
+        ),
+        *(  # 3 and 9 pixels of 6144, compressed and not; less than none; one that breaks off in a number
+            (square(1, 0, 0, 9, segmentation={"size": [64, 96], "counts": counts}), coco.NO_MASK)
+            for counts in ("39", [3, 9], "4LPP6", [4, -4, 6144], "P")
         ),
         (square(1, 0, 0, 0), coco.NO_AREA),
         (square(1, 0, 0, 9) | {"segmentation": code(np.zeros(WIDE, np.uint8))}, coco.NO_MASK),
@@ -171,15 +176,36 @@ def test_targets(tmp_path):
         assert torch.equal(mask, expected)
 
 
+def test_masks_are_those_of_the_file(tmp_path):
+    """Whatever of their pixels is set, with crowds among the objects, which have none here, and flipped with their image."""
+    random = np.random.default_rng(0)
+    masks = [random.random(WIDE) < share for share in (0.001, 0.5, 2, 0.999, 2, 0.1)]
+    masks[1][-1, -1] = masks[3][0, 0] = True  # of neighbours, one to its last pixel, the other from its first on
+    masks[0][:, 40:50] = True  # over the edges of columns
+    rows = [
+        square(1, 0, 0, 9) | {"segmentation": code(mask.astype(np.uint8)), "iscrowd": k == 2} for k, mask in enumerate(masks)
+    ]
+    root = write_part(tmp_path, "train", {1: WIDE}, rows)
+    part = coco.read(root / "annotations/instances_train.json", root / "images", with_masks=True)
+    expected = torch.from_numpy(np.stack(masks[:2] + masks[3:]).astype(np.uint8))
+    seen = set()
+    for epoch in range(8):
+        ((_, target, _),) = next(scenes_of(part, flip=True).batches([[0]], (0, epoch)))
+        seen.add(flipped := bool(draws.uniform(0, epoch, 1) >= 0.5))
+        assert torch.equal(target["masks"], expected.flip(-1) if flipped else expected)
+        assert target["masks"].dtype == torch.uint8
+    assert seen == {False, True}
+
+
 def test_flip(objects):
     """Half of the images, drawn from seed, epoch and the image's number, with all that is in them."""
     part, _ = coco.load(objects, with_masks=True)
     plain, flipped = scenes_of(part), scenes_of(part, flip=True)
     mirrored = 0
     for keys in ((0, 0, 2), (0, 1, 2), (1, 0, 2)):
-        plan = [list(range(len(part)))]
-        for index, (first, second) in enumerate(zip(*(next(s.batches(plan, keys)) for s in (plain, flipped)), strict=True)):
-            (image, target, _), (other, others, _) = first, second
+        plan = [[*range(len(part))][::-2], [*range(len(part))][::2]]
+        both = ([scene for batch in s.batches(plan, keys) for scene in batch] for s in (plain, flipped))
+        for index, (image, target, _), (other, others, _) in zip([*plan[0], *plan[1]], *both, strict=True):
             if draws.uniform(*keys, int(part.image_ids[index])) < 0.5:
                 assert torch.equal(image, other)
                 assert torch.equal(target["boxes"], others["boxes"])
@@ -237,8 +263,7 @@ def test_held_out_images(objects):
             place = whole.image_ids.tolist().index(number)
             ours, theirs = part.objects(index), whole.objects(place)
             assert torch.equal(part.boxes[ours], whole.boxes[theirs])
-            masks = [p.masks(k, torch.arange(s.start, s.stop)) for p, k, s in ((part, index, ours), (whole, place, theirs))]
-            assert torch.equal(*masks)
+            assert torch.equal(decoded(part, index), decoded(whole, place))
 
 
 # Mistakes.

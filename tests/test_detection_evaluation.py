@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from detection_helpers import MASK, RETINA, WIDE, code, square, task_of, write_objects, write_part
+from detection_helpers import MASK, RETINA, WIDE, code, decoded, square, task_of, write_objects, write_part
 from recipes_helpers import one_thread, start, train, trainee_of
 
 from pwlu.cli import main
@@ -73,11 +73,11 @@ def test_perfect_detections(tmp_path):
             "boxes": torch.stack([left, top, left + wide, top + high], 1).float(),
             "labels": torch.tensor([1 + [3, 7].index(c) for c in part.categories[here].tolist()]),
             "scores": torch.linspace(0.9, 0.8, here.stop - here.start),
-            "masks": part.masks(image, torch.arange(here.start, here.stop))[:, None] * 0.9,
+            "masks": decoded(part, image)[:, None] * 0.9,
         }
         rows += evaluation.detections(number, found, list(part.classes), first_label=1)
     rows = json.loads(json.dumps(rows))
-    assert rows[0]["segmentation"] == code(part.masks(0, torch.tensor([0]))[0].numpy())
+    assert rows[0]["segmentation"] == code(decoded(part, 0)[0].numpy())
     for kind in ("box", "mask"):
         found = evaluation.average_precision(part, rows, kind, 100)
         assert [found[f"{kind}_ap{name}"] for name in ("", "50", "75", "_small")] == [100, 100, 100, 100]

@@ -18,6 +18,7 @@ from pwlu.recipes.settings import UserError
 
 try:
     from faster_coco_eval import mask as rle
+    from faster_coco_eval.mask_api_new_cpp import toUncompressedRLE as uncompressed
 except ImportError:
     raise UserError("detection needs one more package, COCO's tools: pip install 'pwlu[train,detection]'") from None
 
@@ -69,12 +70,17 @@ class Part:
         counts = self.codes[self.begin[index] : self.begin[index + 1]].numpy().tobytes()
         return {"size": self.sizes[image].tolist(), "counts": counts}
 
-    def masks(self, image: int, indices: Tensor) -> Tensor:
-        """Of these objects of an image, uint8 (objects, height, width)."""
-        if not len(indices):
-            return torch.zeros(0, *self.sizes[image].tolist(), dtype=torch.uint8)
-        decoded = rle.decode([self.code(image, index) for index in indices.tolist()])
-        return torch.from_numpy(decoded).permute(2, 0, 1)
+    def runs(self, image: int, indices: Tensor) -> Tensor:
+        """The masks of these objects of an image as :func:`painted` takes them: int64 (2, runs), far less than the masks.
+
+        The pixels of all objects are numbered through, those of an object down its columns. A run of pixels that are set is
+        (number of its first pixel - pixels set before it, its length): added to 0, 1, 2, ... this numbers all that are set.
+        """
+        lengths = []  # of pixels that are not set, set, not set, ...: those of an object begin so, and are made to end set
+        for code in uncompressed([self.code(image, index) for index in indices.tolist()]):
+            lengths += code["counts"] + [0] * (len(code["counts"]) % 2)
+        clear, length = torch.tensor(lengths, dtype=torch.int64).view(-1, 2).unbind(1)
+        return torch.stack([clear.cumsum(0), length])
 
     def trained_on(self) -> Tensor:
         """Numbers of the images with objects that are no crowd."""
@@ -105,6 +111,15 @@ class Part:
         crowds, empty = int(self.crowd.sum()), len(self) - len(self.trained_on())
         text = f"{len(self):,} images ({empty:,} without objects), {len(self.crowd) - crowds:,} objects, {crowds:,} crowds"
         return text + "".join(f", left out: {count:,} {what}" for what, count in self.left_out.items() if count)
+
+
+def painted(runs: Tensor, pixels: int, objects: int, height: int, width: int) -> Tensor:
+    """Masks, uint8 (objects, height, width), of :meth:`Part.runs`, on their device. `pixels`: how many are set in all."""
+    shift, length = runs
+    numbers = shift.repeat_interleave(length, output_size=pixels) + torch.arange(pixels, device=runs.device)
+    masks = torch.zeros(objects, width, height, dtype=torch.uint8, device=runs.device)
+    masks.view(-1).index_fill_(0, numbers, 1)
+    return masks.transpose(1, 2)
 
 
 def load(root: Path, with_masks: bool) -> tuple[Part, Part]:
@@ -224,9 +239,9 @@ def _run_lengths(segmentation: Any, height: int, width: int) -> Any:
             code = rle.frPyObjects(segmentation, height, width)
         else:
             code = {"size": [height, width], "counts": segmentation["counts"].encode()}
-        rle.decode(code)  # an error if its lengths are not those of an image of that size
-        return code
-    except (LookupError, TypeError, ValueError, AttributeError):
+        lengths = uncompressed([code])[0]["counts"]  # an error if one is negative, or they are more than the image
+        return code if sum(lengths) == height * width else None
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError):  # the last: compressed lengths that break off
         return None
 
 

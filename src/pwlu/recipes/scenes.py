@@ -1,6 +1,6 @@
 """Images with objects in them, as detectors are trained on them: in memory where they fit, else from files, by workers."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from pwlu.recipes import draws
-from pwlu.recipes.coco import Part
+from pwlu.recipes.coco import Part, painted
 
 IN_MEMORY = 2**31  # bytes of images: what needs more is read from files again and again
 
@@ -19,13 +19,13 @@ Keys = tuple[int, ...] | None
 
 
 class _Scenes(Dataset):
-    """Items are asked for by (index, keys): keys of the random draws, or None for the image as it is measured, and its index.
+    """Items are asked for by (index, trained on): whether what is in the image is wanted with it.
 
     All tensors are large and few, so that worker processes share their memory.
     """
 
-    def __init__(self, part: Part, first_label: int, flip: bool) -> None:
-        self.part, self.flip = part, flip
+    def __init__(self, part: Part, first_label: int) -> None:
+        self.part = part
         self.labels = {category: label for label, category in enumerate(part.classes, start=first_label)}
         self.pixels: Tensor | None = None
         areas = part.sizes.prod(1) * 3
@@ -59,18 +59,13 @@ class _Scenes(Dataset):
             return torch.zeros(3, height, width, dtype=torch.uint8), False
         return image, True
 
-    def __getitem__(self, item: tuple[int, Keys]) -> Scene:
-        index, keys = item
+    def __getitem__(self, item: tuple[int, bool]) -> Scene:
+        index, trained_on = item
         image, readable = self._image(index)
-        if keys is None:
-            return image, {"index": torch.tensor(index)}, readable
-        target = self._objects(index, readable)
-        if self.flip and draws.uniform(*keys, self.part.image_ids[index]) >= 0.5:
-            image, target = _mirrored(image, target)
-        return image, target, readable
+        return image, self._objects(index, readable) if trained_on else {}, readable
 
     def _objects(self, index: int, readable: bool) -> dict[str, Tensor]:
-        """Boxes (n, 4) as left, top, right, bottom; labels (n,); masks (n, height, width). None in an image that is black."""
+        """Boxes (n, 4) as left, top, right, bottom; labels (n,); masks as runs. None in an image that is black."""
         part, objects = self.part, self.part.objects(index)
         kept = torch.arange(objects.start, objects.stop)[~part.crowd[objects] & readable]
         height, width = part.sizes[index].tolist()
@@ -79,7 +74,7 @@ class _Scenes(Dataset):
         labels = [self.labels[category] for category in part.categories[kept].tolist()]
         target = {"boxes": torch.stack(edges, 1).float(), "labels": torch.tensor(labels, dtype=torch.int64)}
         if part.with_masks:
-            target["masks"] = part.masks(index, kept)
+            target["runs"] = part.runs(index, kept)
         return target
 
 
@@ -96,9 +91,9 @@ class Scenes:
     """A part of a data set: prepared by worker processes, and given out on the device."""
 
     def __init__(self, part: Part, first_label: int, flip: bool, device: torch.device, workers: int) -> None:
-        self.part, self.device = part, device
-        self.data = _Scenes(part, first_label, flip)
-        self.asked: list[list[tuple[int, Keys]]] = []  # read by the loader at the start of every round
+        self.part, self.flip, self.device = part, flip, device
+        self.data = _Scenes(part, first_label)
+        self.asked: list[list[tuple[int, bool]]] = []  # read by the loader at the start of every round
         self.loader = DataLoader(
             self.data,
             batch_sampler=self.asked,
@@ -117,16 +112,23 @@ class Scenes:
         """How many images could not be read; None if they are not in memory, and that is not known yet."""
         return None if self.data.pixels is None else int((~self.data.readable).sum())
 
-    def batches(self, plan: Iterable[list[int]], keys: Keys = None) -> Iterator[list[Scene]]:
+    def batches(self, plan: Sequence[list[int]], keys: Keys = None) -> Iterator[list[Scene]]:
         """For each list of indices the images, uint8, and what is in them. `keys`, seed and epoch, augment; None does not."""
-        self.asked[:] = [[(index, keys) for index in indices] for indices in plan]
+        self.asked[:] = [[(index, keys is not None) for index in indices] for indices in plan]
+        for indices, scenes in zip(plan, self.loader, strict=True):
+            mirrored = [False] * len(indices)
+            if self.flip and keys is not None:
+                mirrored = (draws.uniform(*keys, self.part.image_ids[indices]) >= 0.5).tolist()
+            yield list(map(self._on_device, scenes, mirrored))
+
+    def _on_device(self, scene: Scene, mirrored: bool) -> Scene:
+        """Masks are made there: of what is moved they would be nearly all, and decoding them most of what the CPU does."""
+        image, target, readable = scene
         pinned = self.device.type == "cuda"
-        for scenes in self.loader:
-            yield [
-                (
-                    image.to(self.device, non_blocking=pinned),
-                    {name: value.to(self.device, non_blocking=pinned) for name, value in target.items()},
-                    readable,
-                )
-                for image, target, readable in scenes
-            ]
+        image, moved = image.to(self.device, non_blocking=pinned), {}
+        for name, value in target.items():
+            moved[name] = value.to(self.device, non_blocking=pinned)
+        if "runs" in target:
+            pixels = int(target["runs"][1].sum())  # here: to ask the device is to wait for it
+            moved["masks"] = painted(moved.pop("runs"), pixels, len(target["boxes"]), *image.shape[1:])
+        return *(_mirrored(image, moved) if mirrored else (image, moved)), readable

@@ -48,7 +48,7 @@ def test_what_is_printed_is_written_into_the_page(tmp_path, monkeypatch, capsys)
     assert (tmp_path / "images/a.png").read_text() == "new"
 
 
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch 2.11, where it loads what AOTInductor made
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # AOTInductor of torch 2.11
 @pytest.mark.parametrize("page", ["README.md", "docs/conversion.md", "docs/deploy.md"])
 def test_the_code_runs(page, run_page):
     blocks, _ = run_page(page)
@@ -126,8 +126,13 @@ def test_figures_stand_where_they_are_said_to_come_from():
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))])
 def test_what_it_links_to_exists(page):
-    for target in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
-        assert ((ROOT / page).parent / target).exists(), target
+    for target, heading in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", (ROOT / page).read_text()):
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+            assert heading in anchors, f"{target}#{heading}"
 
 
 def test_tables_are_made_from_results(capsys):

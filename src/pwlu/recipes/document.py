@@ -4,8 +4,9 @@
     ... made anew ...
     <!-- end of table -->
 
-A recipe, a preset (or activations with commas), and changes of settings. A marker begins its line: one that is indented, as
-here, is text. Text outside stays as it is.
+A recipe, a preset (or activations with commas), and changes of settings. With ``runs`` in place of ``table``: recipes and
+changes, for a row of each experiment there is. A marker begins its line: one that is indented, as here, is text. Text outside
+stays as it is.
 """
 
 import dataclasses
@@ -15,13 +16,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pwlu.recipes.presets import Comparison, comparison
+from pwlu.recipes import rows
+from pwlu.recipes.listing import listing
+from pwlu.recipes.presets import comparison
 from pwlu.recipes.results import Run
 from pwlu.recipes.settings import Settings, UserError
 from pwlu.recipes.table import Table
 
 _END = "<!-- end of table -->"
-_MARKER = re.compile(r"<!--\s*(table|end of table)\b(.*?)-->")
+_MARKER = re.compile(r"<!--\s*(table|runs|end of table)\b(.*?)-->")
 
 
 def with_tables(path: Path, runs: Iterable[Run]) -> tuple[str, str]:
@@ -38,10 +41,10 @@ def with_tables(path: Path, runs: Iterable[Run]) -> tuple[str, str]:
                 lines += [] if opened else [line]
             elif line[found.end() :].strip():
                 raise UserError("a marker must stand on a line of its own")
-            elif found.group(1) == "table":
+            elif found.group(1) != "end of table":
                 if opened:
                     raise UserError(f"the table of line {opened} has no {_END} before this one begins")
-                lines += [line, "", Table(_asked(found.group(2)), runs).markdown(), ""]
+                lines += [line, "", _made(found.group(1), found.group(2), runs), ""]
                 opened, tables = number, tables + 1
             else:
                 if not opened:
@@ -66,11 +69,17 @@ def write(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def _asked(text: str) -> Comparison:
+def _made(kind: str, text: str, runs: list[Run]) -> str:
     words = text.removeprefix(":").split()
-    if not text.startswith(":") or len(words) < 2:
-        raise UserError(f"expected <!-- table: RECIPE PRESET [setting=value ...] -->, not <!-- table{text}-->")
-    return comparison(words[0], words[1], dict(_change(word) for word in words[2:]))
+    if not text.startswith(":") or len(words) < (2 if kind == "table" else 1):
+        asked = "RECIPE PRESET" if kind == "table" else "RECIPE ..."
+        raise UserError(f"expected <!-- {kind}: {asked} [setting=value ...] -->, not <!-- {kind}{text}-->")
+    if kind == "table":
+        return Table(comparison(words[0], words[1], dict(map(_change, words[2:]))), runs).markdown()
+    recipes = [word for word in words if "=" not in word]
+    for recipe in recipes:
+        rows.find(recipe)
+    return listing(recipes, dict(_change(word) for word in words if "=" in word), runs)
 
 
 def _change(word: str) -> tuple[str, Any]:

@@ -146,8 +146,8 @@ class Table:
             ours.append(f"{self.ious[row.title]:.2f}" if row.title in self.ious else "")
         seconds = f"{mean(row.values('seconds_per_epoch')):.3g}"
         if len(self._side_by_side()) > 1:
-            seconds += f" ({_listed(row.side_by_side)} side by side)"
-        return [row.title, *ours, seconds, _listed(sorted({f"{n:,}" for n in row.values("parameters")})), *theirs]
+            seconds += f" ({listed(row.side_by_side)} side by side)"
+        return [row.title, *ours, seconds, listed(sorted({f"{n:,}" for n in row.values("parameters")})), *theirs]
 
     def _below(self) -> str:
         recipe = self.comparison.recipe
@@ -158,9 +158,9 @@ class Table:
         quantity = "accuracy" if self.metrics == ("accuracy",) else "AP"
         parts = [
             f"`{recipe}`" + (f" with `{changes}`" if changes else ""),
-            f"{_listed(sorted({_length(run.settings) for run in runs}))}",
-            f"measured on {_listed(images)} at the end of training",
-            f"{_listed(sorted({len(row.runs) for row in self.measured}))} seeds (their number in brackets)",
+            f"{listed(sorted({_length(run.settings) for run in runs}))}",
+            f"measured on {listed(images)} at the end of training",
+            f"{listed(sorted({len(row.runs) for row in self.measured}))} seeds (their number in brackets)",
             f"± of an {quantity}: sample standard deviation, of a gain: standard error of the difference of the means",
             *(
                 [f"a run that diverged counts with the {quantity} at its end"]
@@ -169,7 +169,7 @@ class Table:
             ),
             *(["IOU: of bounds and inputs, its median over channels"] if self.ious else []),
             *([f"{sides[0]} runs shared the device"] if len(sides) == 1 and sides[0] > 1 else []),
-            *_made_with(run.environment for run in runs),
+            *made_with(run.environment for run in runs),
         ]
         return "; ".join(parts) + "."
 
@@ -198,8 +198,8 @@ class Table:
                 **self._others(row),
                 "iou": self.ious.get(row.title),
                 "seconds_per_epoch": mean(row.values("seconds_per_epoch")),
-                "side_by_side": _listed(row.side_by_side),
-                "parameters": _listed(sorted(set(row.values("parameters")))),
+                "side_by_side": listed(row.side_by_side),
+                "parameters": listed(sorted(set(row.values("parameters")))),
                 "paper": row.paper(self.metrics[0])[0],
                 "paper_gain": row.paper(self.metrics[0])[1],
             }
@@ -245,11 +245,12 @@ def _uncertainty(value: float | None) -> str:
     return "" if value is None else f" ± {value:.2f}"
 
 
-def _listed(values: Iterable[Any]) -> str:
+def listed(values: Iterable[Any]) -> str:
+    """1, 2 and 3."""
     return " and ".join(", ".join(map(str, values)).rsplit(", ", 1))
 
 
-def _made_with(environments: Iterable[dict[str, Any]]) -> list[str]:
+def made_with(environments: Iterable[dict[str, Any]]) -> list[str]:
     """Hardware, versions and revisions, each of the different ones once."""
     words = {"device": "{}", "torch": "torch {}", "pwlu": "pwlu {}", "revision": "revision {}"}
     seen: dict[str, dict[str, None]] = {name: {} for name in words}
@@ -257,7 +258,7 @@ def _made_with(environments: Iterable[dict[str, Any]]) -> list[str]:
         for name in words:
             if made.get(name):
                 seen[name][made[name]] = None
-    return [words[name].format(_listed(values)) for name, values in seen.items() if values]
+    return [words[name].format(listed(values)) for name, values in seen.items() if values]
 
 
 def _csv(lines: Iterable[dict[str, Any]]) -> str:

@@ -13,6 +13,7 @@ import pwlu
 from pwlu.cli import main
 
 ROOT = Path(__file__).parent.parent
+SHAPES = ("v_shaped", "relu_like", "linear")
 
 
 @pytest.fixture
@@ -109,6 +110,27 @@ def test_when_not_to_use_it(run_page):
     for block in blocks:
         assert_shows(block)
         assert block.printed == block.shown or "IOU" in block.shown
+
+
+def test_shapes_in_the_results(run_page):
+    """The shares of docs/results.md, between quantiles of the inputs and (between the bounds), are those of results/."""
+    Path("results").symlink_to(ROOT / "results")
+    blocks, _ = run_page("docs/results.md")
+    assert "layer4.1.relu_2 " in blocks[0].printed
+    found = {name: [] for name in ("V-shaped", "ReLU-like", "nearly linear, first layer", "nearly linear, all")}
+    for network in ("resnet18", "mobilenet_v3_small"):
+        for label in ("pwlu", "pwlu-curvature-0.001"):
+            run = Path("results/cifar100", network, f"{label}-precision-bf16-seed0")
+            functions = torch.load(run / "functions.pt", weights_only=True)
+            aligned = pwlu.Alignment.from_json((run / "alignment.json").read_text())
+            seen, whole = ([list(map(unit.members, SHAPES)) for unit in pwlu.describe(functions, a)] for a in (aligned, None))
+            for name, shape, units in zip(found, (0, 1, 2, 2), (None, None, 1, None), strict=True):
+                shares = [100 * mean(x for unit in each[:units] for x in unit[shape]) for each in (seen, whole)]
+                found[name].append("{:.0f} % ({:.0f})".format(*shares))
+    text = (ROOT / "docs/results.md").read_text()
+    for name, shares in found.items():
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| {name}")]
+        assert row.split(" | ")[1:] == [*shares[:-1], f"{shares[-1]} |"]
 
 
 def test_figures_stand_where_they_are_said_to_come_from():

@@ -162,6 +162,17 @@ def test_tables_are_made_from_results(capsys):
     assert "skipped" not in capsys.readouterr().err
 
 
+def test_the_table_of_the_readme_is_that_of_the_results():
+    results = (ROOT / "docs/results.md").read_text()
+    rows = re.findall(
+        r"^\| ([\w, ]+) \| \**([\d.]+ ± [\d.]+)\** \| \**([\d.]+ ± [\d.]+)\** \|$", (ROOT / "README.md").read_text(), re.M
+    )
+    assert len(rows) == 8
+    for name, *cells in rows:
+        found = re.findall(rf"^\| {name} \| ([\d.]+ ± [\d.]+) \(3\)", results, re.M)
+        assert list(dict.fromkeys(found))[:2] == cells, name  # of the ResNet, of the MobileNet; those of digits follow
+
+
 def test_the_tests_it_names_exist():
     """docs/paper.md names the test of every decision."""
     names = set(re.findall(r"`(test_\w+(?:\.py)?)`", (ROOT / "docs" / "paper.md").read_text()))

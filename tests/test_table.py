@@ -121,11 +121,11 @@ def test_the_paper_has_every_row_of_its_tables():
     for name in set(PRESETS) - {"smoothing"}:  # which is ours
         for network in ("resnet18", "mobilenet_v3_small"):
             for settings in comparison(f"cifar100/{network}", name, {"epochs": 60, "ema": 0.999}).cells.values():
-                assert 67 < paper.top1(network, method(settings)) < 73
+                assert 67 < paper.value("accuracy", network, method(settings)) < 73
     settings = rows.settings(RESNET)
-    assert paper.top1("resnet18", method(settings.replace(init="silu"))) is None
-    assert paper.top1("resnet18", method(settings.replace(intervals=10))) is None
-    assert paper.top1("convnet", "pwlu") is None
+    assert paper.value("accuracy", "resnet18", method(settings.replace(init="silu"))) is None
+    assert paper.value("accuracy", "resnet18", method(settings.replace(intervals=10))) is None
+    assert paper.value("accuracy", "convnet", "pwlu") is None
     assert paper.gain("resnet18", "relu") is None
     gains = {network: round(paper.gain(network, "pwlu"), 2) for network in paper.TOP1}
     assert gains == {

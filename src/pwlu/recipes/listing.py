@@ -58,8 +58,9 @@ def _has(run: Run, changes: dict[str, Any]) -> bool:
 
 
 def _name(run: Run, changes: dict[str, Any]) -> str:
-    """The activation, and what was changed of the recipe as one writes it."""
-    flags = [f"{flag(name)} {short(value)}" for name, value in differences(run.settings).items() if name not in changes]
+    """The activation, and what was changed of the recipe as one writes it; a learning rate of its own in any case."""
+    changed = differences(run.settings) | ({"unit_lr": run.settings.unit_lr} if run.settings.unit_lr != 1 else {})
+    flags = [f"{flag(name)} {short(value)}" for name, value in changed.items() if name not in changes]
     return TITLES[run.settings.activation] + (f" `{' '.join(flags)}`" if flags else "")
 
 

@@ -92,11 +92,6 @@ INFERENCE: dict[str, dict[str, float]] = {
 }
 
 
-def top1(network: str, method: str) -> float | None:
-    """The paper's accuracy; None if it has none."""
-    return value("accuracy", network, method)
-
-
 def value(metric: str, network: str, method: str) -> float | None:
     """What the paper has for a metric of our results; None if it has nothing. Detectors are compared whatever their ResNet."""
     return _of(metric, network).get(method)

@@ -158,7 +158,7 @@ class Table:
         quantity = "accuracy" if self.metrics == ("accuracy",) else "AP"
         parts = [
             f"`{recipe}`" + (f" with `{changes}`" if changes else ""),
-            f"{listed(sorted({_length(run.settings) for run in runs}))}",
+            listed(sorted({_length(run.settings) for run in runs})),
             f"measured on {listed(images)} at the end of training",
             f"{listed(sorted({len(row.runs) for row in self.measured}))} seeds (their number in brackets)",
             f"± of an {quantity}: sample standard deviation, of a gain: standard error of the difference of the means",

@@ -179,7 +179,7 @@ def test_unreadable_image(tmp_path, capsys):
     sizes = ("--pixels", 32, "--width", 0.125, "--batch", 4, "--epochs", 1, "--act", "relu", "--workers", 0)
     text = refused(capsys, "imagenette/resnet18", "--data", data, "--runs", runs, *sizes)
     assert f"the image {broken} cannot be read: " in text
-    assert "Replace or remove it" in text
+    assert "Replace it, in all copies" in text
     broken.write_bytes(whole)
     (run,) = runs.iterdir()
     assert train("--resume", run) == 0

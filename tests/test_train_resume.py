@@ -4,7 +4,7 @@ import json
 import signal
 
 import pytest
-from recipes_helpers import SHORT, STEPS_AN_EPOCH, assert_same_run, short_run, start, train
+from recipes_helpers import SHORT, STEPS_AN_EPOCH, assert_same_run, short_run, start, train, write_images
 
 from pwlu.recipes import loop
 from pwlu.recipes.run_folder import RunFolder
@@ -152,6 +152,24 @@ def test_divergence_in_the_last_epoch(tmp_path):
     assert train("--epochs", 1, "--lr", "1e30", "--act", "relu", "--runs", tmp_path) == 0
     (path,) = tmp_path.iterdir()
     assert RunFolder(path).json("result.json")["diverged"] is True
+
+
+def test_images_that_went_missing(tmp_path, stop_before, capsys):
+    """With a step less an epoch it would end too early, and count as finished."""
+    data, runs = write_images(tmp_path / "data"), tmp_path / "runs"
+    sizes = ("--pixels", 32, "--width", 0.125, "--batch", 4, "--epochs", 2, "--act", "relu", "--workers", 0)
+    stop_before(4)
+    with pytest.raises(Stop):
+        train("imagenette/resnet18", "--data", data, "--runs", runs, *sizes)
+    stop_before(None)
+    (path,) = runs.iterdir()
+    image = data / "train/cat/0.jpg"
+    content = image.read_bytes()
+    image.unlink()
+    assert train("--resume", path) == 2
+    assert f"{path}: an epoch had 3 steps and would have 2 now, for the data set has other images" in capsys.readouterr().err
+    image.write_bytes(content)
+    assert train("--resume", path) == 0
 
 
 def test_what_may_change_when_a_run_goes_on(tmp_path, stop_before, capsys):

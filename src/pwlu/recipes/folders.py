@@ -31,8 +31,8 @@ class _Files(Dataset):
             image = self.folder.loader(path)
         except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for files that are no image, or half of one
             raise UserError(
-                f"the image {path} cannot be read: {error}. Replace or remove it, in all copies of the data set alike, then "
-                "go on with --resume"
+                f"the image {path} cannot be read: {error}. Replace it, in all copies of the data set alike, then go on with "
+                "--resume"
             ) from None
         if keys is None:
             return self.test(image), label

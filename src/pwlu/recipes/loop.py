@@ -77,6 +77,12 @@ class _Loop:
     def _begin(self) -> None:
         state = self.folder.load_checkpoint(self.processes.device)
         if state is not None:
+            before = state.get("steps_per_epoch", self.task.steps_per_epoch)
+            if before != self.task.steps_per_epoch:
+                raise UserError(
+                    f"{self.folder.path}: an epoch had {before:,} steps and would have {self.task.steps_per_epoch:,} now, for the "
+                    "data set has other images than before. Put back what was there, or start a new run without --resume"
+                )
             self.trainee.load(state["trainee"])
             self.number, self.seconds = state["step"], state["seconds"]
             if self.processes.first:  # the sums are those of all processes
@@ -129,6 +135,7 @@ class _Loop:
         sums = self.processes.total(self.sums.clone())
         if self.processes.first:
             state = {"trainee": self.trainee.state(), "step": self.number, "sums": sums, "seconds": seconds}
+            state["steps_per_epoch"] = self.task.steps_per_epoch
             self.folder.save_checkpoint(self.number, state)
         self.saved_at = time.monotonic()
 

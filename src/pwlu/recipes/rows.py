@@ -14,8 +14,8 @@ class Recipe:
 
     ``lr`` is the peak for ``batch`` images a step. ``small``: the strides of the first layers are made for 32-pixel images.
     ``realign_epochs`` is the paper's T'. ``iterations``: steps of ``batch`` images, in place of epochs. ``schedule``: of the
-    learning rate after its rise, "cosine" or "steps". ``pau_lr``: the rate of PAU's parameters, chosen on held-out images, times
-    the common one, which is too much for them: powers up to x^5 make their gradients large.
+    learning rate after its rise, "cosine" or "steps". ``pau_lr``: the rate of PAU's parameters, chosen on held-out images,
+    times the common one, which is too much for them: powers up to x^5 make their gradients large.
 
     Of detectors alone: ``anchors``, the size of anchors, times this: 1 for 32, 64, ..., 512 pixels; ``detections`` in an image,
     at most.

@@ -173,6 +173,15 @@ def test_a_run_that_fails_does_not_stop_the_others(here, acted, capsys, monkeypa
     assert (here / "runs" / "logs" / "digits-pwlu-seed1.txt").read_text().endswith(" 3 7\n")
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_is_wrong_for_two_is_wrong_for_all(here, acted, capsys, monkeypatch, jobs):
+    monkeypatch.setattr(children, "_TRAIN", "print('no data at data/'); raise SystemExit(2)")
+    assert main([*ARGUMENTS, "--seeds", "4", "--jobs", str(jobs)]) == 2
+    printed = capsys.readouterr()
+    assert "pwlu compare: two runs ended alike, and no other was begun:\nno data at data/\n" in printed.err
+    assert len(list((here / "runs" / "logs").iterdir())) in (2, 3)  # with two at a time, a third may have been begun
+
+
 def test_what_a_child_said_last_time_is_not_told_again(here, acted, capsys, monkeypatch):
     for status in ("3", "4"):
         monkeypatch.setattr(children, "_TRAIN", f"print('the end of {status}'); raise SystemExit({status})")

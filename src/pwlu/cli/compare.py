@@ -1,12 +1,13 @@
 """``pwlu compare``: train with several activations and seeds, and make tables and charts of what came out."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from pwlu.cli.train import add_runs, add_settings, given
 from pwlu.recipes.presets import BASELINE, PRESETS, Comparison, comparison
-from pwlu.recipes.settings import UserError
+from pwlu.recipes.settings import Settings, UserError
 from pwlu.recipes.table import Table
 
 
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  pwlu compare digits --acts relu,pwlu --seeds 3\n"
         "  pwlu compare cifar100/resnet18 cifar100/mobilenet_v2 --data DIR --jobs 4\n"
         "  pwlu compare cifar100/resnet18 --data DIR --preset bounds --holdout 5000 --dry-run\n"
+        "  torchrun --nproc-per-node 8 -m pwlu compare imagenet/resnet18 --data DIR --precision bf16\n"
         "  pwlu compare --document docs/results.md           make the tables of a page anew, from results/ alone"
     )
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="as in pwlu train; several may be given")
@@ -44,13 +46,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Bring about what is missing, then show it."""
     try:
-        return _document(options) if options.document else _compare(options)
+        if options.document:
+            return _document(options)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            return _in_step(options)
+        return _compare(options)
     except (UserError, OSError) as error:  # such as a full disk
         print(f"pwlu compare: {error}", file=sys.stderr)
         return 2
 
 
 def _compare(options: argparse.Namespace) -> int:
+    comparisons, asked = _asked(options)
+    if options.dry_run:
+        return 0
+    from pwlu.recipes.children import ended_by_signals
+    from pwlu.recipes.comparison import bring_about, title
+
+    try:
+        with ended_by_signals():
+            failures = bring_about(asked, options.runs, options.results, options.jobs)
+    except KeyboardInterrupt:
+        print("\nstopped. What is finished is kept: the same command goes on", file=sys.stderr)
+        return 130
+    _show(comparisons, options.results)
+    if failures:
+        print(f"\n{len(failures)} of {len(asked)} runs failed:", file=sys.stderr)
+    for failure in failures:
+        print(f"\n{title(failure.settings)}: {failure.why}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _in_step(options: argparse.Namespace) -> int:
+    """Under torchrun: no children, all processes train each run together. The first speaks."""
+    if options.jobs > 1:
+        raise UserError(f"--jobs {options.jobs}: the processes of torchrun train one run after the other. Leave --jobs out")
+    from pwlu.recipes.processes import joined
+
+    with joined(options.device) as processes:
+        comparisons, asked = _asked(options, silent=not processes.first)
+        if options.dry_run:
+            return 0
+        from pwlu.recipes.comparison import bring_about_in_step
+
+        bring_about_in_step(asked, options.runs, options.results, processes)
+        if processes.first:
+            _show(comparisons, options.results)
+    return 0
+
+
+def _asked(options: argparse.Namespace, silent: bool = False) -> tuple[list[Comparison], list[Settings]]:
+    """What is compared, and the runs that takes; says which of them there are."""
     if options.check:
         raise UserError("--check is about a page: write --document FILE --check")
     if not options.recipes:
@@ -61,12 +107,12 @@ def _compare(options: argparse.Namespace) -> int:
     what = next((text for text in (options.acts, options.preset) if text is not None), "activations")
     comparisons = [comparison(recipe, what, given(options)) for recipe in dict.fromkeys(options.recipes)]
     try:
-        from pwlu.recipes.comparison import bring_about, find, title, wanted
+        from pwlu.recipes.comparison import find, title, wanted
     except ImportError as error:
         raise UserError(f"training needs more packages ({error}): pip install 'pwlu[train]'") from None
-    from pwlu.recipes.children import ended_by_signals
-
     asked, found = wanted(comparisons, options.seeds), find(options.results, options.runs)
+    if silent:
+        return comparisons, asked
     for complaint in found.complaints:
         print(f"skipped: {complaint}", file=sys.stderr)
     states = {"finished": 0, "stopped": 0, "missing": 0}
@@ -80,20 +126,7 @@ def _compare(options: argparse.Namespace) -> int:
             )
             print(f"{state:8}  {title(settings)}{done}")
     print(f"{len(asked)} runs: " + ", ".join(f"{count} {state}" for state, count in states.items()), flush=True)
-    if options.dry_run:
-        return 0
-    try:
-        with ended_by_signals():
-            failures = bring_about(asked, options.runs, options.results, options.jobs)
-    except KeyboardInterrupt:
-        print("\nstopped. What is finished is kept: the same command goes on", file=sys.stderr)
-        return 130
-    _show(comparisons, options.results)
-    if failures:
-        print(f"\n{len(failures)} of {len(asked)} runs failed:", file=sys.stderr)
-    for failure in failures:
-        print(f"\n{title(failure.settings)}: {failure.why}", file=sys.stderr)
-    return 1 if failures else 0
+    return comparisons, asked
 
 
 def _document(options: argparse.Namespace) -> int:

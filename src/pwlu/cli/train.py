@@ -4,13 +4,12 @@ import argparse
 import dataclasses
 import sys
 import textwrap
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from pwlu.recipes.processes import joined
 from pwlu.recipes.rows import RECIPES, settings
-from pwlu.recipes.run_folder import RunFolder, new_folder
+from pwlu.recipes.run_folder import RunFolder
 from pwlu.recipes.settings import Settings, UserError, flag
 
 RUNS = Path("runs")
@@ -82,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        from pwlu.recipes.loop import train
+        from pwlu.recipes.loop import begin, train
     except ImportError as error:
         raise UserError(f"training needs more packages ({error}): pip install 'pwlu[train]'") from None
     from pwlu.recipes.report import headline
@@ -90,22 +89,13 @@ def _run(options: argparse.Namespace) -> int:
     changes = given(options)
     asked = settings(options.recipe or "digits", **changes) if options.resume is None else _resumed(options, changes)
     with joined(asked.device) as processes:
-        if options.resume is not None:
-            path = options.resume
-        else:
-            name = f"{asked.recipe.replace('/', '-')}-{asked.activation}-seed{asked.seed}"
-            path = Path(processes.agree(str(new_folder(options.runs, name)) if processes.first else None) or "")
-            if processes.first:
-                RunFolder(path).write_json("config.json", asked.as_dict())
+        path = begin(options.runs, asked, processes) if options.resume is None else options.resume
         if RunFolder(path).finished:
             if processes.first:
                 print(f"{path} is finished: {headline(RunFolder(path).json('result.json'))}")
             return 0
-        if asked.channels_last is None:
-            asked = dataclasses.replace(asked, channels_last=processes.device.type == "cuda")
         try:
-            with RunFolder(path).held() if processes.first else nullcontext():
-                result = train(asked, path, processes)
+            result = train(asked, path, processes)
         except KeyboardInterrupt:
             if processes.first:
                 print(f"\nstopped. To go on: pwlu train --resume {path}", file=sys.stderr)

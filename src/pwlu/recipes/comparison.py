@@ -1,6 +1,7 @@
 """Brings about the runs of comparisons: finds what is finished, goes on with what was stopped, starts what is missing."""
 
 import dataclasses
+import json
 import os
 from collections.abc import Hashable, Iterable
 from contextlib import closing
@@ -10,11 +11,13 @@ from pathlib import Path
 from pwlu.recipes.cells import essential, identity, label
 from pwlu.recipes.children import Child, open_log, side_by_side
 from pwlu.recipes.environment import SIDE_BY_SIDE
+from pwlu.recipes.loop import begin, train
 from pwlu.recipes.measures import said
 from pwlu.recipes.presets import Comparison
+from pwlu.recipes.processes import Processes
 from pwlu.recipes.progress import Progress
-from pwlu.recipes.results import Run, find_runs, keep
-from pwlu.recipes.settings import Settings, flag
+from pwlu.recipes.results import Run, find_runs, keep, read_run
+from pwlu.recipes.settings import Settings, UserError, flag
 
 
 def wanted(comparisons: Iterable[Comparison], seeds: int) -> list[Settings]:
@@ -70,12 +73,39 @@ class Failure:
 def bring_about(asked: list[Settings], runs: Path, results: Path, jobs: int) -> list[Failure]:
     """Do what is missing, `jobs` at a time, and keep the light files of each run as soon as it is finished.
 
+    A run that fails does not stop the others, unless a second one fails with the same words.
+
     Args:
         asked: what :func:`wanted` gave.
         runs: where run folders lie, and new ones are made.
         results: where light files are kept.
         jobs: how many processes train at once.
     """
+    missing = _missing(asked, runs, results)
+    return _Work(asked, missing, runs, results, jobs).done() if missing else []
+
+
+def bring_about_in_step(asked: list[Settings], runs: Path, results: Path, processes: Processes) -> None:
+    """The same by all processes that torchrun started: together they train one run after the other.
+
+    Whatever goes wrong ends the comparison; started again, it goes on there.
+    """
+    plan: list[tuple[int, str]] = []  # the number of a run, and the folder in which it goes on: the first process decides
+    if processes.first:
+        made = find(runs)
+        for settings in _missing(asked, runs, results):
+            stopped = made.of(settings)
+            plan.append((asked.index(settings), str(stopped.path) if stopped else ""))
+    for number, stopped_in in json.loads(processes.agree(json.dumps(plan)) or ""):
+        path = Path(stopped_in) if stopped_in else begin(runs, asked[number], processes)
+        result = train(asked[number], path, processes)
+        if processes.first:
+            keep(read_run(path), results)
+            print(f"{title(asked[number])}: {said(result)}", flush=True)
+
+
+def _missing(asked: list[Settings], runs: Path, results: Path) -> list[Settings]:
+    """What has not come to its end yet. What has, but was not kept, is kept now."""
     kept, made = find(results), find(runs)
     missing = []
     for settings in asked:
@@ -84,7 +114,7 @@ def bring_about(asked: list[Settings], runs: Path, results: Path, jobs: int) -> 
                 keep(run, results)
             else:
                 missing.append(settings)
-    return _Work(asked, missing, runs, results, jobs).done() if missing else []
+    return missing
 
 
 class _Work:
@@ -92,6 +122,7 @@ class _Work:
         self.missing, self.runs, self.results = missing, runs, results
         self.jobs = min(jobs, len(missing))
         self.failures: list[Failure] = []
+        self.last_words: set[str] = set()  # of runs that failed
         self.count, self.total = len(asked) - len(missing), len(asked)
         self.progress = Progress("runs", self.total, self.count, unit="run")
 
@@ -103,6 +134,7 @@ class _Work:
                         self._finished(run)
                     else:
                         self._failed(settings, f"exit status {child.status()}, {child.log}:\n{child.last_lines()}")
+                        self._stop_if_hopeless(child.last_lines())
         finally:
             self.progress.close()
         return self.failures
@@ -125,6 +157,12 @@ class _Work:
         if run.result is not None:
             measured = said(run.result).removeprefix("accuracy ") + (", diverged" if run.result["diverged"] else "")
             self._say(f"{title(run.settings)}: {measured}, {run.result['seconds_per_epoch']:.3g} s an epoch")
+
+    def _stop_if_hopeless(self, words: str) -> None:
+        """Where the same thing is wrong for two runs, such as data that are not there, it is for all."""
+        if words and words in self.last_words:
+            raise UserError(f"two runs ended alike, and no other was begun:\n{words}")
+        self.last_words.add(words)
 
     def _failed(self, settings: Settings, why: str) -> None:
         self.failures.append(Failure(settings, why))

@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +16,7 @@ from pwlu.recipes.processes import Processes
 from pwlu.recipes.progress import Progress
 from pwlu.recipes.report import write_report
 from pwlu.recipes.rows import find
-from pwlu.recipes.run_folder import RunFolder
+from pwlu.recipes.run_folder import RunFolder, new_folder
 from pwlu.recipes.settings import Settings, UserError
 from pwlu.recipes.task import Task
 from pwlu.recipes.trainee import Trainee
@@ -33,16 +34,28 @@ _WORDS = {  # what of an epoch is said in its line; of what is known before it e
 }
 
 
+def begin(runs: Path, settings: Settings, processes: Processes) -> Path:
+    """A new run folder, the same for all processes, with the settings in it."""
+    name = f"{settings.recipe.replace('/', '-')}-{settings.activation}-seed{settings.seed}"
+    path = Path(processes.agree(str(new_folder(runs, name)) if processes.first else None) or "")
+    if processes.first:
+        RunFolder(path).write_json("config.json", settings.as_dict())
+    return path
+
+
 def train(settings: Settings, path: Path, processes: Processes) -> dict[str, Any]:
     """Train as the settings say, or go on with what lies in the run folder; return what result.json says."""
     folder = RunFolder(path)
-    try:
-        loop = _Loop(settings, folder, processes)
-    except UserError:
-        if processes.first:
-            folder.remove_if_bare()
-        raise
-    return loop.run()
+    if settings.channels_last is None:
+        settings = settings.replace(channels_last=processes.device.type == "cuda")
+    with folder.held() if processes.first else nullcontext():
+        try:
+            loop = _Loop(settings, folder, processes)
+        except UserError:
+            if processes.first:
+                folder.remove_if_bare()
+            raise
+        return loop.run()
 
 
 class _Loop:
@@ -80,8 +93,8 @@ class _Loop:
             before = state.get("steps_per_epoch", self.task.steps_per_epoch)
             if before != self.task.steps_per_epoch:
                 raise UserError(
-                    f"{self.folder.path}: an epoch had {before:,} steps and would have {self.task.steps_per_epoch:,} now, for the "
-                    "data set has other images than before. Put back what was there, or start a new run without --resume"
+                    f"{self.folder.path}: an epoch had {before:,} steps and would have {self.task.steps_per_epoch:,} now, for "
+                    "the data set has other images than before. Put back what was there, or start a new run without --resume"
                 )
             self.trainee.load(state["trainee"])
             self.number, self.seconds = state["step"], state["seconds"]

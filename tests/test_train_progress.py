@@ -69,6 +69,16 @@ def test_phases_are_shown(monkeypatch, tmp_path):
     assert set(re.findall(r"phase=(\w+)", terminal.getvalue())) == {"I", "II"}
 
 
+def test_an_epoch_has_the_phase_in_which_it_began(tmp_path, capsys):
+    folder = short_run(tmp_path)  # T' is one epoch of three
+    assert [row["phase"] for row in folder.metrics()] == [1, 2, 2]
+    assert re.findall(r"epoch +(\d)/3: .*, (Phase I+), ", capsys.readouterr().out) == [
+        ("1", "Phase I"),
+        ("2", "Phase II"),
+        ("3", "Phase II"),
+    ]
+
+
 def test_silence(capsys):
     """Of all processes but the first."""
     with redirect_stderr(Terminal()) as terminal:

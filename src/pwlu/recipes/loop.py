@@ -126,7 +126,9 @@ class _Loop:
         self.processes.spread(self.trainee.measured.buffers())  # on CPUs, each has batch statistics of its own
         if (epoch + 1) % self.settings.measure_every == 0 or self.number == self.total or row["loss"] is None:
             row |= _rounded(self.task.measure(self.trainee.measured, self.trainee.autocast()))
-        row |= {"lr": self.trainee.schedule.get_last_lr()[0], "phase": self.trainee.phase}
+        phases = self.trainee.phases
+        began_in = 1 if phases and epoch * steps < phases.realign_at else 2
+        row |= {"lr": self.trainee.schedule.get_last_lr()[0], "phase": began_in}
         row |= _rounded({"seconds": self.seconds, "images_per_second": self._done() * self.settings.batch / self.seconds})
         if self.processes.first:
             self.folder.add_metrics(row)

@@ -33,7 +33,9 @@ def canned_run(
         files["result.json"] = RESULT | held_out | {"accuracy": accuracy} | (result or {})
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"epoch": e + 1}) + "\n" for e in range(epochs_done)))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"epoch": e + 1, "step": e + 1}) + "\n" for e in range(epochs_done))
+    )
     (folder / "model.pt").write_bytes(b"weights")
     if settings.activation == "pwlu":
         (folder / "functions.pt").write_bytes(b"{}")

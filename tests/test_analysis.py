@@ -100,7 +100,7 @@ def test_a_normal_distribution_scores_055():
     found = alignment(model, [x[:, None]])
     assert found.iou == [pytest.approx(2 * 1.6449 / 6, abs=1 / 256)]
     assert found.units[0].outside == [pytest.approx(0.0027, abs=1 / n)]
-    assert "median IOU 0.55 over 1 channels; 0.27 % of inputs outside" in str(found)
+    assert "median IOU 0.55 over 1 channel; 0.27 % of inputs outside" in str(found)
 
 
 @pytest.mark.parametrize("channel_dim", [1, -1])
@@ -139,6 +139,29 @@ def test_calls_of_one_unit_are_pooled(by_keyword):
     everything = torch.cat([level.movedim(1, 0).reshape(4, -1) for level in levels], 1)
     for c in range(4):
         assert abs(measured.iou[c] - exact(everything[c], -3.0, 3.0)[2]) <= BOUND
+
+
+class Heads(Net):
+    """Units side by side, so that no device has to round what the next one gets."""
+
+    def forward(self, x):
+        return [unit(x) for unit in (self.own, self.shared, self.last)]
+
+
+def test_on_the_device(device):
+    """Inputs are counted there: the same as on the CPU, to the last one."""
+    model = Heads(
+        own=unit_with_bounds([-3.0, 1.0, -0.1, 2.0], [3.0, 2.0, 0.1, -2.0]),
+        shared=unit_with_bounds([-2.0], [4.0]),
+        last=pwlu.PWLU(5, channel_dim=-1),
+    )
+    batches = [torch.randn(50, 4, 9, 5) * 10.0**power for power in (-1, 0, 1)]
+    batches[1][0, :, 0, 0] = torch.tensor([math.nan, math.inf, -math.inf, math.nan])
+    wanted = alignment(model, batches)
+    model.to(device)
+    found = alignment(model, [batch.to(device) for batch in batches])
+    assert sum(map(sum, (unit.count for unit in found))) == 3 * (3 * 50 * 4 * 9 * 5 - 4)
+    assert found == wanted
 
 
 def test_levels_with_other_channels_are_taken_as_one():
@@ -359,6 +382,7 @@ def test_json_of_something_else(text):
 
 
 def test_table():
+    assert re.search(r"\nSequential, 1 batch: median IOU 0\.\d\d over 9 channels; ", str(alignment(small(), [IMAGES])))
     lines = str(alignment(small(), [IMAGES, IMAGES])).splitlines()
     assert re.match(r"unit  channels  median IOU  inputs outside  not finite$", lines[0])
     assert re.match(r"3            4        0\.\d\d          0\.00 %           0$", lines[2])
@@ -378,13 +402,14 @@ def fused():
 @pytest.mark.parametrize(
     ("model", "batches", "options", "text"),
     [
-        (conv(), [IMAGES], {}, r"Conv2d has no PWLU\. Convert it first: pwlu\.convert_\(model, sample\)"),
+        (conv(), [IMAGES], {}, r"alignment: Conv2d has no PWLU; convert it first: pwlu\.convert_\(model, sample\)"),
         (
             fused(),
             [IMAGES],
             {},
-            r"Sequential has no PWLU, it is fused, and tables have no bounds: measure it before pwlu\.fuse_",
+            r"alignment: Sequential has no PWLU; it is fused: call pwlu\.alignment before pwlu\.fuse_\(model\)",
         ),
+        ("model", [IMAGES], {}, r"alignment: expected a model, a torch\.nn\.Module, not str: write pwlu\.alignment\(model, "),
         (small(), [], {}, "there was no batch. Is batches a generator that was used before"),
         (small(), IMAGES, {}, r"batches must be a list of batches, or a loader, not one Tensor: write \[x\]"),
         (small(), {"x": IMAGES}, {}, r"not one dict: write \[x\]"),

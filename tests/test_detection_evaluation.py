@@ -244,7 +244,7 @@ def test_two_processes_measure_as_one(objects, tmp_path_factory):
     network.load_state_dict(torch.load(path / "model.pt", weights_only=True))
     with one_thread():
         measured = task.measure(network, torch.no_grad())
-    found = RunFolder(path).json("detections.json")
+    found = json.loads((path / "detections.json").read_text())
     result = RunFolder(path).json("result.json")
     assert {row["image_id"] for row in found} == set(task.test.part.image_ids.tolist())
     assert len(found) == len(task.rows) > 20

@@ -58,11 +58,15 @@ def test_a_network(form, tmp_path):
     assert report.batches[:3] == (1, 3, 2)
     assert report.difference <= report.tolerance < 1e-4
     assert report.unit_difference <= report.unit_tolerance < 1e-4
+    assert report.share <= 1e-5
+    assert report.unit_share <= 1e-5
+    assert not report.unreached
 
     text = str(report)
     assert re.search(rf"model\.onnx: 0\.0\d MB, opset 18, any batch size, 2 PWLUs as {form}\noperators: .*Conv 2", text)
-    assert re.search(r"on random batches of 1, 3, 2, 128: largest difference \S+, tolerance \S+\n", text)
-    assert re.search(r"each PWLU alone, on 100 % of all segments: largest difference \S+, tolerance \S+$", text)
+    numbers = r"largest difference \S+ \(\S+ of the largest output\), tolerance \S+"
+    assert re.search(rf"on random batches of 1, 3, 2, 128: {numbers}\n", text)
+    assert re.search(rf"each PWLU alone, on 100 % of all segments: {numbers}$", text)
 
     loaded = onnx.load(path)
     assert [o.domain for o in loaded.opset_import] == [""]
@@ -240,7 +244,7 @@ def test_a_sample_that_reaches_no_unit(tmp_path):
         def forward(self, x):
             return self.act(x) if x.ndim == 2 else x + 1
 
-    with pytest.raises(ValueError, match="the sample reaches none of the 1 PWLUs"):
+    with pytest.raises(ValueError, match=r"reaches none of the model's PWLUs, such as 'act'\. Give one that does"):
         export_onnx(Beside().eval(), torch.randn(2, 3, 4), tmp_path / "model.onnx")
 
 
@@ -269,6 +273,12 @@ class Unable(nn.Module):
             {},
             ValueError,
             r"Sequential has no PWLU, only 1 Linear, 2 ReLU\. .*torch\.onnx\.export\(model, args, path\)",
+        ),
+        (
+            "model",
+            {},
+            TypeError,
+            r"export_onnx: expected a model, a torch\.nn\.Module, not str: write pwlu\.export_onnx\(model, \.\.\.\)",
         ),
         (network().train(), {}, ValueError, r"the model, 0, 1, \.\.\. is in training mode\. Call model\.eval\(\) first"),
         (network().bfloat16(), {}, ValueError, r"is in bfloat16.*deepcopy\(model\)\.float\(\)"),

@@ -20,7 +20,7 @@ from torch import nn
 import pwlu
 from pwlu.analysis import Alignment, UnitAlignment, alignment
 from pwlu.module import units_of
-from pwlu.plot import plot_alignment, plot_functions, plot_improvements
+from pwlu.plot import plot_alignment, plot_functions
 from pwlu.starts import STARTS
 
 
@@ -124,6 +124,12 @@ def test_channels_are_sampled_evenly():
     assert [line.get_label() for line in lines(axis, "channel")] == [f"channel {c}" for c in (0, 16, 32, 47, 63)]
     (axis,) = plot_functions(model_of(1, 64), channels=1).axes
     assert [line.get_label() for line in lines(axis, "channel")] == ["channel 0"]
+
+
+@pytest.mark.parametrize("which", [(3, 0), np.array([3, 0]), torch.tensor([3, 0]), range(3, -1, -3)])
+def test_channels_by_number(which):
+    (axis,) = plot_functions(model_of(1), channels=which).axes
+    assert [line.get_label() for line in lines(axis, "channel")] == ["channel 3", "channel 0"]
 
 
 def test_layers():
@@ -238,7 +244,7 @@ def test_a_unit_that_was_not_measured():
     assert [len(bars(axis)) for axis in plot_functions(model, alignment=measured).axes] == [0, 3]
 
 
-# Alignment and improvements.
+# Alignment.
 
 
 def measured(*iou):
@@ -258,40 +264,7 @@ def test_alignment():
     assert axis.get_xlim() == (0, 1)
     (reference,) = axis.lines
     assert reference.get_xdata()[0] == pytest.approx(2 * 1.6449 / 6, abs=5e-4)
-    assert legend(plot_alignment(measured(0.5), bars=10))[0] == "Net: median 0.50, 1 channels"
-
-
-ROWS = {
-    "a": {"ReLU": (70.0, 0.3, 9), "Swish": (71.0, 0.4, 4), "PWLU": (72.0, 0.0, 1)},
-    "b": {"PWLU": (80.5, None, 1), "ReLU": (80.0, 0.1, 3)},
-}
-
-
-def test_improvements():
-    figure = plot_improvements(ROWS, paper={"b": {"PWLU": 0.7, "PAU": 0.2}})
-    (axis,) = figure.axes
-    containers = {c.get_label(): c for c in axis.containers if hasattr(c, "patches")}
-    assert list(containers) == ["Swish", "PWLU", "PAU"]
-    heights = {label: [patch.get_height() for patch in c.patches] for label, c in containers.items()}
-    np.testing.assert_allclose([heights[label] for label in containers], [[1, math.nan], [2, 0.5], [math.nan, math.nan]])
-    bars_of_error = [segment for segment in containers["Swish"].errorbar.lines[2][0].get_segments() if len(segment)]
-    deviation = math.sqrt(0.3**2 / 9 + 0.4**2 / 4)
-    np.testing.assert_allclose(bars_of_error[0][:, 1], [1 - deviation, 1 + deviation])
-    np.testing.assert_allclose(containers["PWLU"].errorbar.lines[2][0].get_segments()[0][:, 1], [1.9, 2.1])
-    (diamonds,) = lines(axis, "the paper")
-    middles = {label: c.patches[1].get_x() + c.patches[1].get_width() / 2 for label, c in containers.items()}
-    np.testing.assert_allclose(diamonds.get_data(), [[middles["PWLU"], middles["PAU"]], [0.7, 0.2]])
-    assert (diamonds.get_marker(), diamonds.get_markerfacecolor()) == ("D", "white")
-    assert [text.get_text() for text in axis.get_xticklabels()] == ["a\nReLU: 70.00", "b\nReLU: 80.00"]
-    assert legend(figure) == ["Swish", "PWLU", "PAU", "the paper"]
-    assert saved(figure)
-
-
-def test_improvements_over_another_baseline():
-    figure = plot_improvements({"a": ROWS["a"]}, baseline="Swish")
-    assert sorted(legend(figure)) == ["PWLU", "ReLU"]
-    assert [p.get_height() for p in figure.axes[0].patches] == [-1.0, 1.0]
-    assert figure.axes[0].get_ylabel() == "improvement over Swish, points"
+    assert legend(plot_alignment(measured(0.5), bars=10))[0] == "Net: median 0.50, 1 channel"
 
 
 # Files, threads, and what goes wrong.
@@ -299,7 +272,6 @@ def test_improvements_over_another_baseline():
 FIGURES = {
     "functions": lambda: plot_functions(model_of(5)),
     "alignment": lambda: plot_alignment({"fix": measured(0.1), "stat": measured(0.5)}),
-    "improvements": lambda: plot_improvements(ROWS),
 }
 
 
@@ -340,6 +312,13 @@ def fused():
     return model
 
 
+def unreached(*names):
+    return Alignment("Net", 1, measured(0.5).units, list(names))
+
+
+EXPECTED = (
+    r"plot_alignment: expected what pwlu\.alignment measured, or several of these by label, such as \{'stat-realign': .*\}"
+)
 UNIT = {key: p.detach() for key, p in pwlu.PWLU(3).named_parameters()}
 MODEL = nn.Sequential(pwlu.PWLU(3))
 
@@ -348,7 +327,7 @@ MODEL = nn.Sequential(pwlu.PWLU(3))
     ("call", "text"),
     [
         (lambda: plot_functions(conv()), r"Conv2d has no PWLU; convert it first: pwlu\.convert_\(model, sample\)"),
-        (lambda: plot_functions(fused()), r"Sequential has no PWLU; it is fused: do this before pwlu\.fuse_\(model\)"),
+        (lambda: plot_functions(fused()), r"Sequential has no PWLU; it is fused: call pwlu\.plot_functions before"),
         (lambda: plot_functions(3), "expected a model, or the parameters of its PWLUs by name, not int"),
         (lambda: plot_functions({}), "there are no functions, the dictionary is empty"),
         (lambda: plot_functions({"a": 3}), "'a' must be a dictionary of parameters, not int"),
@@ -364,9 +343,30 @@ MODEL = nn.Sequential(pwlu.PWLU(3))
             lambda: plot_functions({"a": UNIT | {"heights": 1.0}}),
             r"'a': pwlu: heights must have the shape \(channels, intervals",
         ),
-        (lambda: plot_functions(model_of(12, 1), layers=["3", "100"]), "layer '100' is not known. Did you mean '10'?"),
+        (
+            lambda: plot_functions(model_of(12, 1), layers=["3", "100"]),
+            r"layer '100' is not known\. Did you mean '10'\? There are '0', '1', '2', '3', '4', '5', '6', '7', \.\.\.$",
+        ),
+        (
+            lambda: plot_functions(model_of(8, 1), layers="layer1.relu"),
+            r"layer 'layer1\.relu' is not known\. There are '0', '1', '2', '3', '4', '5', '6', '7'$",
+        ),
+        (lambda: plot_functions(model_of(3, 1), layers=[2]), "layer 2 is not known. Did you mean '2'?"),
+        (
+            lambda: plot_functions(model_of(3, 1), layers=2),
+            r"plot_functions: layers must be the name of a PWLU, or several in a list, such as \['0', '1'\], not int$",
+        ),
         (lambda: plot_functions(MODEL, layers=[]), "layers is empty. Leave it out for up to 12"),
-        (lambda: plot_functions(MODEL, channels=0), "channels must be how many to draw, 1 or more, or a list of them, not 0"),
+        (
+            lambda: plot_functions(MODEL, channels=0),
+            r"how many to draw, 1 or more, or a list of which, such as \[0, 2\], not 0",
+        ),
+        (
+            lambda: plot_functions(MODEL, channels=2.5),
+            r"plot_functions: channels must be how many to draw, 1 or more, or a list of which, such as \[0, 2\], not 2\.5",
+        ),
+        (lambda: plot_functions(MODEL, channels=["a"]), r"or a list of which, such as \[0, 2\], not \['a'\]"),
+        (lambda: plot_functions(MODEL, channels=[0.5]), r"not \[0\.5\]"),
         (lambda: plot_functions(MODEL, channels=[0, 3]), "'0' has the channels 0 to 2, not 3. Name the layers you want"),
         (lambda: plot_functions(MODEL, channels=[-1]), "'0' has the channels 0 to 2, not -1"),
         (lambda: plot_functions(MODEL, channels=[]), "channels is empty"),
@@ -382,16 +382,25 @@ MODEL = nn.Sequential(pwlu.PWLU(3))
             lambda: plot_functions({"1": UNIT}, alignment=measured(0.5, 0.5, 0.5)),
             "the alignment has no histograms. Measure it with histogram=True",
         ),
-        (lambda: plot_alignment({}), "expected what pwlu.alignment measured on some units, by label"),
-        (lambda: plot_alignment({"a": 3}), "expected what pwlu.alignment measured on some units, by label"),
-        (lambda: plot_alignment(measured(math.nan)), "expected what pwlu.alignment measured on some units, by label"),
         (
-            lambda: plot_improvements(ROWS, baseline="RelU"),
-            "baseline, in 'a', 'RelU' is not known. Did you mean 'ReLU'?",
+            lambda: plot_functions(MODEL, alignment=[torch.ones(9)]),
+            r"plot_functions: alignment must be what pwlu\.alignment measured, not list: write alignment=pwlu\.alignment\(",
         ),
-        (lambda: plot_improvements(ROWS, paper={"c": {}}), "group 'c' is not known. Did you mean '[ab]'?"),
-        (lambda: plot_improvements({"a": {"ReLU": (1.0, 0.1, 3)}}), "there is nothing to compare with the baseline 'ReLU'"),
-        (lambda: plot_improvements({}), "there is nothing to compare with the baseline 'ReLU'"),
+        (
+            lambda: plot_functions(nn.ModuleDict({"a": pwlu.PWLU(), "b": pwlu.PWLU()}), "b", alignment=unreached("b")),
+            "plot_functions: no input reached b when the alignment was measured. Leave the alignment out, or measure it",
+        ),
+        (
+            lambda: plot_functions(nn.ModuleDict({"a": pwlu.PWLU(), "b": pwlu.PWLU()}), alignment=unreached("b")),
+            "the alignment has none of these units: a, b. Is it of another model",
+        ),
+        (lambda: plot_alignment({}), rf"{EXPECTED}, not an empty dictionary$"),
+        (lambda: plot_alignment({"a": 3}), rf"{EXPECTED}, not int, which 'a' is$"),
+        (lambda: plot_alignment([measured(0.5)]), rf"{EXPECTED}, not list$"),
+        (
+            lambda: plot_alignment({"b": measured(0.5), "a": measured(math.nan)}),
+            rf"{EXPECTED}, not 'a', where no unit had an input that was finite$",
+        ),
     ],
 )
 def test_bad_input(call, text):

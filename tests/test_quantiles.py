@@ -92,6 +92,35 @@ def test_layouts(layout):
     assert torch.equal(sketched(arranged, channel_dim=channel_dim).counts, sketched(x).counts)
 
 
+@pytest.mark.parametrize("most", [100, quantiles._MOST_COUNTED])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_on_the_device(dtype, most, device, monkeypatch):
+    """The counts of the CPU, whatever the layout, in 32 bits and in 64."""
+    monkeypatch.setattr(quantiles, "_MOST_COUNTED", most)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    left, right = LEFT.to(wide), RIGHT.to(wide)
+    x = inputs(dtype=dtype)
+    x[::7, 2], x[::11, 3] = torch.nan, torch.inf
+    wanted = sketched(x, left=left, right=right)
+    for arrange in LAYOUTS.values():
+        arranged, channel_dim = arrange(x)
+        found = sketched(arranged.to(device), left=left.to(device), right=right.to(device), channel_dim=channel_dim)
+        assert found.counts.device.type == device.type
+        assert torch.equal(found.counts.cpu(), wanted.counts)
+        assert torch.equal(found.distribution().quantile(0.95), wanted.distribution().quantile(0.95))
+    one = sketched(x.to(device), left=left[:1].to(device), right=right[:1].to(device))
+    one.pool()
+    assert torch.equal(one.counts.cpu(), sketched(x.reshape(-1), left=left[:1], right=right[:1], channels=1).counts)
+
+
+def test_more_than_is_counted_at_a_time_on_the_device(device):
+    x = torch.randn(9, 3, 300, 600)
+    left, right = torch.full((3,), -1.0), torch.full((3,), 1.0)
+    assert x.numel() > 2**22
+    found = sketched(x.to(device), left=left.to(device), right=right.to(device), channels=3)
+    assert torch.equal(found.counts.cpu(), sketched(*x.split(1), left=left, right=right, channels=3).counts)
+
+
 def test_many_inputs_are_counted_part_by_part():
     x = torch.randn(9, 3, 300, 200)
     left, right = torch.full((3,), -1.0), torch.full((3,), 1.0)

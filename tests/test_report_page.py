@@ -20,6 +20,8 @@ from pwlu.report.encoding import growth, halves, shares
 from pwlu.report.evidence import read_evidence
 from pwlu.report.gallery import gallery
 from pwlu.report.page import page
+from pwlu.report.shape_table import shape_table
+from pwlu.shapes import describe
 
 
 @pytest.fixture
@@ -95,16 +97,46 @@ def test_the_table_of_shapes(tmp_path):
     second["heights"] = x.expand(4, 9).clone()
     html = page(read_evidence(write_run(tmp_path / "run", functions, alignment=inputs_of(functions))))
     assert (
-        "<strong>10 %</strong> of all functions are V-shaped. In the first layer <strong>17 %</strong> are nearly linear"
-        in html
+        "<p>Of all functions <strong>10 %</strong> are V-shaped. In the first layer <strong>17 %</strong> are nearly linear, "
+        "in the others 100 %.</p>" in html
     )
-    assert "nearly linear, in the others 100 %." in html
+    assert "Percentage of the functions of each layer that have a shape where their inputs are." in html
+    heads = re.findall(r'<th scope="col" title="[^"]+"><span>([^<]*)</span>', html)
+    assert heads[:7] == ["linear", "ReLU-like", "V-shaped", "not monotone", "flat left", "flat right", "saturating"]
+    assert data_of(html)["classes"][:3] == ["linear", "ReLU-like", "V-shaped"]
     rows = re.findall(r"<tr><th scope=\"row\">.*?</tr>", html)
     cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in rows]
     #                   functions, linear, ReLU-like, V, not monotone, flat left, right, both, moved, collapsed, ...
     assert cells[0] == ["6", "17", "67", "17", "17", "67", "0", "0", "33", "0", "0.00", "10.0", "0.0", "0.50"]
     assert cells[1] == ["4", "100", "0", "0", "0", "0", "0", "0", "100", "0", "0.50", "10.0", "0.0", "0.50"]
     assert cells[2] == ["10", "50", "40", "10", "10", "40", "0", "0", "60", "0", "0.50", "10.0", "0.0", "0.50"]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 9])
+def test_the_first_layer_is_one_layer(layers):
+    """However many there are: the paper says nothing of the second."""
+    units = {str(i): pwlu.PWLU(2, init="relu" if i else "identity") for i in range(layers)}
+    words = shape_table(describe(nn.ModuleDict(units)), None).partition("</p>")[0]
+    rest = ", in the others 0 %" if layers > 1 else ""
+    assert words.endswith(f"In the first layer <strong>100 %</strong> are nearly linear{rest}.")
+
+
+def test_shapes_that_are_not_known(tmp_path):
+    """Of a unit that is not finite, and of what units have moved from if that is not known."""
+    functions = functions_of(small_network())
+    functions["1"]["heights"][:] = torch.nan
+    path = write_run(tmp_path / "run", functions, alignment=inputs_of(functions), init="same")
+    for snapshot in (path / "snapshots").iterdir():
+        snapshot.unlink()
+    html = page(read_evidence(path))
+    assert (
+        "Of all functions <strong>0 %</strong> are V-shaped. In the first layer <strong>an unknown share</strong> are" in html
+    )
+    cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr><th scope=\"row\">.*?</tr>", html)]
+    assert cells[0] == ["6", *["-"] * 8, "0", "-", "10.0", "0.0", "0.50"]
+    assert cells[1] == ["4", "0", "100", "0", "0", "100", "0", "0", "-", "0", "-", "10.0", "0.0", "0.50"]
+    assert cells[2][:9] == ["10", *cells[1][1:9]]
+    assert [layer["members"] for layer in data_of(html)["layers"]] == [[None] * 7 + [0], [0, 4, 0, 0, 4, 0, None, 0]]
 
 
 def test_detection(functions, tmp_path, capsys):
@@ -149,7 +181,7 @@ def test_what_compare_keeps(run, capsys):
     assert sections_of(html) == ["result", "training", "alignment", "shapes", "functions"]
     assert said.splitlines() == [
         "There is no inputs.json: of the inputs, the 5 % and 95 % quantiles are shown, not the distribution.",
-        "There are no snapshots: the functions are shown as they are in the end, not as they grew.",
+        "No earlier snapshot can be shown: the functions are as they are in the end, not as they grew.",
     ]
     data = data_of(html)
     assert data["bars"] == 0
@@ -167,8 +199,11 @@ def test_functions_and_alignment_alone(run, capsys):
     assert "<h1>run</h1>" in html
     assert "10 learned functions in 2 layers, one a channel." in html
     assert "There is no config.json: the settings are not known." in said
-    assert "There is no epoch in metrics.jsonl: there are no curves to show." in said
-    assert data_of(html)["layers"][0]["start"] is None
+    assert "No epoch is known: there are no curves to show." in said
+    assert "The run is not finished: it has no result.json." in said
+    data = data_of(html)
+    assert data["layers"][0]["start"] is None
+    assert (data["moments"], data["ended"]) == ([{"step": None, "epoch": None, "phase": None}], True)
 
 
 def test_an_unfinished_run(functions, tmp_path, capsys):
@@ -182,7 +217,45 @@ def test_an_unfinished_run(functions, tmp_path, capsys):
     assert "The run is not finished: 3 of 9 epochs are done." in said
     assert "There is no alignment.json: shapes are those between the bounds, whatever the inputs are." in said
     assert "<dt>epochs</dt><dd>3 of 9</dd>" in html
+    assert "The functions are those of step 30.\n" in said
+    assert "10 learned functions in 2 layers, one a channel, as they were at step 30." in html
+    assert "that have a shape between their bounds." in html
+    assert data_of(html)["ended"] is False
     assert [moment["step"] for moment in data_of(html)["moments"]] == [0, 10, 20, 30]
+
+
+def test_a_run_that_was_killed_early(tmp_path, capsys):
+    """12 of 400 epochs, and no snapshot but the first: what is shown is the start, and nothing says that it was learned."""
+    path = write_run(tmp_path / "run", functions_of(small_network()), epochs=12, finished=False, realign_epochs=20.0)
+    (path / "config.json").write_text((path / "config.json").read_text().replace('"epochs": 12', '"epochs": 400'))
+    for snapshot in sorted((path / "snapshots").iterdir())[1:]:
+        snapshot.unlink()
+    html, said = reported(path, capsys)
+    assert said.splitlines() == [
+        "The run is not finished: 12 of 400 epochs are done.",
+        "There is no alignment.json: shapes are those between the bounds, whatever the inputs are.",
+        "The functions are those of step 0, when they had not begun to learn.",
+    ]
+    assert ">10 functions in 2 layers, one a channel, as they were at step 0.<" in html.replace("\n", "")
+    assert "where their inputs are" not in html
+    assert "learned functions" not in html
+
+
+@pytest.mark.parametrize(("step", "learned"), [(10, False), (20, True)])
+def test_functions_learn_after_phase_one(functions, tmp_path, step, learned):
+    path = write_run(tmp_path / "run", functions, finished=False)
+    for snapshot in (path / "snapshots").iterdir():
+        if int(snapshot.stem.removeprefix("step-")) > step:
+            snapshot.unlink()
+    evidence = read_evidence(path)
+    assert (evidence.learned, evidence.ended) == (learned, False)
+    assert ("10 learned functions" in page(evidence)) == learned
+
+
+def test_iterations_may_end_in_the_middle_of_an_epoch(functions, tmp_path, capsys):
+    html, said = reported(write_run(tmp_path / "run", functions, finished=False, iterations=77), capsys)
+    assert "The run is not finished: 4 epochs are done." in said
+    assert "<dt>epochs</dt><dd>4</dd>" in html
 
 
 def test_a_run_that_has_only_begun(tmp_path, capsys):
@@ -192,7 +265,7 @@ def test_a_run_that_has_only_begun(tmp_path, capsys):
     html, said = reported(path, capsys)
     assert sections_of(html) == ["result"]
     assert "<h1>digits, PWLU, seed 3</h1>" in html
-    assert "There is neither functions.pt nor a snapshot: the functions cannot be shown." in said
+    assert "There is no functions.pt: the functions cannot be shown, nor is there a snapshot to show instead." in said
 
 
 def test_damaged_files_are_named_and_left_out(run, capsys):
@@ -204,13 +277,69 @@ def test_damaged_files_are_named_and_left_out(run, capsys):
     assert [moment["step"] for moment in data_of(html)["moments"]] == [0, 10, 20, 30, 40]
 
 
+AGAIN = "Copy it again from where it was trained, or train again. It is left out here."
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "notes"),
+    [
+        ("config.json", "{", [f"PATH is damaged: Expecting .*\\. {AGAIN}", "The settings are not known."]),
+        ("config.json", "3", [f"PATH is damaged: expected {{...}}, not 3. {AGAIN}", "The settings are not known."]),
+        (
+            "config.json",
+            '{"recipe": "digits", "activation": 5}',
+            [
+                f"PATH does not hold the settings of a run: activation must be a text, not 5. {AGAIN}",
+                "The settings are not known.",
+            ],
+        ),
+        ("environment.json", "3", [f"PATH is damaged: expected {{...}}, not 3. {AGAIN}"]),
+        ("result.json", "[]", [f"PATH is damaged: expected {{...}}, not []. {AGAIN}"]),
+        (
+            "result.json",
+            '{"accuracy": "high"}',
+            ["result.json cannot be read and is left out: accuracy must be a number, not 'high'"],
+        ),
+        ("metrics.jsonl", "5", ["PATH is damaged: line 1 must be .*", "No epoch is known: there are no curves to show."]),
+        ("metrics.jsonl", '{"foo": 1}', ["PATH is damaged: line 1 must .*", "No epoch is known: there are no curves to show."]),
+        (
+            "alignment.json",
+            "3",
+            ["alignment.json cannot be .*", "Shapes are those between the bounds, whatever the inputs are."],
+        ),
+        ("inputs.json", "{", ["inputs.json cannot be .*", "Of the inputs, the 5 % and 95 % quantiles are shown, not the .*"]),
+        ("functions.pt", "no tensors", ["functions.pt cannot be read and is left out: it does not hold saved functions"]),
+    ],
+)
+def test_one_thing_is_said_of_a_damaged_file(run, capsys, name, content, notes):
+    """What is wrong with it, and what follows; not that it is absent, nor that the run is not finished."""
+    thin = inputs_of(functions_of(small_network()), bars=False)
+    if name != "inputs.json":
+        (run / "inputs.json").unlink()
+        thin = inputs_of(functions_of(small_network()))
+    (run / "alignment.json").write_text(thin.to_json())
+    (run / name).write_text(content)
+    html, said = reported(run, capsys)
+    assert len(said.splitlines()) == len(notes)
+    for line, note in zip(said.splitlines(), notes, strict=True):
+        pattern = note if ".*" in note else re.escape(note)
+        assert re.fullmatch(pattern.replace("PATH", re.escape(str(run / name))), line), line
+    assert sections_of(html)[0] == "result"
+
+
+def test_empty_settings(run, capsys):
+    (run / "config.json").write_text("{}")
+    assert main(["report", str(run)]) == 2
+    assert "config.json does not hold the settings of a run: it names no recipe" in capsys.readouterr().err
+
+
 def test_snapshots_that_do_not_belong(run, functions, capsys):
     """One from after the end, as another try may have left it, and one of another model."""
     RunFolder(run).write_tensors("snapshots/step-00000090.pt", functions)
     RunFolder(run).write_tensors("snapshots/step-00000010.pt", functions_of(small_network("layer")))
     html, said = reported(run, capsys)
     assert [moment["step"] for moment in data_of(html)["moments"]] == [0, 20, 30, 40]
-    assert said == "The snapshot of step 10 is of other units than the functions in the end, and is left out.\n"
+    assert said == "The snapshot of step 10 is of other units than the last functions, and is left out.\n"
 
 
 def test_an_alignment_of_another_model(run, capsys):
@@ -239,14 +368,18 @@ def test_a_run_that_diverged(run, functions, capsys):
 @pytest.mark.parametrize(
     ("kind", "complaint"),
     [
-        ("absent", r"there is no folder .*absent\. Write the folder of a run: pwlu train says which at the end"),
-        ("file", r"file is a file\. Write the folder of a run, not a file in it"),
         (
-            "empty",
-            r"empty is not the folder of a run: it holds nothing, and none of config\.json, .*inputs\.json\. Write a folder",
+            "absent",
+            r"there is no folder .*absent\. A run is what pwlu train makes, a folder with config\.json and metrics\.jsonl",
         ),
-        ("other", r"other is not the folder of a run: it holds a, b, c, d, e, \.\.\., and none of config\.json"),
-        ("runs", r"runs is not a run, but holds 2\. Write one of them: pwlu report .*runs.first"),
+        ("runs/third", r"there is no folder .*third\. There is .*runs.first, .*runs.second$"),
+        ("file", r"file is a file\. Write the folder of a run\. A run is what pwlu train makes"),
+        ("empty", r"empty is not a run folder: it has no config\.json, but nothing\. A run is what pwlu train makes"),
+        ("other", r"other is not a run folder: it has no config\.json, but a, b, c, d, e, \.\.\.\. A run is"),
+        (
+            "runs",
+            r"runs is not a run folder: it has no config\.json, but first, second\. There is .*runs.first, .*runs.second$",
+        ),
         ("model", r"config\.json does not hold the settings of a run: it names no recipe"),
     ],
 )

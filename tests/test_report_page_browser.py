@@ -14,6 +14,7 @@ from pwlu.report.page import page
 
 pytestmark = pytest.mark.skipif(executable() is None, reason=MISSING)
 
+MINUS, DASH = "\N{MINUS SIGN}", "\N{EN DASH}"
 LEARNED = "document.getElementById('learned').getAttribute('d')"
 CAPTION = "document.getElementById('caption').textContent"
 LAYERS = (
@@ -130,6 +131,59 @@ def test_what_the_script_reads_is_what_was_saved(tab, run):
                 known = torch.tensor([float(value) for value in values], dtype=torch.float64)
                 assert torch.equal(known.isnan(), y.isnan()) or not last
                 assert (known - y).abs().nan_to_num().max() <= (1e-3 if last else 0.15)
+
+
+def test_rounding_is_not_shown_as_a_value(window, tmp_path):
+    """A slope of 0 that 16 or 8 bits do not hold exactly; values are shown to the step of their levels."""
+    functions = functions_of(small_network())
+    for unit in functions.values():
+        unit["left_slope"][:], unit["right_slope"][:] = 0.0, 1.0 / 3
+        unit["left"][:], unit["right"][:] = -2.0, 3.0
+    path = write_run(tmp_path / "run", functions, alignment=inputs_of(functions))
+    RunFolder(path).write_tensors("snapshots/step-00000000.pt", functions)
+    window.open(written(path))
+    facts = "[...document.querySelectorAll('#facts dd')].slice(0, 2).map(e => e.textContent)"
+    assert window.value(facts) == [f"{MINUS}2 to 3", "0 and 0.333"]
+    window.value("document.getElementById('time').value = 0; document.getElementById('time').dispatchEvent(new Event('input'))")
+    assert window.value(facts) == [f"{MINUS}2 to 3", "0 and 0.33"]
+    shown = window.value("[-1.67e-6, 8.4e-6, 0.045, 1234.5].map(value => number(value, 3, 1.7e-5))")
+    assert shown == ["0", "0", "0.045", "1230"]
+    assert window.value("number(-0.0449, 3, 0.006) + number(NaN, 3, 0.1)") == f"{MINUS}0.04{DASH}"
+    assert window.problems == []
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_is_shown_before_the_end(window, tmp_path, known):
+    """The start of a run that was killed; or functions of which nothing says when they were."""
+    functions = functions_of(small_network())
+    path = write_run(tmp_path / "run", functions, finished=not known)
+    for snapshot in sorted((path / "snapshots").iterdir())[known:]:
+        snapshot.unlink()
+    if known:
+        RunFolder(path).write_tensors("snapshots/step-00000000.pt", functions)
+    else:
+        (path / "metrics.jsonl").unlink()
+    window.open(written(path))
+    when = "step 0, epoch 0, Phase I" if known else "the end of the training"
+    assert window.value(CAPTION) == f"Layer 1, channel 0 of 6, {when}"
+    titles = window.value("[...document.querySelectorAll('#facts dt')].map(e => e.textContent)")
+    assert titles[2] == ("shape at step 0" if known else "shape in the end")
+    spoken = window.value("curve.getAttribute('aria-label')")
+    assert spoken.endswith(f"at {when}; {'at step 0' if known else 'in the end'} ReLU-like, flat left")
+    assert window.value("document.querySelector('.legend li').textContent") == "the function, and its bounds"
+    assert window.problems == []
+
+
+def test_shapes_that_are_not_known(window, tmp_path):
+    """What units have moved from is not known without their start."""
+    functions = functions_of(small_network())
+    path = write_run(tmp_path / "run", functions, init="same")
+    for snapshot in (path / "snapshots").iterdir():
+        snapshot.unlink()
+    window.open(written(path))
+    options = window.value("[...shape.options].map(o => [o.textContent, o.disabled])")
+    assert [f"moved ({DASH})", True] in options
+    assert ["ReLU-like (6)", False] in options
 
 
 def test_cards(tab):

@@ -149,11 +149,60 @@ def test_collapsed_bounds():
     assert not math.isnan(unit.bend[2])
 
 
+NUMBERS = ("bend", "relu_distance", "v", "back", "left_end", "right_end", "movement")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_function_that_is_not_finite(value, seen):
+    """It has no shape; the others are what they are without it."""
+    act = pwlu.PWLU(3)
+    aligned = pwlu.alignment(act, [torch.randn(500, 3)]) if seen else None
+    (whole,) = describe(act, aligned)
+    with torch.no_grad():
+        act.heights[1, 8] = value
+    (unit,) = describe(act, aligned)
+    for name in NUMBERS:
+        numbers = getattr(unit, name)
+        assert math.isnan(numbers[1]), name
+        assert [numbers[0], numbers[2]] == [getattr(whole, name)[0], getattr(whole, name)[2]]
+    assert classes(unit, 1) == set()
+    assert classes(unit) == classes(whole)
+    assert unit.share("relu_like") == unit.share("flat_left") == 1  # of the two that are known
+    assert unit.share("linear") == unit.share("moved") == 0
+    with torch.no_grad():
+        act.heights[:] = value
+    shapes = describe(nn.ModuleDict({"act": act}))
+    assert all(math.isnan(shapes.share(shape)) for shape in CLASSES if shape != "collapsed")
+    assert re.match(r"act +3( +-){7} +0 % +- +-$", str(shapes).splitlines()[2])
+    assert json.loads(shapes.to_json())[0]["bend"] == [None] * 3
+
+
+def test_bounds_that_are_not_finite():
+    """The width of the others is not measured by them, and no interval is said to be empty."""
+    act = pwlu.PWLU(4)
+    aligned = pwlu.alignment(act, [torch.randn(500, 4)])
+    with torch.no_grad():
+        act.left[0] = math.nan
+        act.right[1] = act.left[1] + 0.01
+    (unit,) = describe(act)
+    assert unit.members("collapsed") == [False, True, False, False]
+    assert [math.isnan(number) for number in unit.width] == [True, False, False, False]
+    assert unit.share("collapsed") == 1 / 3
+    (unit,) = describe(act, aligned)
+    assert [math.isnan(number) for number in unit.empty] == [True, False, False, False]
+
+
 def test_saved_parameters():
     act = pwlu.PWLU(3, init="silu")
     saved = {name: p.tolist() for name, p in act.named_parameters()}
     assert describe({"act": saved | {"init": "silu"}}).to_json() == describe(nn.ModuleDict({"act": act})).to_json()
-    assert math.isnan(describe({"act": saved}).units[0].movement[0])
+    shapes = describe({"act": saved, "other": saved | {"init": "silu"}})
+    assert math.isnan(shapes.units[0].movement[0])
+    assert shapes.share("moved") == 0  # of those of which it is known
+    lines = str(shapes).splitlines()
+    assert re.match(r"act +3( +\d+ %){6} +- +0 % +- +-$", lines[2])
+    assert re.match(r"other +3( +\d+ %){6} +0 % +0 % +- +-$", lines[3])
 
 
 def test_report():
@@ -213,7 +262,7 @@ def test_bad_models(model, text):
 
 def test_bad_alignments():
     model = nn.Sequential(pwlu.PWLU(3))
-    with pytest.raises(TypeError, match=r"describe: alignment must be what pwlu\.alignment\(model, batches\) returns, not 3"):
+    with pytest.raises(TypeError, match=r"describe: alignment must be what pwlu\.alignment measured, not int"):
         describe(model, 3)
     with pytest.raises(ValueError, match=r"describe: the alignment has none of these units: 0\. Is it of another model"):
         describe(model, pwlu.alignment(pwlu.PWLU(3), [torch.randn(4, 3)]))

@@ -241,6 +241,11 @@ def test_report():
     assert re.match(r"0 +2 +16 +relu +0 +0 %$", lines[2])
     assert re.match(rf"1 +3 +16 +{model[1].intervals} intervals +0\.\d+ +\d.* %$", lines[3])
     assert re.match(r"Sequential: 1 relu, 2 fewer; \d+ parameters removed$", lines[-1])
+    # of 4 intervals it needs the one with the corner, and 3 heights go
+    one = simplify_(pwlu.PWLU(1, 4, (-2.0, 2.0), init=lambda x: 2 * x.relu()), replace=False)
+    assert re.search(r"the model +1 +4 +1 interval +0 .*\nPWLU: 1 fewer; 3 parameters removed$", str(one))
+    one = simplify_(pwlu.PWLU(1, 2, (-2.0, 2.0), init=lambda x: 2 * x.relu()), replace=False)
+    assert str(one).endswith("PWLU: 1 fewer; 1 parameter removed")
     assert re.search(
         r"kept +0 +0 % +no fewer will do\nSequential: 2 kept; 0 parameters removed$", str(simplify_(model[1:], 1e-9))
     )
@@ -440,6 +445,7 @@ class Mine(pwlu.PWLU):
             lambda: pwlu.fuse_(fused := nn.Sequential(pwlu.PWLU())) and fused,
             "has no PWLU; it is fused: call pwlu.*_ before pwlu.fuse_",
         ),
+        (lambda: "model", r"_: expected a model, a torch\.nn\.Module, not str: write pwlu\.\w+_\(model, \.\.\.\)"),
         (lambda: nn.Sequential(pwlu.PWLU(), Mine()), "1 is of a subclass of PWLU"),
         (lambda: nn.Sequential(pwlu.PWLU(), pwlu.PWLU(device="meta")), "1 is on the meta device and has no values"),
         (lambda: nn.DataParallel(nn.Sequential(pwlu.PWLU())), "wrapped, by DataParallel, .* Unwrap it first"),

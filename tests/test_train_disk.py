@@ -65,15 +65,28 @@ def test_the_only_checkpoint_is_damaged(stopped, finished, capsys):
     assert_same_run(stopped, finished)
 
 
+AGAIN = "Copy it again from where it was trained, or train again"
+MORE = "weight_decay, label_smoothing, augmentation, warm_up, width, pixels, realign_epochs"
+
+
+def changed(**changes):
+    return json.dumps(settings("digits").as_dict() | changes)
+
+
 @pytest.mark.parametrize(
     ("content", "text"),
     [
         (None, "is not a run folder: it has no config.json"),
-        ("{", "config.json is damaged: "),
-        ('{"recipe": "digits", "colour": 3}', "config.json does not hold the settings of a run: "),
-        ("[1, 2]", "config.json does not hold the settings of a run: "),
-        (json.dumps(settings("digits").as_dict() | {"epochs": 0}), "--epochs must be at least 1, not 0"),
-        (json.dumps(settings("digits").as_dict() | {"recipe": "digit"}), "Did you mean digits?"),
+        ("{", f"line 1 column 2 (char 1). {AGAIN}"),
+        ("[1, 2]", f"config.json is damaged: expected {{...}}, not [1, 2]. {AGAIN}"),
+        ('{"recipe": "digits", "colour": 3}', f"does not hold the settings of a run: colour is no setting. {AGAIN}"),
+        ('{"recipe": "nope"}', f"does not hold the settings of a run: it does not say epochs, batch, lr, {MORE}. {AGAIN}"),
+        ('{"epochs": 3}', "it does not say recipe, batch, "),
+        (changed(epochs="three"), f"does not hold the settings of a run: epochs must be a whole number, not 'three'. {AGAIN}"),
+        (changed(lr=[1]), "lr must be a number, not [1]"),
+        (changed(init=None), "it does not say init. "),
+        (changed(epochs=0), "--epochs must be at least 1, not 0"),
+        (changed(recipe="digit"), "Did you mean digits?"),
     ],
 )
 def test_what_is_no_run(tmp_path, capsys, content, text):

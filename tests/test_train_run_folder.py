@@ -12,7 +12,7 @@ from recipes_helpers import SHORT, STEPS_AN_EPOCH, short_run, train
 from pwlu.analysis import Alignment
 from pwlu.recipes.environment import revision
 from pwlu.recipes.rows import RECIPES, settings
-from pwlu.recipes.run_folder import KEPT, RunFolder, new_folder
+from pwlu.recipes.run_folder import KEPT, RunFolder, new_folder, no_run
 from pwlu.recipes.settings import UserError
 
 
@@ -146,6 +146,49 @@ def test_every_setting_survives(tmp_path):
     assert {name: type(value) for name, value in folder.settings().as_dict().items()} == {
         k: type(v) for k, v in changed.items()
     }
+
+
+# Half written, or damaged.
+
+AGAIN = "Copy it again from where it was trained, or train again"
+
+
+@pytest.mark.parametrize("line", ["5", "null", '{"foo": 1}', '{"step": "one"}', '{"step": 0}', '{"step": 7, "loss": "low"}'])
+def test_metrics_of_another_kind(tmp_path, line):
+    """A line that was cut off is as if it were not there; a whole one that holds something else is an error."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 4, "loss": null}\n' + line + "\n")
+    expected = f'line 2 must be the numbers of an epoch, such as {{"epoch": 1, "step": 98, "loss": 2.5}}, not {line}. {AGAIN}'
+    with pytest.raises(UserError, match=re.escape(f"{path} is damaged: {expected}")):
+        RunFolder(tmp_path).metrics()
+    path.write_text('{"step": 4, "loss": null}\n{"step": 8, "lo')
+    assert RunFolder(tmp_path).metrics() == [{"step": 4, "loss": None}]
+
+
+@pytest.mark.parametrize("content", ["3", "[1, 2]", '"text"', "null"])
+def test_json_of_another_kind(tmp_path, content):
+    (tmp_path / "environment.json").write_text(content)
+    expected = f"{tmp_path / 'environment.json'} is damaged: expected {{...}}, not {content}. {AGAIN}"
+    with pytest.raises(UserError, match=re.escape(expected)):
+        RunFolder(tmp_path).json("environment.json")
+    with pytest.raises(UserError, match=r"environment\.json is not a run folder: it has no config\.json"):
+        RunFolder(tmp_path / "environment.json").json("config.json")
+
+
+def test_runs_near_what_is_no_run(tmp_path):
+    """In the folder itself, or down to where results/ has them; beside what is absent, no further than the next folder."""
+    deep = tmp_path / "results" / "cifar100" / "resnet18" / "held-out" / "pwlu-seed0"
+    shallow = tmp_path / "results" / "digits" / "relu-seed0"
+    for path in (deep, shallow):
+        path.mkdir(parents=True)
+        (path / "config.json").touch()
+    (deep / "model.pt").touch()
+    assert str(no_run(tmp_path / "results", "config.json")).endswith(f"but cifar100, digits. There is {shallow}")
+    assert str(no_run(tmp_path / "results", "config.json", "model.pt")).endswith(f". There is {deep}")
+    assert str(no_run(tmp_path / "results" / "digits" / "pwlu-seed0", "config.json")).endswith(f". There is {shallow}")
+    assert str(no_run(tmp_path / "results" / "digit", "config.json")).endswith(
+        ". A run is what pwlu train makes, a folder with config.json"
+    )
 
 
 # Never overwritten.

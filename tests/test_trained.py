@@ -161,8 +161,14 @@ def test_damaged_weights(content, copied):
 
 
 def test_damaged_settings(copied):
+    again = "Copy it again from where it was trained, or train again"
     (copied / "config.json").write_text('{"recipe": "dig')
-    assert "config.json is damaged" in refused(copied)
+    text = refused(copied)
+    assert text.startswith(f"{copied / 'config.json'} is damaged: Unterminated string")
+    assert text.endswith(again)
+    (copied / "config.json").write_text('{"recipe": "nope"}')
+    assert "config.json does not hold the settings of a run: it does not say epochs, batch, lr, " in refused(copied)
+    assert refused(copied).endswith(again)
 
 
 @pytest.mark.parametrize("change", [{"intervals": 8}, {"width": 2.0}, {"activation": "relu"}, {"recipe": "cifar100/resnet18"}])

@@ -15,9 +15,10 @@ from pwlu.convert import convert_, restore_
 from pwlu.export import export_onnx
 from pwlu.fuse import FusedPWLU, fuse_
 from pwlu.implementations import warm_up
+from pwlu.improvements import plot_improvements
 from pwlu.learning import TwoPhase, freeze_, parameter_groups
 from pwlu.module import PWLU
-from pwlu.plot import plot_alignment, plot_functions, plot_improvements
+from pwlu.plot import plot_alignment, plot_functions
 from pwlu.realignment import realign_
 from pwlu.shapes import Shapes, describe
 from pwlu.simplify import refine_, simplify_

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from pwlu import reference
-from pwlu.fuse import FusedPWLU
-from pwlu.module import PWLU, units_of, whole
+from pwlu.module import PWLU, require_units, whole
 from pwlu.quantiles import Sketch
 from pwlu.text import columns
 
 BARS = 32
+HEALTHY = 0.548  # IOU of normally distributed inputs and bounds at mu +- 3 sigma, where realignment puts them: 2 * 1.645 / 6
 _ACCEPTED = (
     "A batch is what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments. "
     "If a loader gives images and labels, take the images alone: pwlu.alignment(model, (images for images, labels in loader))."
@@ -106,8 +106,8 @@ class Alignment:
         ]
         lines = columns(head, rows, numbers=True)
         lines.append(
-            f"{self.model}, {self.batches} batches: median IOU {_median(self.iou)} over {len(self.iou):,} channels; "
-            f"{_outside(self.units)} of inputs outside of the bounds"
+            f"{self.model}, {self.batches} batch{'es' * (self.batches != 1)}: median IOU {_median(self.iou)} over "
+            f"{len(self.iou):,} channel{'s' * (len(self.iou) != 1)}; {_outside(self.units)} of inputs outside of the bounds"
         )
         if self.unreached:
             lines.append(f"Never reached: {', '.join(name or 'the model' for name in self.unreached)}")
@@ -134,8 +134,8 @@ def alignment(model: nn.Module, batches: Iterable[Any], *, limit: int | None = N
         limit: use that many batches and no more.
         histogram: keep a small histogram of each channel's inputs, to draw.
     """
-    units = units_of(model)
-    _check(model, units, batches, limit)
+    units = require_units("alignment", model)
+    _check(batches, limit)
     watches = {name: _Watch(unit) for name, unit in units.items()}
     number = 0
     with _watched(model, watches.values()):
@@ -223,17 +223,7 @@ def _measured(name: str, watch: _Watch, histogram: bool) -> UnitAlignment:
     return unit
 
 
-def _check(model: nn.Module, units: Mapping[str, PWLU], batches: Any, limit: Any) -> None:
-    if not units:
-        fused = any(isinstance(module, FusedPWLU) for module in model.modules())
-        raise ValueError(
-            f"alignment: {type(model).__name__} has no PWLU"
-            + (
-                ", it is fused, and tables have no bounds: measure it before pwlu.fuse_(model)"
-                if fused
-                else ". Convert it first: pwlu.convert_(model, sample)"
-            )
-        )
+def _check(batches: Any, limit: Any) -> None:
     if isinstance(batches, (Tensor, Mapping)):
         raise TypeError(
             f"alignment: batches must be a list of batches, or a loader, not one {type(batches).__name__}: write [x]"

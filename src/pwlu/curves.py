@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from pwlu import functional, reference
-from pwlu.fuse import FusedPWLU
-from pwlu.module import units_of, whole
+from pwlu.analysis import Alignment, UnitAlignment
+from pwlu.module import require_units, whole
 from pwlu.starts import Start, find_start
 
 _PARAMETERS = ("left", "right", "heights", "left_slope", "right_slope")
@@ -62,12 +62,35 @@ def curves_of(model: Any, caller: str) -> dict[str, Curves]:
         return {name: _saved(name, values, caller) for name, values in model.items()}
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}: expected a model, or the parameters of its PWLUs by name, not {type(model).__name__}")
-    units = units_of(model)
-    if not units:
-        fused = any(isinstance(module, FusedPWLU) for module in model.modules())
-        hint = "it is fused: do this before pwlu.fuse_(model)" if fused else "convert it first: pwlu.convert_(model, sample)"
-        raise ValueError(f"{caller}: {type(model).__name__} has no PWLU; {hint}")
+    units = require_units(caller, model)
     return {name: _drawn(unit.unit_parameters(), find_start(unit.init)) for name, unit in units.items()}
+
+
+def inputs_of(units: Mapping[str, Curves], alignment: Alignment | None, caller: str) -> dict[str, UnitAlignment]:
+    """What was measured of the inputs of these units, by name: of those that inputs reached; nothing without an alignment."""
+    if alignment is None:
+        return {}
+    if not isinstance(alignment, Alignment):
+        raise TypeError(
+            f"{caller}: alignment must be what pwlu.alignment measured, not {type(alignment).__name__}: "
+            "write alignment=pwlu.alignment(model, batches)"
+        )
+    inputs = {unit.name: unit for unit in alignment if unit.name in units}
+    if not inputs:
+        names = ", ".join(name or "the model" for name in units)
+        if all(name in alignment.unreached for name in units):
+            raise ValueError(
+                f"{caller}: no input reached {names} when the alignment was measured. Leave the alignment out, or measure it "
+                "with batches that reach it"
+            )
+        raise ValueError(f"{caller}: the alignment has none of these units: {names}. Is it of another model?")
+    for name, unit in inputs.items():
+        count = units[name].channels
+        if count not in (1, unit.channels):
+            raise ValueError(
+                f"{caller}: {name!r} has {count} channels, in the alignment {unit.channels}: is it of another model?"
+            )
+    return inputs
 
 
 def _drawn(parameters: Iterable[Tensor], start: Start | None) -> Curves:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from pwlu.fuse import FusedPWLU, fuse_
-from pwlu.module import units_of
-from pwlu.onnx_check import Inputs, agreement, outputs
+from pwlu.module import require_model, units_of
+from pwlu.onnx_check import Inputs, Largest, agreement, outputs
 from pwlu.onnx_file import finish, units_alone
 from pwlu.onnx_forms import FASTEST, FORMS, Form, write_as_
 from pwlu.onnx_units import UnitsChecked, calls_of, check_units
@@ -30,11 +30,14 @@ _ELEMENT_TYPES = {torch.float32: 1, torch.float16: 10, torch.float64: 11, torch.
 
 @dataclass
 class OnnxReport:
-    """What was written and how it was checked in ONNX Runtime. A tolerance is what rounding can explain of a difference.
+    """What was written and how it was checked in ONNX Runtime.
 
-    ``size`` in bytes; ``units``: the PWLUs; ``operators``: how many of each; ``difference``: the largest between the model's
-    outputs and PyTorch's, on random inputs in ``batches`` of these sizes; ``unit_difference``: the same of the units, fed by
-    hand with numbers from the share ``reached`` of all segments of all functions, tails included.
+    ``size`` in bytes; ``units``: the PWLUs in the file; ``unreached``: those that are not, since the sample does not reach
+    them; ``operators``: how many of each; ``difference``: the largest between the model's outputs and PyTorch's, on random
+    inputs in ``batches`` of these sizes; ``share``: the same as a share of the largest number in that output; ``tolerance``:
+    what rounding can explain of it (every output was within its own). ``unit_difference``, ``unit_share`` and
+    ``unit_tolerance``: likewise of the units, fed by hand with numbers from the share ``reached`` of all segments of all
+    functions, tails included.
     """
 
     path: Path
@@ -42,28 +45,33 @@ class OnnxReport:
     opset: int
     form: str
     units: list[str]
+    unreached: list[str]
     operators: dict[str, int]
     any_batch: bool
     runtime: str
     difference: float
+    share: float
     tolerance: float
     batches: tuple[int, ...]
     unit_difference: float
+    unit_share: float
     unit_tolerance: float
     reached: float
 
     def __str__(self) -> str:
         batch = "any batch size" if self.any_batch else f"batches of {self.batches[0]}"
-        return "\n".join(
-            [
-                f"{self.path}: {self.size / 1e6:.2f} MB, opset {self.opset}, {batch}, {len(self.units)} PWLUs as {self.form}",
-                "operators: " + ", ".join(f"{name} {count}" for name, count in self.operators.items()),
-                f"ONNX Runtime {self.runtime} and PyTorch, on random batches of {', '.join(map(str, self.batches))}: "
-                f"largest difference {self.difference:.2g}, tolerance {self.tolerance:.2g}",
-                f"each PWLU alone, on {100 * self.reached:.4g} % of all segments: "
-                f"largest difference {self.unit_difference:.2g}, tolerance {self.unit_tolerance:.2g}",
-            ]
-        )
+        units = f"{len(self.units)} PWLU{'s' * (len(self.units) != 1)} as {self.form}"
+        lines = [
+            f"{self.path}: {self.size / 1e6:.2f} MB, opset {self.opset}, {batch}, {units}",
+            "operators: " + ", ".join(f"{name} {count}" for name, count in self.operators.items()),
+            f"ONNX Runtime {self.runtime} and PyTorch, on random batches of {', '.join(map(str, self.batches))}: "
+            f"{Largest(self.difference, self.share, self.tolerance)}",
+            f"each PWLU alone, on {100 * self.reached:.4g} % of all segments: "
+            f"{Largest(self.unit_difference, self.unit_share, self.unit_tolerance)}",
+        ]
+        if self.unreached:
+            lines.append(f"not reached by the sample, so not in the file: {', '.join(self.unreached)}")
+        return "\n".join(lines)
 
 
 def export_onnx(
@@ -84,7 +92,7 @@ def export_onnx(
     Args:
         model: with PWLUs, fused or not, in evaluation mode.
         sample: what the model is called with: a tensor, a tuple of arguments or a dictionary of keyword arguments. It shows
-            shapes, and the spread that inputs have.
+            shapes, and the spread that inputs have. What it does not reach of the model is not in the file.
         path: of the file.
         form: how a PWLU is written: ``"elements"``, two tables read by GatherElements, the fastest in ONNX Runtime;
             ``"gather"``, one long table, as torch exports it; ``"clips"``, a sum of N + 2 clipped lines, without any index.
@@ -98,6 +106,7 @@ def export_onnx(
         report = pwlu.export_onnx(model.eval(), torch.randn(1, 3, 224, 224), "model.onnx")
         print(report)
     """
+    require_model("export_onnx", model)
     target = _checked(model, path, form, opset)
     onnx, runtime = _packages()
     inputs = Inputs.of(sample).map(lambda t: t.detach().cpu())
@@ -120,7 +129,7 @@ def export_onnx(
         _write(written, inputs, file, opset, dynamic_batch)
         alone = _units(onnx, runtime, file, plain, units, inputs, dynamic_batch)
         operators = finish(onnx, file, opset)
-        terms = max(unit.terms for unit in units.values())
+        terms = max(units[name].terms for name in alone.units)
         found = agreement(plain, _runner(runtime, file, inputs), inputs, dynamic_batch, terms, tolerance)
         for each, what in ((alone, f"of the PWLU {alone.unit!r}, on inputs of every segment"), (found, "of the model")):
             if not each.difference <= each.tolerance:
@@ -139,15 +148,14 @@ def export_onnx(
         size,
         opset,
         form,
-        list(units),
+        alone.units,
+        [name for name in units if name not in alone.units],
         operators,
         dynamic_batch,
         runtime.__version__,
-        found.difference,
-        found.tolerance,
+        *found.largest,
         found.batches,
-        alone.difference,
-        alone.tolerance,
+        *alone.largest,
         alone.reached,
     )
 
@@ -231,7 +239,9 @@ def _units(
     inputs = sample.drawn(sample.large_batch if dynamic_batch else None, 1.0, torch.Generator().manual_seed(0))
     calls = calls_of(model, inputs)
     if not calls:
-        raise ValueError(f"export_onnx: the sample reaches none of the {len(forms)} PWLUs. Give one that does")
+        raise ValueError(
+            f"export_onnx: the sample reaches none of the model's PWLUs, such as {next(iter(forms))!r}. Give one that does"
+        )
     alone = file.with_name("units.onnx")
     names = units_alone(onnx, file, alone, [_ELEMENT_TYPES[call.x.dtype] for call in calls])
     if names != [call.unit for call in calls]:

@@ -209,6 +209,26 @@ def units_of(model: nn.Module) -> dict[str, PWLU]:
     return {name: module for name, module in model.named_modules() if isinstance(module, PWLU)}
 
 
+def require_model(caller: str, model: Any) -> None:
+    """TypeError unless it is a module. `caller`: the function of pwlu that errors speak for."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{caller}: expected a model, a torch.nn.Module, not {type(model).__name__}: write pwlu.{caller}(model, ...)"
+        )
+
+
+def require_units(caller: str, model: Any) -> dict[str, PWLU]:
+    """Every PWLU of the model, by name; an error that says what to do first where there is none."""
+    require_model(caller, model)
+    units = units_of(model)
+    if not units:
+        fused = any(hasattr(module, "inv_step") for module in model.modules())  # the class is of a file that imports this one
+        first = f"it is fused: call pwlu.{caller} before pwlu.fuse_(model)"
+        hint = first if fused else "convert it first: pwlu.convert_(model, sample)"
+        raise ValueError(f"{caller}: {type(model).__name__} has no PWLU; {hint}")
+    return units
+
+
 def _captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 

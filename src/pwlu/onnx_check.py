@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,12 +84,25 @@ class Inputs:
         return self.map(draw)
 
 
+class Largest(NamedTuple):
+    """The largest ``difference`` of all, as a ``share`` of the largest number in the same output, and its ``tolerance``."""
+
+    difference: float
+    share: float
+    tolerance: float
+
+    def __str__(self) -> str:
+        difference, share, tolerance = (f"{number:.2g}" for number in self)
+        return f"largest difference {difference} ({share} of the largest output), tolerance {tolerance}"
+
+
 @dataclass
 class Agreement:
-    """``difference``: the largest, in the run where it came closest to the ``tolerance``."""
+    """What is judged: ``difference`` and ``tolerance`` of the output that came closest to its own. To report: ``largest``."""
 
     difference: float
     tolerance: float
+    largest: Largest
     batches: tuple[int, ...]
 
 
@@ -133,18 +146,19 @@ def agreement(
         plain = outputs(model, inputs)
         wide = outputs(exact, inputs.map(_double)) if exact else plain
         runs.append(_Run(inputs.batch, run(inputs), plain, wide))
-    differences, tolerances = _judged(runs, 1 + 3 * math.sqrt(terms / 2), tolerance)
-    worst = max(range(len(differences)), key=lambda i: _ratio(differences[i], tolerances[i]))
-    return Agreement(differences[worst], tolerances[worst], tuple(run.batch for run in runs))
+    compared = _compared(runs, 1 + 3 * math.sqrt(terms / 2), tolerance)
+    closest = max(compared, key=lambda each: ratio(each.difference, each.tolerance))
+    return Agreement(closest.difference, closest.tolerance, max(compared), tuple(run.batch for run in runs))
 
 
-def _ratio(difference: float, tolerance: float) -> float:
-    return difference / tolerance if tolerance else math.inf if difference else 0.0
+def ratio(difference: float, whole: float) -> float:
+    """The difference as a share of the whole, which may be 0."""
+    return difference / whole if whole else math.inf if difference else 0.0
 
 
-def _judged(runs: list[_Run], apart: float, tolerance: float | None) -> tuple[list[float], list[float]]:
-    """Difference and tolerance of every output of every run. Where PyTorch's result is not finite, nothing is compared."""
-    differences, tolerances = [], []
+def _compared(runs: list[_Run], apart: float, tolerance: float | None) -> list[Largest]:
+    """The largest difference of every output of every run. Where PyTorch's result is not finite, nothing is compared."""
+    compared = []
     for place in range(len(runs[0].plain)):
         sizes, errors, found = [], [], []
         for run in runs:
@@ -163,11 +177,10 @@ def _judged(runs: list[_Run], apart: float, tolerance: float | None) -> tuple[li
         # of all runs together: in a single one of few elements PyTorch may be exact by chance
         share = max((error / size for error, size in zip(errors, sizes, strict=True) if size), default=0.0)
         allowed = apart * (share + eps) if tolerance is None else tolerance
-        differences += found
-        tolerances += [allowed * size for size in sizes]
-    if not differences:
+        compared += [Largest(each, ratio(each, size), allowed * size) for each, size in zip(found, sizes, strict=True)]
+    if not compared:
         raise RuntimeError("the model returned no finite number for any of the random inputs: nothing could be compared")
-    return differences, tolerances
+    return compared
 
 
 def _in_float64(model: nn.Module, sample: Inputs) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pwlu import reference
 from pwlu.fuse import FusedPWLU
 from pwlu.module import PWLU
-from pwlu.onnx_check import Inputs, outputs
+from pwlu.onnx_check import Inputs, Largest, outputs, ratio
 from pwlu.onnx_forms import Form
 
 
@@ -26,11 +26,15 @@ class Call(NamedTuple):
 
 
 class UnitsChecked(NamedTuple):
-    """``difference`` and ``tolerance`` where they came closest, in ``unit``; ``reached``: the share of all segments."""
+    """What is judged: ``difference`` and ``tolerance`` where they came closest, in ``unit``. To report: ``largest``; ``units``,
+    those that are called; ``reached``, the share of all their segments.
+    """
 
     difference: float
     tolerance: float
     unit: str
+    largest: Largest
+    units: list[str]
     reached: float
 
 
@@ -39,7 +43,9 @@ def calls_of(model: nn.Module, inputs: Inputs) -> list[Call]:
     calls: list[Call] = []
     units = {name: unit for name, unit in model.named_modules() if isinstance(unit, (PWLU, FusedPWLU))}
     handles = [
-        unit.register_forward_pre_hook(lambda _, args, name=name: calls.append(Call(name, args[0])))
+        unit.register_forward_pre_hook(
+            lambda _, args, kwargs, name=name: calls.append(Call(name, args[0] if args else kwargs["x"])), with_kwargs=True
+        )
         for name, unit in units.items()
     ]
     try:
@@ -53,7 +59,7 @@ def calls_of(model: nn.Module, inputs: Inputs) -> list[Call]:
 def check_units(
     model: nn.Module, forms: dict[str, Form], calls: list[Call], run: Callable[[list[Tensor]], list[Tensor]]
 ) -> UnitsChecked:
-    """Compare all units with themselves in float64, as often as it takes to reach all segments.
+    """Compare all units that are called with themselves in float64, as often as it takes to reach all segments.
 
     Args:
         model: in PyTorch.
@@ -61,10 +67,12 @@ def check_units(
         calls: in PyTorch; they give the shapes.
         run: the same calls in the file, from inputs to outputs.
     """
+    called = {call.unit for call in calls}
+    forms = {name: form for name, form in forms.items() if name in called}
     exact = {name: copy.deepcopy(model.get_submodule(name)).double() for name in forms}
     hits = {name: torch.zeros(form.channels * (form.intervals + 2), dtype=torch.bool) for name, form in forms.items()}
     rounds = max(math.ceil((forms[name].intervals + 2) * forms[name].channels / max(x.numel(), 1)) for name, x in calls)
-    worst = UnitsChecked(0.0, 0.0, calls[0].unit, 0.0)
+    found: list[tuple[Largest, str]] = []
     generator = torch.Generator().manual_seed(0)
     for turn in range(rounds):
         inputs = [_spread(forms[name], x, turn, hits[name], generator) for name, x in calls]
@@ -72,11 +80,13 @@ def check_units(
             with torch.no_grad():
                 right = exact[name](x.double())
             difference, bound = (y.double() - right).abs().nan_to_num(nan=math.inf), _bound(forms[name], x, right)
-            at = int((difference / bound).argmax())
-            found = float(difference.flatten()[at]), float(bound.flatten()[at])
-            if not worst.tolerance or found[0] / found[1] > worst.difference / worst.tolerance:
-                worst = UnitsChecked(*found, name, 0.0)
-    return worst._replace(reached=float(torch.cat(list(hits.values())).double().mean()))
+            size = float(right.abs().max())
+            for at in (int((difference / bound).argmax()), int(difference.argmax())):
+                one = float(difference.flatten()[at])
+                found.append((Largest(one, ratio(one, size), float(bound.flatten()[at])), name))
+    closest, unit = max(found, key=lambda each: ratio(each[0].difference, each[0].tolerance))
+    reached = float(torch.cat(list(hits.values())).double().mean())
+    return UnitsChecked(closest.difference, closest.tolerance, unit, max(found)[0], list(forms), reached)
 
 
 def _spread(form: Any, like: Tensor, turn: int, hit: Tensor, generator: torch.Generator) -> Tensor:

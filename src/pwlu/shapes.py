@@ -3,8 +3,8 @@
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pwlu import reference
 from pwlu.analysis import Alignment, UnitAlignment
-from pwlu.curves import Curves, curves_of
+from pwlu.curves import Curves, curves_of, inputs_of
 from pwlu.starts import start_parameters
 from pwlu.text import columns
 
@@ -25,7 +25,26 @@ NON_MONOTONE = 0.1
 FLAT = 0.1
 MOVED = 0.1
 COLLAPSED = 0.05
-CLASSES = ("linear", "relu_like", "v_shaped", "non_monotone", "flat_left", "flat_right", "moved", "collapsed")
+
+
+class ShapeClass(NamedTuple):
+    """A class of shapes: what it is called, which number of :class:`UnitShapes` decides, and which values of it belong."""
+
+    words: str
+    column: str
+    has: Callable[[float], bool]
+
+
+CLASSES = {
+    "linear": ShapeClass("linear", "bend", lambda number: number <= LINEAR),
+    "relu_like": ShapeClass("ReLU-like", "relu_distance", lambda number: number <= RELU_LIKE),
+    "v_shaped": ShapeClass("V-shaped", "v", lambda number: number >= V_SHAPED),
+    "non_monotone": ShapeClass("not monotone", "back", lambda number: number >= NON_MONOTONE),
+    "flat_left": ShapeClass("flat left", "left_end", lambda number: number <= FLAT),
+    "flat_right": ShapeClass("flat right", "right_end", lambda number: number <= FLAT),
+    "moved": ShapeClass("moved", "movement", lambda number: number >= MOVED),
+    "collapsed": ShapeClass("collapsed", "width", lambda number: number < COLLAPSED),
+}
 _COLUMNS = ("bend", "relu_distance", "v", "back", "left_end", "right_end", "movement", "width", "outside", "empty")
 
 
@@ -74,21 +93,20 @@ class UnitShapes:
         return len(self.low)
 
     def members(self, shape: str) -> list[bool]:
-        """Whether each channel is of that class, one of ``CLASSES``."""
-        tests = {
-            "linear": (self.bend, lambda number: number <= LINEAR),
-            "relu_like": (self.relu_distance, lambda number: number <= RELU_LIKE),
-            "v_shaped": (self.v, lambda number: number >= V_SHAPED),
-            "non_monotone": (self.back, lambda number: number >= NON_MONOTONE),
-            "flat_left": (self.left_end, lambda number: number <= FLAT),
-            "flat_right": (self.right_end, lambda number: number <= FLAT),
-            "moved": (self.movement, lambda number: number >= MOVED),
-            "collapsed": (self.width, lambda number: number < COLLAPSED),
-        }
-        if shape not in tests:
-            raise ValueError(f"members: {shape!r} is no class of shapes. Write one of {', '.join(tests)}")
-        numbers, test = tests[shape]
-        return [test(number) for number in numbers]
+        """Whether each channel is of that class, one of ``CLASSES``; False where that cannot be known."""
+        numbers, has = self._decided(shape)
+        return [has(number) for number in numbers]
+
+    def share(self, shape: str) -> float:
+        """The share of that class among the channels of which it is known; NaN if it is known of none."""
+        numbers, has = self._decided(shape)
+        known = [has(number) for number in numbers if not math.isnan(number)]
+        return sum(known) / len(known) if known else math.nan
+
+    def _decided(self, shape: str) -> tuple[list[float], Callable[[float], bool]]:
+        if shape not in CLASSES:
+            raise ValueError(f"{shape!r} is no class of shapes. Write one of {', '.join(CLASSES)}")
+        return getattr(self, CLASSES[shape].column), CLASSES[shape].has
 
 
 @dataclass
@@ -104,9 +122,13 @@ class Shapes:
         return len(self.units)
 
     def share(self, shape: str) -> float:
-        """Of all channels, the share that is of this class, one of ``CLASSES``."""
-        members = [member for unit in self.units for member in unit.members(shape)]
-        return sum(members) / len(members)
+        """Of all channels of which it is known, the share that is of this class, one of ``CLASSES``; NaN if of none."""
+        return self.together().share(shape)
+
+    def together(self) -> UnitShapes:
+        """All channels as if they were of one unit."""
+        columns = (f.name for f in fields(UnitShapes) if f.name != "name")
+        return UnitShapes("all", *([number for unit in self.units for number in getattr(unit, c)] for c in columns))
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """A row for each channel, numbers and classes, for a data frame."""
@@ -131,10 +153,8 @@ class Shapes:
         return json.dumps(units, separators=(",", ":"), allow_nan=False)
 
     def __str__(self) -> str:
-        classes = ("linear", "ReLU-like", "V-shaped", "not monotone", "flat left", "flat right", "moved", "collapsed")
-        head = ("unit", "channels", *classes, "inputs outside", "empty intervals")
-        rows = [(u.name or "the model", str(u.channels), *_shares(Shapes([u]))) for u in self.units]
-        rows.append(("all", str(sum(u.channels for u in self.units)), *_shares(self)))
+        head = ("unit", "channels", *(shape.words for shape in CLASSES.values()), "inputs outside", "empty intervals")
+        rows = [(u.name or "the model", str(u.channels), *_shares(u)) for u in (*self.units, self.together())]
         lines = columns(head, rows, numbers=True)
         lines.insert(-1, lines[1])
         return "\n".join(lines)
@@ -143,8 +163,8 @@ class Shapes:
 def describe(model: nn.Module | Mapping[str, Mapping[str, Any]], alignment: Alignment | None = None) -> Shapes:
     """Say of every function of every PWLU what shape it has: straight, ReLU-like, V-shaped, flat at its ends, and more.
 
-    :class:`UnitShapes` has the formulas and the thresholds. The paper says that V shapes appear often and that the first
-    layers are close to linear: ``print(pwlu.describe(model))`` shows whether it is so.
+    :class:`UnitShapes` has the formulas and the thresholds. The paper says that V shapes appear often and that
+    those of the first layer are close to linear: ``print(pwlu.describe(model))`` shows whether it is so.
 
     Args:
         model: with PWLUs; or their parameters, by name, as :func:`pwlu.plot_functions` takes them.
@@ -152,25 +172,8 @@ def describe(model: nn.Module | Mapping[str, Mapping[str, Any]], alignment: Alig
             within the bounds but beyond the inputs counts as well, and that nothing has taught.
     """
     units = curves_of(model, "describe")
-    inputs = _inputs_of(units, alignment)
+    inputs = inputs_of(units, alignment, "describe")
     return Shapes([_described(name, curves, inputs.get(name)) for name, curves in units.items()])
-
-
-def _inputs_of(units: Mapping[str, Curves], alignment: Alignment | None) -> dict[str, UnitAlignment]:
-    if alignment is None:
-        return {}
-    if not isinstance(alignment, Alignment):
-        raise TypeError(f"describe: alignment must be what pwlu.alignment(model, batches) returns, not {alignment!r}")
-    inputs = {unit.name: unit for unit in alignment if unit.name in units}
-    if not inputs:
-        raise ValueError(f"describe: the alignment has none of these units: {', '.join(units)}. Is it of another model?")
-    for name, unit in inputs.items():
-        if units[name].channels not in (1, unit.channels):
-            raise ValueError(
-                f"describe: {name!r} has {units[name].channels} channels, in the alignment {unit.channels}: is it of another "
-                "model?"
-            )
-    return inputs
 
 
 class _Inputs(NamedTuple):
@@ -187,7 +190,7 @@ def _described(name: str, curves: Curves, seen: UnitAlignment | None) -> UnitSha
     usual = inputs.p95 > inputs.p5  # else there are none, or they are all the same
     low, high = torch.where(usual, inputs.p5, curves.left), torch.where(usual, inputs.p95, curves.right)
     between = curves.right - curves.left
-    usually = torch.where(usual, inputs.p95 - inputs.p5, between.abs().median())
+    usually = torch.where(usual, inputs.p95 - inputs.p5, between.abs().nanmedian())
     width = torch.where(between == 0, between, between / usually)
     shares = torch.linspace(0, 1, STEPS + 1, dtype=torch.float64, device="cpu")
     x = low[:, None] + (high - low)[:, None] * shares
@@ -204,7 +207,7 @@ def _numbers(x: Tensor, y: Tensor) -> Iterator[Tensor]:
     rises, falls = step.clamp(min=0), -step.clamp(max=0)
 
     def share(number: Tensor) -> Tensor:  # of the range; a constant function has none of anything
-        return torch.where(scale > 0, number / scale, 0.0)
+        return torch.where(scale == 0, 0.0, number / scale)
 
     def distance(g: Tensor) -> tuple[Tensor, Tensor]:  # from b + a g, and a
         g = g - g.mean()
@@ -214,7 +217,7 @@ def _numbers(x: Tensor, y: Tensor) -> Iterator[Tensor]:
     yield distance(x)[0]
     kinks = x[STEPS // 4 : 3 * STEPS // 4 + 1 : STEPS // 32]
     hinges = [distance((x - k).clamp(min=0)) for k in kinks]
-    yield torch.stack([torch.where(a > 0, d, torch.inf) for d, a in hinges]).amin(0)
+    yield torch.stack([torch.where(a <= 0, torch.inf, d) for d, a in hinges]).amin(0)
     lowest = y.argmin(1, keepdim=True)
     before = torch.arange(STEPS, device="cpu") < lowest
     wrong = torch.where(before, rises, falls).sum(1)
@@ -222,7 +225,7 @@ def _numbers(x: Tensor, y: Tensor) -> Iterator[Tensor]:
     yield share(torch.minimum(rises.sum(1), falls.sum(1)))
     variation, end = step.abs().sum(1), STEPS // 8
     for part in (step[:, :end], step[:, -end:]):
-        yield torch.where(variation > 0, 8 * part.abs().sum(1) / variation, 0.0)
+        yield torch.where(variation == 0, 0.0, 8 * part.abs().sum(1) / variation)
 
 
 def _movement(curves: Curves) -> Tensor:
@@ -232,7 +235,7 @@ def _movement(curves: Curves) -> Tensor:
         start = start_parameters(curves.start, curves.left, curves.right, curves.heights.shape[1] - 1)[0]
     scale = torch.stack([h.amax(1) - h.amin(1) for h in (curves.heights, start)]).amax(0)
     distance = (curves.heights - start).abs().amax(1)
-    return torch.where(distance > 0, distance / scale, 0.0)
+    return torch.where(distance == 0, 0.0, distance / scale)
 
 
 def _inputs(curves: Curves, seen: UnitAlignment | None) -> _Inputs:
@@ -250,7 +253,8 @@ def _inputs(curves: Curves, seen: UnitAlignment | None) -> _Inputs:
         outside = (outside.nan_to_num() * count).sum(0, keepdim=True) / count.sum()
         full = None if full is None else full.any(0, keepdim=True)
         count = count.sum(0, keepdim=True)
-    empty = unknown if full is None else torch.where(count > 0, 1 - full.double().mean(1), torch.nan)
+    known = (count > 0) & (curves.right - curves.left).isfinite()
+    empty = unknown if full is None else torch.where(known, 1 - full.double().mean(1), torch.nan)
     return _Inputs(p5, p95, outside, empty)
 
 
@@ -266,9 +270,9 @@ def _reached(curves: Curves, seen: UnitAlignment) -> Tensor:
     return (overlap & (bars > 0)[:, None]).any(2)
 
 
-def _shares(shapes: Shapes) -> Iterator[str]:
+def _shares(unit: UnitShapes) -> Iterator[str]:
     for shape in CLASSES:
-        yield f"{100 * shapes.share(shape):.0f} %"
-    for column in ("outside", "empty"):
-        known = [number for unit in shapes for number in getattr(unit, column) if not math.isnan(number)]
+        yield "-" if math.isnan(share := unit.share(shape)) else f"{100 * share:.0f} %"
+    for numbers in (unit.outside, unit.empty):
+        known = [number for number in numbers if not math.isnan(number)]
         yield f"{100 * statistics.mean(known):.1f} %" if known else "-"

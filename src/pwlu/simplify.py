@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from pwlu import functional, reference
 from pwlu.baselines import PReLU
 from pwlu.fitting import PLAIN, Fit, fit
-from pwlu.fuse import FusedPWLU
-from pwlu.module import PWLU, units_of, write
+from pwlu.module import PWLU, require_units, write
 from pwlu.realignment import some
 from pwlu.starts import find_start, fit_bounds
 from pwlu.text import columns
@@ -100,14 +99,16 @@ class Simplification:
         rows = [
             (
                 *(u.name or "the model", str(u.channels), str(u.was)),
-                f"{u.intervals} intervals" if u.became == "fewer" else u.became,
+                f"{u.intervals} interval{'s' * (u.intervals != 1)}" if u.became == "fewer" else u.became,
                 *(f"{u.error:.2g}", f"{100 * u.relative:.2g} %", u.reason),
             )
             for u in self.units
         ]
         parts = [f"{n} {became}" for became in (*PLAIN, "fewer", "kept") if (n := len(self.of(became)))]
         removed = sum(unit.removed for unit in self.units)
-        return "\n".join([*columns(head, rows), f"{self.model}: {', '.join(parts)}; {removed:,} parameters removed"])
+        return "\n".join(
+            [*columns(head, rows), f"{self.model}: {', '.join(parts)}; {removed:,} parameter{'s' * (removed != 1)} removed"]
+        )
 
 
 @torch.no_grad()
@@ -184,13 +185,7 @@ def refine_(model: nn.Module, intervals: int) -> list[str]:
 
 
 def _checked(caller: str, model: nn.Module) -> dict[str, PWLU]:
-    units = units_of(model)
-    if not units:
-        fused = any(isinstance(module, FusedPWLU) for module in model.modules())
-        hint = (
-            f"it is fused: call pwlu.{caller} before pwlu.fuse_" if fused else "convert it first: pwlu.convert_(model, sample)"
-        )
-        raise ValueError(f"{caller}: {type(model).__name__} has no PWLU; {hint}")
+    units = require_units(caller, model)
     for module in model.modules():
         if wrapper := _WRAPPERS.intersection(parent.__name__ for parent in type(module).__mro__):
             raise ValueError(f"{caller}: the model is wrapped, by {min(wrapper)}, which holds its parameters. Unwrap it first")

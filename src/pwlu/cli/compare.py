@@ -180,7 +180,7 @@ def _draw(tables: list[Table], path: Path) -> bool:
     drawn = {table.comparison.recipe: table for table in tables if table.baseline is not None and len(table.measured) > 1}
     if not drawn:
         return False
-    from pwlu.plot import plot_improvements
+    from pwlu.improvements import plot_improvements
 
     statistics = {recipe: table.statistics() for recipe, table in drawn.items()}
     try:

@@ -23,17 +23,13 @@ _MEASURED = ("measured_on", "measured_images", "seconds_per_epoch", "parameters"
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder says. ``result`` is None while the run is not finished."""
+    """What a run folder says. ``result`` is None while the run is not finished; ``epochs``: how many are done."""
 
     path: Path
     settings: Settings
     result: dict[str, Any] | None
     environment: dict[str, Any]
-
-    @property
-    def epochs(self) -> int:
-        """How many are done."""
-        return len(RunFolder(self.path).metrics())
+    epochs: int
 
     @property
     def iou(self) -> float | None:
@@ -59,13 +55,14 @@ def read_run(path: Path) -> Run:
         settings = rows.settings(**config)
     except (TypeError, UserError) as error:
         raise UserError(f"{path / 'config.json'} does not hold the settings of a run: {error}") from None
+    epochs = len(folder.metrics())
     if not folder.finished:
-        return Run(path, settings, None, {})
+        return Run(path, settings, None, {}, epochs)
     result = folder.json("result.json")
     measured = (*rows.find(settings.recipe).metrics, *_MEASURED)
     if missing := [name for name in measured if result.get(name) is None]:
         raise UserError(f"{path / 'result.json'} does not say {', '.join(missing)}")
-    return Run(path, settings, result, folder.json("environment.json"))
+    return Run(path, settings, result, folder.json("environment.json"), epochs)
 
 
 def find_runs(root: Path) -> tuple[list[Run], list[str]]:

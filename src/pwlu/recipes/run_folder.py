@@ -9,6 +9,7 @@ RUN/result.json         written last: the run is finished
 RUN/functions.pt, alignment.json, report.md, model.pt    with it; inputs.json is alignment.json with histograms of the inputs
 """
 
+import dataclasses
 import errno
 import hashlib
 import io
@@ -24,6 +25,14 @@ import torch
 from pwlu.recipes.locks import locked
 from pwlu.recipes.settings import Settings, UserError, check
 
+_AGAIN = "Copy it again from where it was trained, or train again"
+_UNSAID = ("norm_weight_decay", "channels_last", "device", "workers")  # settings of a run that may be None
+_KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {  # of a setting: what it is called, and what JSON may have for it
+    str: ("a text", (str,)),
+    int: ("a whole number", (int,)),
+    float: ("a number", (int, float)),
+    bool: ("true or false", (bool,)),
+}
 KEPT = 2  # checkpoints: the last, and one before it in case the last is damaged
 
 
@@ -40,6 +49,24 @@ def new_folder(root: Path, name: str) -> Path:
             number += 1
         else:
             return path
+
+
+def no_run(path: Path, *files: str) -> UserError:
+    """What is at a path instead of a run, and which runs are near: folders that have all these files."""
+    levels = range(2)
+    if path.is_dir():
+        inside = sorted(entry.name for entry in path.iterdir())
+        there = ", ".join(inside[:5]) + (", ..." if len(inside) > 5 else "") if inside else "nothing"
+        said, near, levels = f"{path} is not a run folder: it has no config.json, but {there}", path, range(5)
+    elif path.exists():
+        said, near = f"{path} is a file. Write the folder of a run", path.parent
+    else:
+        said, near = f"there is no folder {path}", next(parent for parent in path.parents if parent.is_dir())
+    for level in levels:  # results/ has runs four levels down; a folder that was not asked for is not searched for so long
+        folders = sorted(file.parent for file in near.glob("*/" * level + files[0]))
+        if runs := [str(folder) for folder in folders if all((folder / name).exists() for name in files)]:
+            return UserError(f"{said}. There is {', '.join(runs[:5])}" + (", ..." if len(runs) > 5 else ""))
+    return UserError(f"{said}. A run is what pwlu train makes, a folder with {' and '.join(files)}")
 
 
 class RunFolder:
@@ -69,20 +96,40 @@ class RunFolder:
 
     def settings(self) -> Settings:
         """What was asked for, as config.json has it."""
-        config = self.json("config.json")
-        try:
-            return check(Settings(**config))
-        except TypeError as error:
-            raise UserError(f"{self.path / 'config.json'} does not hold the settings of a run: {error}") from None
+        config = self.config()
+        known = {f.name: f.default for f in dataclasses.fields(Settings)}
+        said = {name: None if value is dataclasses.MISSING else value for name, value in known.items()} | config
+        if strange := [name for name in config if name not in known]:
+            raise self._no_settings(f"{', '.join(strange)} is no setting")
+        if missing := [name for name, value in said.items() if value is None and name not in _UNSAID]:
+            raise self._no_settings(f"it does not say {', '.join(missing)}")
+        return check(Settings(**config))
 
-    def json(self, name: str) -> Any:
+    def config(self) -> dict[str, Any]:
+        """config.json as it is: of another version, it may have other settings. Those that we know are of their kinds."""
+        config = self.json("config.json")
+        for f in dataclasses.fields(Settings):
+            kind, types = _KINDS[f.type]
+            if config.get(f.name) is not None and not isinstance(config[f.name], types):
+                raise self._no_settings(f"{f.name} must be {kind}, not {config[f.name]!r}")
+        return config
+
+    def _no_settings(self, wrong: str) -> UserError:
+        return UserError(f"{self.path / 'config.json'} does not hold the settings of a run: {wrong}. {_AGAIN}")
+
+    def json(self, name: str) -> dict[str, Any]:
         """The contents of a JSON file of the run."""
+        path = self.path / name
         try:
-            return json.loads((self.path / name).read_text())
-        except FileNotFoundError:
+            text = path.read_text()
+            content = json.loads(text)
+        except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{self.path} is not a run folder: it has no {name}") from None
         except ValueError as error:
-            raise UserError(f"{self.path / name} is damaged: {error}") from None
+            raise UserError(f"{path} is damaged: {error}. {_AGAIN}") from None
+        if not isinstance(content, dict):
+            raise UserError(f"{path} is damaged: expected {{...}}, not {text.strip():.40}. {_AGAIN}")
+        return content
 
     def write_json(self, name: str, content: Any) -> None:
         """Write a JSON file."""
@@ -125,14 +172,20 @@ class RunFolder:
     # What was measured.
 
     def metrics(self) -> list[dict[str, Any]]:
-        """A row an epoch. A line that was cut off by the end of the program is left out."""
+        """A row an epoch, numbers or None by name. A line that was cut off by the end of the program is left out."""
         path = self.path / "metrics.jsonl"
         rows = []
-        for line in path.read_text().splitlines() if path.exists() else ():
+        for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), start=1):
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except ValueError:
                 break
+            if not _is_row(row):
+                raise UserError(
+                    f"{path} is damaged: line {number} must be the numbers of an epoch, such as "
+                    f'{{"epoch": 1, "step": 98, "loss": 2.5}}, not {line:.40}. {_AGAIN}'
+                )
+            rows.append(row)
         return rows
 
     def add_metrics(self, row: dict[str, Any]) -> None:
@@ -174,6 +227,11 @@ class RunFolder:
                 f"--resume goes on {instead}"
             )
         return torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+
+
+def _is_row(row: Any) -> bool:
+    numbers = isinstance(row, dict) and all(value is None or isinstance(value, (int, float)) for value in row.values())
+    return numbers and isinstance(row.get("step"), int) and row["step"] > 0
 
 
 def _serialised(content: Any) -> bytes:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pwlu.recipes import networks
 from pwlu.recipes.classification import Classification
 from pwlu.recipes.rows import Recipe, find
-from pwlu.recipes.run_folder import RunFolder
+from pwlu.recipes.run_folder import RunFolder, no_run
 from pwlu.recipes.settings import Settings, UserError
 from pwlu.recipes.trainee import put_activations
 
@@ -53,7 +53,9 @@ class Trained:
 
 def load(path: Path) -> Trained:
     """The network of the run in that folder, or an error that says what is there instead, and what would do."""
-    folder = RunFolder(_run_folder(path))
+    if not (path / "config.json").exists():
+        raise no_run(path, "config.json", WEIGHTS)
+    folder = RunFolder(path)
     settings = folder.settings()
     state = _weights(folder, settings)
     row = find(settings.recipe)
@@ -129,30 +131,3 @@ def _sizes_of_detector(row: Recipe, _: Settings, state: dict[str, Tensor]) -> tu
         return state["roi_heads.box_predictor.cls_score.bias"].numel() - 1, 3
     edges = state["head.regression_head.bbox_reg.bias"].numel()
     return 4 * state["head.classification_head.cls_logits.bias"].numel() // edges, 3
-
-
-# What is there instead of a run.
-
-
-def _run_folder(path: Path) -> Path:
-    if path.is_dir():
-        if (path / "config.json").exists():
-            return path
-        inside = sorted(file.name for file in path.iterdir())
-        there = ", ".join(inside[:5]) + (", ..." if len(inside) > 5 else "") if inside else "nothing"
-        raise UserError(f"{path} is not a run folder: it has no config.json, but {there}{_suggestion(path)}")
-    if path.exists():
-        raise UserError(f"{path} is a file. Write the folder of a run{_suggestion(path.parent)}")
-    near = path.parent
-    while not near.is_dir():
-        near = near.parent
-    raise UserError(f"there is no folder {path}{_suggestion(near)}")
-
-
-def _suggestion(root: Path) -> str:
-    """Runs with weights, in this folder or directly below it."""
-    candidates = [root, *sorted(folder for folder in root.iterdir() if folder.is_dir())]
-    found = [str(folder) for folder in candidates if (folder / "config.json").exists() and (folder / WEIGHTS).exists()]
-    if not found:
-        return ". A run is what pwlu train makes, a folder with config.json and model.pt"
-    return f". There is {', '.join(found[:5])}" + (", ..." if len(found) > 5 else "")

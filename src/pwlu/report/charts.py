@@ -51,7 +51,7 @@ class Axes:
         return "".join(parts)
 
     def upright(self, x: float, label: str, above: float) -> str:
-        """A dashed line at x, from bottom to top, with its name beside it, so far above the bottom."""
+        """A dotted line at x, from bottom to top, with its name beside it, so far above the bottom."""
         place, _ = self.at(x, self.y[0])
         left = place > (self.left + self.right) / 2
         return f'<path class="mark" d="M{place:.1f} {self.top:.1f}V{self.bottom:.1f}"/>' + text(

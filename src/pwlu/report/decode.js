@@ -32,25 +32,27 @@ class Bytes {
     });
   }
 
-  // [moment][channel * columns + column], the last moment being the end of the training
+  // values: [moment][channel * columns + column], the last moment being that of 16 bits; steps: [moment][channel], the distance
+  // from one level to the next, below which a difference is rounding
   growth(moments, channels, columns) {
     const size = channels * columns;
     const scale = this.bfloats(2 * channels);
-    const value = (level, top, i) => {
+    const step = (top) => Float64Array.from({ length: channels }, (_, c) => (scale[2 * c + 1] - scale[2 * c]) / top);
+    const [fine, rough] = [step(65534), step(254)];
+    const value = (level, top, steps, i) => {
       const channel = Math.floor(i / columns);
-      const low = scale[2 * channel];
-      return level > top ? NaN : low + ((scale[2 * channel + 1] - low) * level) / top;
+      return level > top ? NaN : scale[2 * channel] + steps[channel] * level;
     };
     const levels = this.take(size, 2, (at) => this.view.getUint16(at, true));
-    const last = levels.map((level, i) => value(level, 65534, i));
-    const found = [];
+    const last = levels.map((level, i) => value(level, 65534, fine, i));
+    const values = [];
     let coarse = new Float64Array(size);
     for (let moment = 0; moment < moments - 1; moment++) {
       const differences = this.bytes(size);
       coarse = coarse.map((level, i) => (level + differences[i]) & 255);
-      found.push(coarse.map((level, i) => value(level, 254, i)));
+      values.push(coarse.map((level, i) => value(level, 254, rough, i)));
     }
-    return [...found, last];
+    return { values: [...values, last], steps: [...values.map(() => rough), fine] };
   }
 }
 

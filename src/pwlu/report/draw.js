@@ -73,9 +73,12 @@ function ticks([low, high], about = 6) {
   return found;
 }
 
-function number(value, digits = 3) {
+// In so many digits at most; `step`: the value is known to that, and shown to the next power of ten.
+function number(value, digits = 3, step = 0) {
   if (!Number.isFinite(value)) return "–";
-  return Number(value.toPrecision(digits)).toString().replace("-", "−");
+  const unit = 10 ** Math.ceil(Math.log10(step));
+  const known = step ? Math.round(value / unit) * unit : value;
+  return Number(known.toPrecision(digits)).toString().replace("-", "−");
 }
 
 const percent = (share, digits = 1) => (Number.isFinite(share) ? `${(100 * share).toFixed(digits)} %` : "–");

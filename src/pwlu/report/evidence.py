@@ -1,5 +1,6 @@
 """What a run folder holds for its report, and what of it is missing: a run may be unfinished, or only its results kept."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +11,7 @@ from torch import Tensor
 
 from pwlu.analysis import Alignment
 from pwlu.curves import curves_of
-from pwlu.recipes.results import find_runs
-from pwlu.recipes.run_folder import RunFolder
+from pwlu.recipes.run_folder import RunFolder, no_run
 from pwlu.recipes.settings import UserError
 from pwlu.shapes import Shapes, describe
 from pwlu.starts import STARTS, start_parameters
@@ -24,8 +24,9 @@ FILES = ("config.json", "environment.json", "metrics.jsonl", "result.json", "fun
 class Evidence:
     """All that is known of a run.
 
-    ``moments``: the functions in the course of training by the number of steps, the last of them in the end. ``starts``: of a
-    unit, the name of the function that it began as. ``notes``: sentences on what is not known, and why.
+    ``moments``: the functions in the course of training, by the number of steps; infinity for the end, if nothing says how many
+    there were. ``ended``: whether the last of them are those of the end. ``starts``: of a unit, the name of the function that
+    it began as. ``notes``: sentences on what is not known, and why.
     """
 
     path: Path
@@ -35,7 +36,8 @@ class Evidence:
     metrics: list[dict[str, Any]]
     alignment: Alignment | None = None
     shapes: Shapes | None = None
-    moments: dict[int, Functions] = field(default_factory=dict)
+    moments: dict[float, Functions] = field(default_factory=dict)
+    ended: bool = False
     starts: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -43,6 +45,17 @@ class Evidence:
     def functions(self) -> Functions:
         """The last that are known; empty for a run without PWLUs."""
         return next(reversed(self.moments.values()), {})
+
+    @property
+    def learned(self) -> bool:
+        """Whether the last functions that are known have begun to learn: at the start and in Phase I they do not."""
+        return self.ended or max(self.moments, default=0) > self.realigned_after
+
+    @property
+    def progress(self) -> str:
+        """How many epochs are done, and of how many, if that is known: iterations may end in the middle of one."""
+        known = self.config.get("epochs") and not self.config.get("iterations")
+        return f"{len(self.metrics)} of {self.config['epochs']}" if known else f"{len(self.metrics)}"
 
     @property
     def title(self) -> str:
@@ -68,7 +81,8 @@ class Evidence:
 
 def read_evidence(path: Path) -> Evidence:
     """Read a run folder, finished or not, or what ``pwlu compare`` keeps of one."""
-    _check(path)
+    if not any((path / name).exists() for name in (*FILES, "snapshots")):
+        raise no_run(path, "config.json", "metrics.jsonl")
     folder, notes = RunFolder(path), list[str]()
 
     def found(name: str, read: Callable[[str], Any]) -> Any:
@@ -76,33 +90,46 @@ def read_evidence(path: Path) -> Evidence:
             return None
         try:
             return read(name)
+        except UserError as error:
+            notes.append(f"{error}. It is left out here.")
         except Exception as error:  # whatever is wrong with one file, the others have something to show
             notes.append(f"{name} cannot be read and is left out: {error}")
-            return None
+        return None
 
     def tensors(name: str) -> Functions:
-        functions = torch.load(path / name, map_location="cpu", weights_only=True)
+        try:
+            functions = torch.load(path / name, map_location="cpu", weights_only=True)
+        except Exception:  # torch speaks of its own options, in six lines
+            raise ValueError("it does not hold saved functions") from None
         curves_of(functions, name)
         return functions
 
     def measured(name: str) -> Alignment:
         return Alignment.from_json((path / name).read_text())
 
-    config, environment, result = (found(f"{name}.json", folder.json) or {} for name in ("config", "environment", "result"))
-    if config and "recipe" not in config:
+    config = found("config.json", lambda _: folder.config())
+    if config is not None and "recipe" not in config:
         raise UserError(f"{path / 'config.json'} does not hold the settings of a run: it names no recipe")
-    evidence = Evidence(path, config, environment, result, folder.metrics(), notes=notes)
+    evidence = Evidence(
+        path,
+        config or {},
+        found("environment.json", folder.json) or {},
+        found("result.json", lambda name: _numbers(folder.json(name))) or {},
+        found("metrics.jsonl", lambda _: folder.metrics()) or [],
+        notes=notes,
+    )
     for snapshot in sorted((path / "snapshots").glob("step-*.pt")):
         functions = found(f"snapshots/{snapshot.name}", tensors)
         if functions is not None:
             evidence.moments[int(snapshot.stem.removeprefix("step-"))] = functions
+    end = evidence.metrics[-1]["step"] if evidence.metrics else math.inf
     last = found("functions.pt", tensors)
     if last is not None:
-        end = evidence.metrics[-1]["step"] if evidence.metrics else max(evidence.moments, default=-1) + 1
         evidence.moments = {step: old for step, old in evidence.moments.items() if step < end} | {end: last}
+    evidence.ended = last is not None or (folder.finished and end in evidence.moments)
     strange = [step for step, old in evidence.moments.items() if not _alike(old, evidence.functions)]
     for step in strange:
-        notes.append(f"The snapshot of step {step} is of other units than the functions in the end, and is left out.")
+        notes.append(f"The snapshot of step {step} is of other units than the last functions, and is left out.")
         del evidence.moments[step]
     evidence.alignment = found("inputs.json", measured) or found("alignment.json", measured)
     _describe(evidence)
@@ -110,22 +137,12 @@ def read_evidence(path: Path) -> Evidence:
     return evidence
 
 
-def _check(path: Path) -> None:
-    """That there is anything of a run, else an error that says what there is."""
-    if any((path / name).exists() for name in (*FILES, "snapshots")):
-        return
-    if not path.exists():
-        raise UserError(f"there is no folder {path}. Write the folder of a run: pwlu train says which at the end")
-    if not path.is_dir():
-        raise UserError(f"{path} is a file. Write the folder of a run, not a file in it")
-    if runs := [run.path for run in find_runs(path)[0]]:
-        raise UserError(f"{path} is not a run, but holds {len(runs)}. Write one of them: pwlu report {runs[0]}")
-    inside = sorted(entry.name for entry in path.iterdir())
-    holds = ", ".join(inside[:5]) + (", ..." if len(inside) > 5 else "") if inside else "nothing"
-    raise UserError(
-        f"{path} is not the folder of a run: it holds {holds}, and none of {', '.join(FILES)}. Write a folder that pwlu train "
-        "made, or one that pwlu compare kept under results/"
-    )
+def _numbers(result: dict[str, Any]) -> dict[str, Any]:
+    """The same result.json, or an error: all of it but a name is numbers, or not known."""
+    for name, value in result.items():
+        if name != "measured_on" and value is not None and not isinstance(value, (int, float)):
+            raise ValueError(f"{name} must be a number, not {value!r}")
+    return result
 
 
 def _alike(first: Functions, second: Functions) -> bool:
@@ -167,25 +184,31 @@ def _starts(evidence: Evidence) -> dict[str, str]:
 
 def _missing(evidence: Evidence) -> list[str]:
     """What the page cannot show, a sentence each."""
-    notes, config = [], evidence.config
+    notes, config, path = [], evidence.config, evidence.path
     learned = config.get("activation", "pwlu") == "pwlu"
-    if not evidence.result:
-        done = (
-            f"{len(evidence.metrics)} of {config['epochs']} epochs are done" if "epochs" in config else "it has no result.json"
-        )
+
+    def without(name: str, consequence: str) -> str:
+        there = (path / name).exists()  # then another note says what is wrong with it
+        return consequence[0].upper() + consequence[1:] if there else f"There is no {name}: {consequence}"
+
+    if not RunFolder(path).finished:
+        done = f"{evidence.progress} epochs are done" if evidence.metrics else "it has no result.json"
         notes.append(f"The run is not finished: {done}.")
     if not config:
-        notes.append("There is no config.json: the settings are not known.")
+        notes.append(without("config.json", "the settings are not known."))
     if not evidence.metrics:
-        notes.append("There is no epoch in metrics.jsonl: there are no curves to show.")
+        notes.append("No epoch is known: there are no curves to show.")
     if not learned:
         notes.append(f"The activation is {config['activation']}: there are no PWLUs, so there are no functions to show.")
     elif not evidence.functions:
-        notes.append("There is neither functions.pt nor a snapshot: the functions cannot be shown.")
+        notes.append(without("functions.pt", "the functions cannot be shown, nor is there a snapshot to show instead."))
     elif evidence.alignment is None:
-        notes.append("There is no alignment.json: shapes are those between the bounds, whatever the inputs are.")
+        notes.append(without("alignment.json", "shapes are those between the bounds, whatever the inputs are."))
     elif not any(unit.histogram for unit in evidence.alignment):
-        notes.append("There is no inputs.json: of the inputs, the 5 % and 95 % quantiles are shown, not the distribution.")
-    if evidence.functions and len(evidence.moments) == 1:
-        notes.append("There are no snapshots: the functions are shown as they are in the end, not as they grew.")
+        notes.append(without("inputs.json", "of the inputs, the 5 % and 95 % quantiles are shown, not the distribution."))
+    if evidence.functions and not evidence.ended:
+        what = "" if evidence.learned else ", when they had not begun to learn"
+        notes.append(f"The functions are those of step {max(evidence.moments):,}{what}.")
+    elif len(evidence.moments) == 1:
+        notes.append("No earlier snapshot can be shown: the functions are as they are in the end, not as they grew.")
     return notes

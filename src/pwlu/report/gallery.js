@@ -1,9 +1,5 @@
 // The gallery: what is chosen (layer, channel, moment), and drawing it.
 
-const WORDS = {
-  linear: "linear", relu_like: "ReLU-like", v_shaped: "V-shaped", non_monotone: "not monotone",
-  flat_left: "flat left", flat_right: "flat right", moved: "moved", collapsed: "collapsed",
-};
 const ON_A_CARD = 24;
 const BOX = { left: 46, right: 548, top: 12, bottom: 344 };
 const ROOM_FOR_INPUTS = 0.22; // of the height, along the lower edge
@@ -13,10 +9,10 @@ function read(data, buffer) {
   const moments = data.moments.length;
   return data.layers.map((layer) => {
     const { channels, intervals } = layer;
-    const read = { ...layer };
-    read.bounds = bytes.growth(moments, channels, 2);
-    read.heights = bytes.growth(moments, channels, intervals + 1);
-    read.slopes = bytes.growth(moments, channels, 2);
+    const read = { ...layer, steps: {} };
+    for (const [name, columns] of Object.entries({ bounds: 2, heights: intervals + 1, slopes: 2 })) {
+      ({ values: read[name], steps: read.steps[name] } = bytes.growth(moments, channels, columns));
+    }
     read.classes = bytes.bytes(channels);
     for (const name of ["movement", "width", "p5", "p95"]) read[name] = bytes.halves(channels);
     for (const name of ["iou", "outside", "empty"]) read[name] = bytes.shares(channels);
@@ -70,13 +66,13 @@ class Gallery {
   choose(layer) {
     this.layer = layer;
     this.cards[layer].radio.checked = true;
-    const { channels, classes } = this.layers[layer];
+    const { channels, members } = this.layers[layer];
     const select = this.at("shape");
     const wanted = select.value;
-    const count = (bit) => classes.filter((bits) => bits & (1 << bit)).length;
-    const options = [["", `all (${channels})`], ...this.data.classes.map((name, bit) => [bit, `${WORDS[name]} (${count(bit)})`])];
-    select.replaceChildren(...options.map(([value, text], i) => html("option", text, { value, disabled: i > 0 && !count(value) })));
-    select.value = wanted !== "" && count(Number(wanted)) ? wanted : "";
+    const options = this.data.classes.map((name, bit) => [bit, `${name} (${members[bit] ?? "–"})`, !members[bit]]);
+    options.unshift(["", `all (${channels})`, false]);
+    select.replaceChildren(...options.map(([value, text, disabled]) => html("option", text, { value, disabled })));
+    select.value = wanted !== "" && members[wanted] ? wanted : "";
     this.filter();
   }
 
@@ -224,11 +220,13 @@ class Gallery {
   describe(layer, unit) {
     const { step, epoch, phase } = this.data.moments[this.moment];
     const phases = { 1: ", Phase I", 2: ", Phase II" };
-    const when = `step ${step.toLocaleString("en")}` + (epoch === null ? "" : `, epoch ${number(epoch)}`) + (phases[phase] || "");
+    const named = (count) => (count === null ? "the end of the training" : `step ${count.toLocaleString("en")}`);
+    const when = named(step) + (epoch === null ? "" : `, epoch ${number(epoch)}`) + (phases[phase] || "");
     const which = layer.channels > 1 ? `channel ${this.channel} of ${layer.channels}` : "the layer's one function";
-    const shapes = this.data.classes.filter((_, bit) => layer.classes[this.channel] & (1 << bit)).map((name) => WORDS[name]);
+    const shapes = this.data.classes.filter((_, bit) => layer.classes[this.channel] & (1 << bit));
+    const last = this.data.ended ? "in the end" : `at ${named(this.data.moments.at(-1).step)}`;
     this.at("caption").textContent = `Layer ${layer.name}, ${which}, ${when}`;
-    const spoken = `The function of layer ${layer.name}, ${which}, at ${when}; in the end ${shapes.join(", ") || "of no named shape"}`;
+    const spoken = `The function of layer ${layer.name}, ${which}, at ${when}; ${last} ${shapes.join(", ") || "of no named shape"}`;
     this.at("curve").setAttribute("aria-label", spoken);
     this.at("time-name").textContent = when;
     this.at("time").value = this.moment;
@@ -239,13 +237,11 @@ class Gallery {
     for (const [name, there] of Object.entries(has)) this.at(`legend-${name}`).hidden = !there;
     this.at("legend-start").lastElementChild.textContent = `start: ${layer.start}`;
     this.at("legend-inputs").lastElementChild.textContent = this.data.bars ? "distribution of inputs" : "inputs, 5 % to 95 %";
-    const exact = this.moment === this.data.moments.length - 1; // the others have 8 bits
-    const bound = (value) => number(value, exact ? 3 : 2);
-    const slope = (value) => (exact ? number(value) : number(Number(value.toFixed(2))));
+    const rounded = (value, name) => number(value, 3, layer.steps[name][this.moment][this.channel]);
     const facts = {
-      "bounds now": `${bound(unit.left)} to ${bound(unit.right)}`,
-      "slopes beyond": `${slope(unit.leftSlope)} and ${slope(unit.rightSlope)}`,
-      "shape in the end": shapes.join(", ") || "none of those named",
+      "bounds now": `${rounded(unit.left, "bounds")} to ${rounded(unit.right, "bounds")}`,
+      "slopes beyond": `${rounded(unit.leftSlope, "slopes")} and ${rounded(unit.rightSlope, "slopes")}`,
+      [`shape ${last}`]: shapes.join(", ") || "none of those named",
       "moved from its start": number(layer.movement[this.channel], 2),
       "IOU with its inputs": number(layer.iou[this.channel], 2),
       "inputs outside": percent(layer.outside[this.channel]),

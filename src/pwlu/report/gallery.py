@@ -1,6 +1,7 @@
 """The functions of all layers in the course of training, and their inputs, as what ``gallery.js`` draws."""
 
 import base64
+import math
 import zlib
 from typing import Any
 
@@ -48,11 +49,13 @@ def gallery(evidence: Evidence, limit: int = LIMIT) -> dict[str, Any]:
                 "channels": len(unit["left"]),
                 "intervals": unit["heights"].shape[1] - 1,
                 "start": evidence.starts.get(name),
+                "members": _members(shapes),
             }
-            for name, unit in evidence.functions.items()
+            for (name, unit), shapes in zip(evidence.functions.items(), evidence.shapes or (), strict=True)
         ],
         "moments": [_moment(evidence, step) for step in _some(every, kept)],
-        "classes": CLASSES,
+        "ended": evidence.ended,
+        "classes": [shape.words for shape in CLASSES.values()],
         "starts": {name: _sampled(start.function, start.kinks) for name, start in used.items()},
         "bars": BARS if bars else 0,
         "left_out": left_out,
@@ -60,17 +63,26 @@ def gallery(evidence: Evidence, limit: int = LIMIT) -> dict[str, Any]:
     }
 
 
-def _some(steps: list[int], most: int) -> list[int]:
+def _some(steps: list[float], most: int) -> list[float]:
     """At most that many, at even distances, the first and the last among them."""
     if most >= len(steps):
         return steps
     return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
 
 
-def _moment(evidence: Evidence, step: int) -> dict[str, Any]:
+def _moment(evidence: Evidence, step: float) -> dict[str, Any]:
     epoch = step / evidence.steps_per_epoch if evidence.steps_per_epoch else None
     after = evidence.realigned_after
-    return {"step": step, "epoch": epoch, "phase": (1 if step < after else 2) if after else None}
+    return {
+        "step": step if math.isfinite(step) else None,
+        "epoch": epoch,
+        "phase": (1 if step < after else 2) if after else None,
+    }
+
+
+def _members(unit: UnitShapes) -> list[int | None]:
+    """How many functions are of each class; None where that cannot be known."""
+    return [None if math.isnan(unit.share(shape)) else sum(unit.members(shape)) for shape in CLASSES]
 
 
 def _sampled(function: Any, kinks: tuple[float, ...]) -> list[list[float]]:
@@ -91,7 +103,7 @@ def _fixed(evidence: Evidence, inputs: dict[str, UnitAlignment], bars: bool) -> 
     return parts
 
 
-def _encoded(evidence: Evidence, steps: list[int], fixed: dict[str, bytes]) -> str:
+def _encoded(evidence: Evidence, steps: list[float], fixed: dict[str, bytes]) -> str:
     """Layer after layer: the functions at these moments, then what is fixed."""
     parts: list[bytes] = []
     for name in evidence.functions:

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from pwlu.analysis import Alignment, UnitAlignment
+from pwlu.analysis import HEALTHY, Alignment, UnitAlignment
 from pwlu.recipes import cells, rows
 from pwlu.recipes.measures import said
 from pwlu.recipes.settings import UserError
 from pwlu.report.charts import Line, histogram, lines, whiskers
 from pwlu.report.evidence import Evidence
 
-HEALTHY = 0.548  # IOU of a normal distribution and bounds at mu +- 3 sigma
 _REALIGNED = "\u03bc \u00b1 3\u03c3"  # mu plus or minus 3 sigma
 _CURVES = {  # by name in metrics.jsonl, what it is called in its chart
     "measures": {"train_accuracy": "train", "accuracy": "test", "box_ap": "boxes", "mask_ap": "masks"},
@@ -49,7 +48,9 @@ def headline(evidence: Evidence) -> str:
     if evidence.functions:
         counts = [len(unit["left"]) for unit in evidence.functions.values()]
         whole = "a layer" if max(counts) == 1 else "a channel"
-        parts.append(f"{sum(counts):,} learned functions in {len(counts)} layers, one {whole}")
+        learned = "learned " if evidence.learned else ""
+        when = "" if evidence.ended else f", as they were at step {max(evidence.moments):,}"
+        parts.append(f"{sum(counts):,} {learned}functions in {len(counts)} layers, one {whole}{when}")
     words = "; ".join(parts) + "."
     return words[0].upper() + words[1:] if parts else "A run of which little is known yet."
 
@@ -89,7 +90,7 @@ def alignment(aligned: Alignment, names: Iterable[str]) -> str:
         f"<p>The median IOU of the bounds of a function with the middle 90 % of its inputs is "
         f"<strong>{statistics.median(aligned.iou):.2f}</strong>; {100 * share:.2f} % of inputs lie outside of the bounds. "
         f"Normally distributed inputs score {HEALTHY:.2f} with bounds at {_REALIGNED}, where realignment puts them: "
-        "the dashed line.</p>"
+        "the dotted line.</p>"
     )
     if aligned.unreached:
         words += f"<p>No input reached {escape(', '.join(aligned.unreached))}.</p>"
@@ -103,19 +104,17 @@ def alignment(aligned: Alignment, names: Iterable[str]) -> str:
 
 
 def _figures(evidence: Evidence) -> list[tuple[str, str]]:
-    result, config = evidence.result, evidence.config
-    found = []
+    result, found = evidence.result, []
     for name, title in (("accuracy", "accuracy"), ("box_ap", "box AP"), ("mask_ap", "mask AP")):
         if result.get(name) is not None:
             found.append((title, f"{result[name]:.2f} %"))
         if result.get(f"best_{name}") is not None:
             found.append((f"best {title}", f"{result[f'best_{name}']:.2f} %"))
-    if "parameters" in result:
+    if result.get("parameters") is not None:
         found.append(("parameters", f"{result['parameters']:,}"))
     if evidence.metrics:
-        whole = f" of {config['epochs']}" if "epochs" in config and not result and not config.get("iterations") else ""
-        found.append(("epochs", f"{len(evidence.metrics)}{whole}"))
-    if "seconds_per_epoch" in result:
+        found.append(("epochs", f"{len(evidence.metrics)}" if result else evidence.progress))
+    if result.get("seconds_per_epoch") is not None:
         found.append(("an epoch", f"{result['seconds_per_epoch']:.3g} s"))
     if evidence.metrics and 0 < evidence.realigned_after <= evidence.metrics[-1]["step"]:
         found.append(("realigned after", f"{evidence.realigned_after:,} steps"))

@@ -19,8 +19,7 @@ from pwlu.kernels import cuda
 from pwlu.kernels.cuda import compile as kernels
 from pwlu.kernels.cuda import plan as plans
 
-ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-ALIKE = {"sm_80", "sm_86", "sm_89", "sm_100"}  # go the same ways through the sources as others: some functions will do
+ALIKE = (("sm_75",), ("sm_80", "sm_90", "sm_100"), ("sm_86", "sm_89", "sm_120"))  # that go the same ways through the sources
 needs_nvrtc = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None,
     reason="cuda-core is not installed",
@@ -29,13 +28,14 @@ needs_nvrtc = pytest.mark.skipif(
 
 @needs_nvrtc
 def test_every_kernel_compiles_for_every_architecture():
+    """Those that are alike share the functions among them."""
     functions = list(kernels.functions().values())
-    chosen = {a: functions[::7] if a in ALIKE else functions for a in ARCHITECTURES}
+    chosen = {architecture: functions[i :: len(alike)] for alike in ALIKE for i, architecture in enumerate(alike)}
     with ThreadPoolExecutor(os.cpu_count()) as threads:  # NVRTC lets other threads run
-        codes = list(threads.map(lambda a: bytes(kernels.compile_functions(chosen[a], a, keep=False).code), ARCHITECTURES))
+        codes = list(threads.map(lambda a: bytes(kernels.compile_functions(chosen[a], a, keep=False).code), chosen))
     for code, those in zip(codes, chosen.values(), strict=True):
         assert all(function.name.encode() in code for function in those)
-    assert len(set(codes)) == len(ARCHITECTURES)
+    assert len(set(codes)) == len(chosen) == 7
 
 
 def test_sources_need_no_header():

@@ -76,6 +76,7 @@ def main() -> None:
         if epoch % 5 == 0 or epoch == options.epochs:
             accelerator.print(f"epoch {epoch}, phase {phases.phase}: test accuracy {accuracy(accelerator, model, test):.2f} %")
     accelerator.print(phases)
+    accelerator.end_training()  # processes that leave without this may end in an error
 
 
 if __name__ == "__main__":

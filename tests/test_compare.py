@@ -179,7 +179,7 @@ def test_what_is_wrong_for_two_is_wrong_for_all(here, acted, capsys, monkeypatch
     assert main([*ARGUMENTS, "--seeds", "4", "--jobs", str(jobs)]) == 2
     printed = capsys.readouterr()
     assert "pwlu compare: two runs ended alike, and no other was begun:\nno data at data/\n" in printed.err
-    assert len(list((here / "runs" / "logs").iterdir())) in (2, 3)  # with two at a time, a third may have been begun
+    assert 2 <= len(list((here / "runs" / "logs").iterdir())) <= 1 + jobs  # of two at a time, one may end before the other
 
 
 def test_what_a_child_said_last_time_is_not_told_again(here, acted, capsys, monkeypatch):

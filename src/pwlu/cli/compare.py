@@ -48,9 +48,10 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.document:
             return _document(options)
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            return _in_step(options)
-        return _compare(options)
+        return _in_step(options) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else _compare(options)
+    except KeyboardInterrupt:
+        print("\nstopped. What is finished is kept: the same command goes on", file=sys.stderr)
+        return 130
     except (UserError, OSError) as error:  # such as a full disk
         print(f"pwlu compare: {error}", file=sys.stderr)
         return 2
@@ -63,12 +64,8 @@ def _compare(options: argparse.Namespace) -> int:
     from pwlu.recipes.children import ended_by_signals
     from pwlu.recipes.comparison import bring_about, title
 
-    try:
-        with ended_by_signals():
-            failures = bring_about(asked, options.runs, options.results, options.jobs)
-    except KeyboardInterrupt:
-        print("\nstopped. What is finished is kept: the same command goes on", file=sys.stderr)
-        return 130
+    with ended_by_signals():
+        failures = bring_about(asked, options.runs, options.results, options.jobs)
     _show(comparisons, options.results)
     if failures:
         print(f"\n{len(failures)} of {len(asked)} runs failed:", file=sys.stderr)

@@ -11,7 +11,7 @@ from pwlu.recipes.measures import TITLES as MEASURES
 from pwlu.recipes.presets import TITLES
 from pwlu.recipes.results import Run
 from pwlu.recipes.settings import flag
-from pwlu.recipes.table import NOT_MEASURED, listed, made_with
+from pwlu.recipes.table import NOT_MEASURED, images_of, listed, made_with, markdown
 
 _LOSSES = {"train_loss": "training loss", "test_loss": "loss"}
 
@@ -38,19 +38,16 @@ def listing(recipes: Sequence[str], changes: dict[str, Any], runs: Iterable[Run]
     head = [""]
     for recipe in recipes:
         head += [f"{recipe}: {MEASURES[rows.find(recipe).metrics[0]]}", *losses.values()]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
-    for name, cells in table.items():
-        lines.append([name])
+    lines = [[name] for name in table]
+    for line, cells in zip(lines, table.values(), strict=True):
         for recipe in recipes:
-            lines[-1] += _cells(cells.get(recipe, []), rows.find(recipe).metrics[0], list(losses))
-    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    images = sorted({f"{run.result['measured_images']:,} {run.result['measured_on']}" for run in wanted if run.result})
+            line += _cells(cells.get(recipe, []), rows.find(recipe).metrics[0], list(losses))
     parts = [
-        f"Measured on {listed(images)} at the end of training, one number a seed",
+        f"Measured on {images_of(wanted)} at the end of training, one number a seed",
         *([f"{listed(losses.values())}: means over seeds"] if losses else []),
         *made_with(run.environment for run in wanted),
     ]
-    return f"{text}\n\n{'; '.join(parts)}."
+    return f"{markdown(head, lines)}\n\n{'; '.join(parts)}."
 
 
 def _has(run: Run, changes: dict[str, Any]) -> bool:

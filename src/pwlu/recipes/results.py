@@ -7,6 +7,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class Run:
     environment: dict[str, Any]
     epochs: int
 
-    @property
+    @cached_property
     def iou(self) -> float | None:
         """The median over channels of the IOU of bounds and inputs, at the end; None where there are no PWLUs."""
         file = self.path / "alignment.json"

@@ -126,9 +126,7 @@ class Table:
         if any(row.paper(self.metrics[0])[0] is not None for row in self.rows):
             for metric in self.metrics:
                 head += [_PAPERS[metric], "paper's gain"]
-        lines = [head, ["---", *["---:"] * (len(head) - 1)]]
-        lines += [self._cells(row)[: len(head)] for row in self.rows]
-        return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{self._below()}"
+        return f"{markdown(head, map(self._cells, self.rows))}\n\n{self._below()}"
 
     def _cells(self, row: Row) -> list[str]:
         theirs = []
@@ -153,13 +151,12 @@ class Table:
         recipe = self.comparison.recipe
         changes = " ".join(f"{flag(name)} {short(value)}" for name, value in self.comparison.differences().items())
         runs = [run for row in self.measured for run in row.runs]
-        images = sorted({f"{run.result['measured_images']:,} {run.result['measured_on']}" for run in runs if run.result})
         sides = self._side_by_side()
         quantity = "accuracy" if self.metrics == ("accuracy",) else "AP"
         parts = [
             f"`{recipe}`" + (f" with `{changes}`" if changes else ""),
             listed(sorted({_length(run.settings) for run in runs})),
-            f"measured on {listed(images)} at the end of training",
+            f"measured on {images_of(runs)} at the end of training",
             f"{listed(sorted({len(row.runs) for row in self.measured}))} seeds (their number in brackets)",
             f"± of an {quantity}: sample standard deviation, of a gain: standard error of the difference of the means",
             *(
@@ -243,6 +240,17 @@ def _length(settings: Settings) -> str:
 
 def _uncertainty(value: float | None) -> str:
     return "" if value is None else f" ± {value:.2f}"
+
+
+def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
+    """A table in which all but the first column are numbers. What a row has beyond the columns is left out."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *(row[: len(head)] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def images_of(runs: Iterable[Run]) -> str:
+    """How many images were measured on, and which."""
+    return listed(sorted({f"{run.result['measured_images']:,} {run.result['measured_on']}" for run in runs if run.result}))
 
 
 def listed(values: Iterable[Any]) -> str:

@@ -3,17 +3,19 @@
 Mask R-CNN and RetinaNet as `pwlu train` builds them: with ResNet-50 on images of 800 x 800 pixels, as for COCO, and with
 ResNet-18 on images of 320 x 320, as for the small sets. Images and objects are random. Training: forward, backward, a step of
 SGD, in both phases of PWLU. Inference: PWLUs fused; thresholds of 0, so that as many boxes as an image may have reach the
-last heads.
+last heads. On a GPU the second number is how long that is busy: with a slow processor, or small images, it waits for Python.
 """
 
 import argparse
+import copy
+import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from timing import RESULTS, machine, write
+from timing import RESULTS, busy, machine, write
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -32,12 +34,18 @@ CLASSES, OBJECTS = 80, 10
 
 
 def network(name: str, pixels: int, activation: str, device: str) -> nn.Module:
+    """The detector with that activation everywhere, on the device, in the layout that `pwlu train` gives it."""
+    return copy.deepcopy(converted(name, pixels, activation)).to(device).to(memory_format=torch.channels_last)
+
+
+@cache  # conversion takes seconds, and each detector is wanted for training and for inference
+def converted(name: str, pixels: int, activation: str) -> nn.Module:
     """The detector with that activation everywhere."""
     torch.manual_seed(0)
     model = detectors.build(name, CLASSES, pixels, 1.0, "batch", 1.0, 100)
     images, targets = batch(2, pixels, "cpu")
     pwlu.convert_(model, (images, targets), to=activation)
-    return model.to(device).to(memory_format=torch.channels_last)
+    return model
 
 
 def batch(count: int, pixels: int, device: str) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
@@ -98,17 +106,23 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[Row]:
         calls = make(name, pixels, options)
         with torch.set_grad_enabled(what == "training"), tqdm(total=options.rounds, desc=f"{name}, {what}") as bar:
             times = interleaved(calls, options.rounds, options.inner, wait, bar.update)
+            alone = {kind: busy(call) / options.batch if wait else math.nan for kind, call in calls.items()}
         found = {kind: percentiles([each / options.batch for each in times[kind]]) for kind in times}
         for kind, values in found.items():
             row: Row = {"network": name, "pixels": pixels, "batch": options.batch, "what": what, "activation": kind}
-            yield row | values | {"x_relu": values["p50_ms"] / found["relu"]["p50_ms"]} | machine(options.device)
+            row |= values | {"x_relu": values["p50_ms"] / found["relu"]["p50_ms"]}
+            yield row | {"gpu_ms": alone[kind], "gpu_x_relu": alone[kind] / alone["relu"]} | machine(options.device)
 
 
 def show(table: list[Row]) -> None:
     """A Markdown table: a line an activation, a column for each detector and what it does."""
     columns = list(dict.fromkeys((row["network"], row["what"]) for row in table))
-    cells = {(r["activation"], r["network"], r["what"]): f"{r['p50_ms']:.2f} ({r['x_relu']:.3f})" for r in table}
-    print("\n| ms an image (x ReLU) | " + " | ".join(", ".join(column) for column in columns) + " |")
+    cells = {
+        (r["activation"], r["network"], r["what"]): f"{r['p50_ms']:.2f} ({r['x_relu']:.3f})"
+        + ("" if math.isnan(r["gpu_ms"]) else f", {r['gpu_ms']:.2f} ({r['gpu_x_relu']:.3f})")
+        for r in table
+    }
+    print("\n| ms an image (x ReLU), GPU alone | " + " | ".join(", ".join(column) for column in columns) + " |")
     print("|---|" + "---|" * len(columns))
     for kind in dict.fromkeys(row["activation"] for row in table):
         print(f"| {kind} | " + " | ".join(cells.get((kind, *column), "") for column in columns) + " |")

@@ -48,7 +48,7 @@ def network(name: str, kind: str, options: argparse.Namespace) -> nn.Module:
         pwlu.fuse_(model)
     for module in model.modules():
         if way == "folded" and isinstance(module, FReLU):
-            module.conv, module.norm = fuse_conv_bn_eval(module.conv, module.norm), nn.Identity()  # type: ignore[assignment]
+            module.conv, module.norm = fuse_conv_bn_eval(module.conv, module.norm), nn.Identity()
     return model
 
 

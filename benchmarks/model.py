@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 import torchvision
-from timing import RESULTS, machine, on_device, write
+from timing import RESULTS, busy, machine, on_device, write
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 import pwlu
@@ -157,20 +156,12 @@ def rows(row: Row, calls: dict[str, Callable[[], Any]], options: argparse.Namesp
 LATER: list[tuple[Row, Row, Callable[[], Any]]] = []  # a row, ReLU's row, what to call
 
 
-def busy() -> None:
+def busy_later() -> None:
     """How long the GPU is busy in each step of training. Last of all: once the profiler has run, launches are slower."""
     for row, _, call in LATER:
-        row["gpu_ms"] = _profiled(call)
+        row["gpu_ms"] = busy(call)
     for row, relu, _ in LATER:
         row["gpu_x_relu"] = row["gpu_ms"] / relu["gpu_ms"]
-
-
-def _profiled(call: Callable[[], Any]) -> float:
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(3):
-            call()
-        torch.cuda.synchronize()
-    return float(sum(event.self_device_time_total for event in found.key_averages()) / 3e3)
 
 
 def peak(call: Callable[[], Any]) -> float:
@@ -254,7 +245,7 @@ def main() -> None:
         parser.error(f"unknown part {', '.join(sorted(unknown))}: write some of {', '.join(parts)}")
     table = [row for name in options.parts or parts for row in parts[name](options)]
     if options.device == "cuda":
-        busy()
+        busy_later()
     show(table)
     write(options.output or RESULTS / f"model-{options.device}.csv", table)
 

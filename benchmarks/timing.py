@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import pwlu
 from pwlu.recipes.environment import processor, revision
@@ -46,6 +47,15 @@ def on_device(calls: Mapping[str, Callable[[], Any]], rounds: int, inner: int = 
             events[name].append((begin, end))
     torch.cuda.synchronize()
     return {name: [begin.elapsed_time(end) / inner for begin, end in each] for name, each in events.items()}
+
+
+def busy(call: Callable[[], Any], inner: int = 3) -> float:
+    """Milliseconds that the GPU is busy in a call, by the profiler. Measure it last of all: launches are slower afterwards."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(inner):
+            call()
+        torch.cuda.synchronize()
+    return float(sum(event.self_device_time_total for event in found.key_averages()) / inner / 1e3)
 
 
 def _captured(call: Callable[[], Any], inner: int) -> torch.cuda.CUDAGraph:

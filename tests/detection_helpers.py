@@ -7,7 +7,9 @@ import torch
 from faster_coco_eval import mask as rle
 from PIL import Image
 from recipes_helpers import ALONE
+from torch import nn
 
+from pwlu.recipes import coco, scenes
 from pwlu.recipes.detection import Detection
 from pwlu.recipes.rows import settings
 
@@ -28,6 +30,14 @@ def square(image, left, top, side, size=WIDE, category=7, **more):
     mask[top : top + side, left : left + side] = 1
     row = {"image_id": image, "category_id": category, "bbox": [left, top, side, side], "area": side * side, "iscrowd": 0}
     return row | {"segmentation": code(mask)} | more
+
+
+def detection(score, image, left, top, wide, high, size=WIDE, category=7):
+    """What was found: a rectangle."""
+    mask = np.zeros(size, np.uint8)
+    mask[top : top + high, left : left + wide] = 1
+    row = {"image_id": image, "category_id": category, "bbox": [left, top, wide, high], "score": score}
+    return row | {"segmentation": code(mask)}
 
 
 def decoded(part, image):
@@ -57,6 +67,22 @@ def write_part(root, part, images, annotations, categories=CATEGORIES, folder="i
     return root
 
 
+def rewrite(root, part, change):
+    """Have `change` change what the annotation file of a part holds."""
+    path = root / "annotations" / f"instances_{part}.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def read_part(root, part="train", with_masks=True):
+    return coco.read(root / "annotations" / f"instances_{part}.json", with_masks)
+
+
+def scenes_of(part, flip=False):
+    return scenes.Scenes(part, 1, flip, torch.device("cpu"), 0)
+
+
 def write_objects(root, train=8, val=5):
     """Images with one to three squares each; every third is tall."""
     random = np.random.default_rng(0)
@@ -76,3 +102,15 @@ def task_of(recipe, data, processes=ALONE, **changes):
     """Without worker processes."""
     changes = {"channels_last": False, "workers": 0, "data": str(data)} | changes
     return Detection(settings(recipe, **changes), processes)
+
+
+class Saying(nn.Module):
+    """A detector that finds these boxes in every image, of the second class of RetinaNet."""
+
+    def __init__(self, *boxes):
+        super().__init__()
+        self.boxes = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4)
+
+    def forward(self, images):
+        count = len(self.boxes)
+        return [{"boxes": self.boxes, "labels": torch.ones(count).long(), "scores": torch.ones(count)} for _ in images]

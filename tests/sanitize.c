@@ -10,7 +10,10 @@ static uint64_t any(void) { return state = state * 6364136223846793005u + 144269
 static void *elements(int dtype, size_t n) {
     static const size_t sizes[] = {4, 8, 2, 2};
     unsigned char *p = malloc(n * sizes[dtype]);
-    for (size_t i = 0; i < n * sizes[dtype]; i++) p[i] = (unsigned char)any();
+    for (size_t i = 0; i < n * sizes[dtype]; i += 2) {
+        const uint16_t bits = (uint16_t)any();
+        memcpy(p + i, &bits, 2);
+    }
     for (size_t i = 0; i < n; i++)
         if (any() % 2) {
             const double value = (double)(any() % 10000) / 1000 - 5;

@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import DTYPES, assert_within, over_channel, parameter_dtype, rounding
 from torch import nn
 
@@ -155,36 +154,6 @@ def test_prelu(layout, dtype):
         assert_within(found_grads[0], grads[0], rounding(grads[0], dtype))
         size = over_channel((grad.double() * x.double()).abs(), x, channels, dim, False)
         assert_within(found_grads[1], grads[1], 16 * torch.finfo(dtype).eps * size)
-
-
-@pytest.mark.parametrize("layout", ["NCHW", "channels_last", "NHWC", "sliced"])
-@pytest.mark.parametrize("training", [True, False])
-def test_frelu(layout, training):
-    x, dim = batch(layout, torch.float64)
-    act = FReLU(x.shape[dim], dim, dtype=torch.float64)
-    act.norm.running_mean.normal_()
-    act.norm.running_var.uniform_(0.001, 0.002)
-    nn.init.normal_(act.norm.bias)
-    act.train(training)
-    maps = F.pad(x.movedim(dim, 1), (1, 1, 1, 1))
-    weight, (height, width) = act.conv.weight.detach()[:, 0], maps.shape[2:]
-    near = [(i, j) for i in range(3) for j in range(3)]
-    windows = sum(weight[:, i, j, None, None] * maps[:, :, i : height - 2 + i, j : width - 2 + j] for i, j in near)
-    mean, variance = act.norm.running_mean, act.norm.running_var
-    if training:
-        mean, variance = windows.mean((0, 2, 3)), windows.var((0, 2, 3), correction=0)
-    shape = (1, -1, 1, 1)
-    threshold = (windows - mean.reshape(shape)) / (variance.reshape(shape) + act.norm.eps).sqrt()
-    expected = torch.maximum(x, (threshold + act.norm.bias.detach().reshape(shape)).movedim(1, dim))
-    assert (expected > x).float().mean() > 0.1
-    assert (expected == x).float().mean() > 0.1
-    statistics = copy.deepcopy(act.norm.state_dict())
-    for grad in (True, False):  # by two ways
-        act.norm.load_state_dict(statistics)
-        with torch.set_grad_enabled(grad):
-            y = act(x)
-        torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)  # of about 1, in some tens of operations
-        assert y.stride() == torch.empty_like(x).stride() or layout == "sliced"
 
 
 def test_nan_is_not_hidden():

@@ -322,12 +322,15 @@ def test_stopped_by_hand(here, capsys, monkeypatch):
     assert "stopped. What is finished is kept: the same command goes on" in capsys.readouterr().err
 
 
-# A file of the package by itself, without torch, which takes seconds to import.
+# A file of the package without what the package imports: torch takes seconds.
+FOLDERS = {"pwlu": str(ROOT / "src/pwlu"), "pwlu.recipes": str(ROOT / "src/pwlu/recipes")}
 LOADED = f"""
-import importlib.util, signal, sys
-spec = importlib.util.spec_from_file_location("children", {children.__file__!r})
-children = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(children)
+import signal, sys, types
+for name, folder in {FOLDERS}.items():
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [folder]
+from pwlu.recipes import children
+assert "torch" not in sys.modules
 """
 GRANDCHILD = "import time; print('here', flush=True); time.sleep(1000)"  # as a child has that reads image files
 CHILD = f"""{LOADED}

@@ -79,6 +79,77 @@ def test_channels_last_maps_have_a_funnel():
     model(IMAGES.permute(0, 2, 3, 1)).sum().backward()
 
 
+class Pyramid(Net):
+    """A head on maps of three sizes; in evaluation a second one, on two of them."""
+
+    def forward(self, x):
+        x = F.relu(self.body(x))
+        maps = [x, x[..., ::2, ::2], x[..., :2, :1]]
+        found = [F.relu(self.head(level)).mean((2, 3)) for level in maps]
+        if not self.training:
+            found += [self.late(self.last(level)).mean((2, 3)) for level in maps[:2]]
+        return sum(found)
+
+
+def norms(model):
+    """Of every FReLU of a model, by its name."""
+    return {
+        name: "group" if isinstance(module.norm, nn.GroupNorm) else "batch"
+        for name, module in model.named_modules()
+        if isinstance(module, FReLU)
+    }
+
+
+def test_a_funnel_that_runs_several_times_has_group_norm():
+    model = Pyramid(body=conv(), head=conv(4, 8), last=conv(4, 8), late=nn.ReLU())
+    report = pwlu.convert_(model, IMAGES, to="frelu")
+    assert norms(model) == {"relu": "batch", "relu_2": "group", "late": "group"}
+    assert [site.reason for site in report] == [
+        "",
+        "with group norm: it runs 3 times in a pass",
+        "with group norm: it runs 2 times in a pass",
+    ]
+    assert "runs 2 times in a pass; in eval mode only" in str(report)
+    for mode in (True, False):
+        model.train(mode)(IMAGES[:1]).sum().backward()  # of the last map, one pixel is left
+    assert model.relu.norm.num_batches_tracked == 1
+    pwlu.convert_(other := Pyramid(body=conv(), head=conv(4, 8), last=conv(4, 8), late=nn.ReLU()), IMAGES, to="prelu")
+    assert not norms(other)
+
+
+def test_one_module_at_several_places_keeps_batch_norm():
+    """torchvision's blocks call their ReLU twice: those are places of their own, and each runs once."""
+    model = pytest.importorskip("torchvision").models.resnet18(num_classes=3)
+    report = pwlu.convert_(model, torch.randn(2, 3, 32, 32), to="frelu", min_positions=1)
+    assert len(report.converted) == 17
+    assert list(norms(model).values()) == ["batch"] * 17
+    assert {site.reason for site in report.converted} == {""}
+
+
+@pytest.mark.parametrize("detector", ["retinanet", "maskrcnn"])
+def test_heads_of_detectors(detector):
+    """Those that run on the five levels of the pyramid get group norm, and no others."""
+    pytest.importorskip("torchvision")
+    from pwlu.recipes import detectors
+
+    model = detectors.build(f"{detector}_resnet18_fpn", 2, 64, 0.125, "batch", 0.25, 10)
+    image, mask = torch.rand(3, 64, 64), torch.ones(1, 64, 64, dtype=torch.uint8)
+    target = {"boxes": torch.tensor([[8.0, 8.0, 40.0, 40.0]]), "labels": torch.tensor([1]), "masks": mask}
+    pwlu.convert_(model, ([image] * 2, [target] * 2), to="frelu")
+    found = norms(model)
+    shared = {name for name, norm in found.items() if norm == "group"}
+    if detector == "retinanet":
+        assert shared == {name for name in found if name.startswith("head.")}
+        assert (len(found), len(shared)) == (17 + 8, 8)  # between P6 and P7, for a map of one pixel, ReLU stays
+    else:
+        assert shared == {"rpn.head.conv.0.1"}
+        assert len(found) == 17 + 1 + 4 + 1  # of the ResNet, of the proposals, of the masks, before the masks are predicted
+    # one image in a process, of 64 pixels: P7 and the coarsest map of the proposals are one pixel
+    losses = model.train()([image], [target])
+    sum(losses.values()).backward()
+    assert all(p.grad.isfinite().all() for name in shared for p in model.get_submodule(name).parameters())
+
+
 def test_what_comes_after_may_write_into_it():
     """As the dropout of MobileNet-V3 does: torch's ReLU needs its output for backward, what stood there did not."""
     model = nn.Sequential(nn.Linear(3, 40), nn.Hardswish(), nn.Dropout(0.5, inplace=True), nn.ReLU())

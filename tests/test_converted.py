@@ -6,8 +6,6 @@ import io
 import os
 import pickle
 import random
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from blocks import IMAGES, Net, conv, converted, units
+from imported import SOURCES, interpreter
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -228,14 +227,19 @@ def test_copies(network, way):
     assert repr(other) == repr(Network())
 
 
-def in_a_fresh_process(code, path):
-    path = os.pathsep.join([str(path), str(Path(pwlu.__file__).parents[1])])
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
-    return done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def in_a_fresh_process():
+    with interpreter() as run:
+
+        def in_a_fresh_process(code, path):
+            done = run(["-c", code], dict(os.environ), (path, SOURCES))
+            return done.stdout + done.stderr
+
+        yield in_a_fresh_process
 
 
 @pytest.mark.slow
-def test_a_fresh_process(network, tmp_path):
+def test_a_fresh_process(in_a_fresh_process, network, tmp_path):
     """That imports nothing but what the file asks for."""
     torch.save((network, IMAGES, network(IMAGES, scale=2.0)), tmp_path / "model.pt")
     code = f"""
@@ -291,7 +295,7 @@ def source(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_other_source_in_the_other_process(source, old, new, printed):
+def test_other_source_in_the_other_process(in_a_fresh_process, source, old, new, printed):
     model = __import__(source.stem).Block()
     pwlu.convert_(model, IMAGES)
     file = source.parent / "model.pt"

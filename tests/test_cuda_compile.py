@@ -7,19 +7,25 @@ import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from imported import SOURCES, interpreter
 
 from pwlu.cli import main
 from pwlu.kernels import cuda
 from pwlu.kernels.cuda import compile as kernels
 from pwlu.kernels.cuda import plan as plans
 
-ALIKE = (("sm_75",), ("sm_80", "sm_90", "sm_100"), ("sm_86", "sm_89", "sm_120"))  # that go the same ways through the sources
+# The conditions of the sources, and the architectures that they tell apart: the last two kinds by RESIDENT_THREADS alone.
+CONDITIONS = [
+    "__CUDA_ARCH__ == 750",
+    "__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1100",
+    "__CUDA_ARCH__ >= 800",
+]
+OLD, NEW = ("sm_75",), (("sm_80", "sm_90", "sm_100"), ("sm_86", "sm_89", "sm_120"))
 needs_nvrtc = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None,
     reason="cuda-core is not installed",
@@ -28,9 +34,19 @@ needs_nvrtc = pytest.mark.skipif(
 
 @needs_nvrtc
 def test_every_kernel_compiles_for_every_architecture():
-    """Those that are alike share the functions among them."""
+    """Architectures for which the preprocessor makes the same text of a function share it among them."""
+    text = kernels.source([])
+    assert re.findall(r"#\s*(?:el)?if\w*\s+(.*)", text) == CONDITIONS
+    assert text.count("__CUDA_ARCH__") == " ".join(CONDITIONS).count("__CUDA_ARCH__")
+    assert text.count("RESIDENT_THREADS") == text.count("#define RESIDENT_THREADS") == 3
     functions = list(kernels.functions().values())
-    chosen = {architecture: functions[i :: len(alike)] for alike in ALIKE for i, architecture in enumerate(alike)}
+    telling = [function for function in functions if "RESIDENT_THREADS" in function.declaration()]
+    others = [function for function in functions if function not in telling]
+    assert len(telling) == 16
+    chosen = {architecture: [] for architecture in (*OLD, *NEW[0], *NEW[1])}
+    for alike, those in ((OLD, functions), (NEW[0], telling), (NEW[1], telling), (NEW[0] + NEW[1], others)):
+        for i, architecture in enumerate(alike):
+            chosen[architecture] += those[i :: len(alike)]
     with ThreadPoolExecutor(os.cpu_count()) as threads:  # NVRTC lets other threads run
         codes = list(threads.map(lambda a: bytes(kernels.compile_functions(chosen[a], a, keep=False).code), chosen))
     for code, those in zip(codes, chosen.values(), strict=True):
@@ -61,7 +77,7 @@ def test_arguments_are_packed_in_the_order_of_the_struct():
 
 
 @needs_nvrtc
-def test_several_threads_at_once():
+def test_several_threads_at_once(printed_by):
     """In a process where cuda.core has not been imported."""
     code = (
         "from concurrent.futures import ThreadPoolExecutor\nfrom pwlu.kernels.cuda import compile as k\n"
@@ -69,7 +85,7 @@ def test_several_threads_at_once():
         "with ThreadPoolExecutor(8) as threads:\n"
         "    print(len(set(threads.map(lambda _: bytes(k.compile_functions([f], 'sm_80', keep=False).code), range(8)))))"
     )
-    assert process("", code).communicate()[0] == "1\n"
+    assert printed_by(code) == "1\n"
 
 
 # The cache.
@@ -80,40 +96,50 @@ COMPILE = (
 )
 
 
-def process(cache, code=COMPILE):
-    environment = os.environ | {"PWLU_CACHE": str(cache), "PYTHONPATH": str(Path(__file__).parent.parent / "src")}
-    return subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+def variables(cache):
+    return os.environ | {"PWLU_CACHE": str(cache), "PYTHONPATH": str(SOURCES)}
+
+
+@pytest.fixture(scope="module")
+def printed_by():
+    with interpreter() as run:
+
+        def printed_by(code, cache=""):
+            done = run(["-c", code], variables(cache))
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        yield printed_by
 
 
 @needs_nvrtc
-def test_two_processes_share_a_cache(tmp_path):
-    both = [process(tmp_path), process(tmp_path)]
+def test_two_processes_share_a_cache(printed_by, tmp_path):
+    command = [sys.executable, "-c", COMPILE]
+    both = [subprocess.Popen(command, env=variables(tmp_path), stdout=subprocess.PIPE, text=True) for _ in range(2)]
     printed = [p.communicate()[0] for p in both]
     assert [p.returncode for p in both] == [0, 0]
     assert printed[0] == printed[1]
     (entry,) = (p for p in (tmp_path / "cuda").rglob("*") if p.is_file() and p.stat().st_size == int(printed[0]) + 32)
     # a third finds it
     stamp = entry.stat().st_mtime_ns
-    assert process(tmp_path).communicate()[0] == printed[0]
+    assert printed_by(COMPILE, tmp_path) == printed[0]
     assert entry.stat().st_mtime_ns == stamp
     # half a kernel would crash the driver: it is made anew
     entry.write_bytes(entry.read_bytes()[:500])
-    assert process(tmp_path).communicate()[0] == printed[0]
+    assert printed_by(COMPILE, tmp_path) == printed[0]
     assert entry.stat().st_size == int(printed[0]) + 32
     # another architecture, or another source, has another key
-    process(tmp_path, COMPILE.replace("sm_80", "sm_90")).communicate()
-    process(
-        tmp_path, "from pwlu.kernels.cuda import compile as k; s = k.source; k.source = lambda c: s(c) + '//';" + COMPILE
-    ).communicate()
+    printed_by(COMPILE.replace("sm_80", "sm_90"), tmp_path)
+    printed_by(
+        "from pwlu.kernels.cuda import compile as k; s = k.source; k.source = lambda c: s(c) + '//';" + COMPILE, tmp_path
+    )
     assert len([p for p in (tmp_path / "cuda").rglob("*") if p.is_file() and p.stat().st_size > 1000]) == 3
 
 
 @needs_nvrtc
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
+def test_a_cache_that_cannot_be_written_is_no_error(printed_by, tmp_path):
     (tmp_path / "file").touch()
-    started = process(tmp_path / "file" / "folder")
-    assert int(started.communicate()[0]) > 1000
-    assert started.returncode == 0
+    assert int(printed_by(COMPILE, tmp_path / "file" / "folder")) > 1000
 
 
 # Where it cannot work.

@@ -1,4 +1,4 @@
-"""Average precision of known detections, and detections that are saved and evaluated elsewhere."""
+"""Average precision of known detections, in one process and in two."""
 
 import io
 import json
@@ -9,26 +9,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from detection_helpers import MASK, RETINA, WIDE, code, decoded, square, task_of, write_objects, write_part
-from recipes_helpers import one_thread, start, train, trainee_of
+from detection_helpers import MASK, WIDE, code, decoded, detection, read_part, square, task_of, write_objects, write_part
+from recipes_helpers import one_thread, start, trainee_of
 
-from pwlu.cli import main
 from pwlu.recipes import coco, evaluation
 from pwlu.recipes.run_folder import RunFolder
 
-BOX = ("box_ap", "box_ap50", "box_ap75", "box_ap_small", "box_ap_medium", "box_ap_large")
-
 
 def part_of(root, images, annotations):
-    write_part(root, "val", images, annotations)
-    return coco.read(root / "annotations" / "instances_val.json", root / "images", with_masks=True)
-
-
-def detection(score, image, left, top, wide, high, size=WIDE, category=7):
-    mask = np.zeros(size, np.uint8)
-    mask[top : top + high, left : left + wide] = 1
-    row = {"image_id": image, "category_id": category, "bbox": [left, top, wide, high], "score": score}
-    return row | {"segmentation": code(mask)}
+    return read_part(write_part(root, "val", images, annotations), "val")
 
 
 @pytest.fixture
@@ -47,7 +36,7 @@ def test_a_case_by_hand(three, kind):
     rows = [detection(0.9, 1, 0, 0, 25, 25), detection(0.8, 3, 0, 0, 25, 25), detection(0.7, 2, 0, 0, 25, 16)]
     found = evaluation.average_precision(three, rows, kind, 100)
     loose, strict = 100 * (34 + 33 * 2 / 3) / 101, 100 * 34 / 101
-    assert list(found) == [name.replace("box", kind) for name in BOX]
+    assert list(found) == [f"{kind}_ap{name}" for name in ("", "50", "75", "_small", "_medium", "_large")]
     values = list(found.values())
     assert values[:4] == pytest.approx([(3 * loose + 7 * strict) / 10, loose, strict, values[0]], rel=1e-9)
     assert all(math.isnan(value) for value in values[4:])  # there are no larger objects
@@ -98,8 +87,11 @@ def test_crowds_count_neither_for_nor_against(tmp_path):
 
 
 def test_so_many_detections_count(three):
+    """Of an image and class."""
     rows = [detection(0.9, 1, 0, 0, 25, 25), detection(0.8, 1, 50, 0, 25, 25), detection(0.7, 2, 0, 0, 25, 25)]
     assert evaluation.average_precision(three, rows, "box", 2)["box_ap"] == 100
+    assert evaluation.average_precision(three, rows, "box", 1)["box_ap"] == pytest.approx(100 * 67 / 101)
+    rows[0]["category_id"] = 3  # of which there is nothing: it takes no place among those of the other class
     assert evaluation.average_precision(three, rows, "box", 1)["box_ap"] == pytest.approx(100 * 67 / 101)
 
 
@@ -134,95 +126,12 @@ def test_numbers_of_the_original_evaluator(tmp_path, kind):
     assert 10 < found[f"{kind}_ap"] < 90
 
 
-# Saved detections.
+# Two processes.
 
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory):
     return write_objects(tmp_path_factory.mktemp("data") / "objects", train=6)
-
-
-def evaluated(capsys, *arguments):
-    status = main(["evaluate", *map(str, arguments)])
-    printed = capsys.readouterr()
-    return status, printed.out if status == 0 else printed.err
-
-
-def test_evaluate(three, tmp_path, capsys):
-    write_part(tmp_path, "train", {1: WIDE}, [square(1, 0, 0, 25)])
-    write_part(tmp_path, "val", {1: WIDE, 2: WIDE, 3: WIDE}, [square(1, 0, 0, 25), square(1, 50, 0, 25), square(2, 0, 0, 25)])
-    path = tmp_path / "found.json"
-    path.write_text(json.dumps([detection(0.9, 1, 0, 0, 25, 25), detection(0.8, 3, 0, 0, 25, 25)]))
-    status, text = evaluated(capsys, path, "--data", tmp_path)
-    assert status == 0
-    numbers = "AP 33.66  AP50 33.66  AP75 33.66  AP small 33.66  AP medium -  AP large -"
-    assert text == f"box   {numbers}\nmask  {numbers}\n"
-    rows = [detection(0.9, 1, 0, 0, 25, 25), detection(0.8, 1, 50, 0, 25, 25)]
-    path.write_text(json.dumps([{k: v for k, v in row.items() if k != "segmentation"} for row in rows]))
-    assert evaluated(capsys, path, "--data", tmp_path, "--most", 1)[1].startswith("box   AP 33.66  ")
-    assert evaluated(capsys, path, "--data", tmp_path)[1].startswith("box   AP 66.34  ")
-    assert "mask" not in evaluated(capsys, path, "--data", tmp_path)[1]
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ("{", "does not hold detections in COCO's results format: "),
-        ('[{"image_id": 101}]', "does not hold detections in COCO's results format: 'category_id'"),
-        (
-            '[{"image_id": 7, "category_id": 3, "bbox": [0, 0, 1, 1], "score": 1}]',
-            "has a detection of category 3 in image 7, which the annotations do not have: is it of another data set?",
-        ),
-        ('[{"image_id": 101, "category_id": 3, "bbox": [0, 0, 1], "score": 1}]', "box [0, 0, 1], score 1"),
-        ('[{"image_id": 101, "category_id": 3, "bbox": [0, 0, 1, NaN], "score": 1}]', "box [0, 0, 1, nan], score 1"),
-    ],
-)
-def test_what_is_no_detection(objects, tmp_path, capsys, content, text):
-    path = tmp_path / "found.json"
-    path.write_text(content)
-    status, printed = evaluated(capsys, path, "--data", objects)
-    assert status == 2
-    assert printed.startswith(f"pwlu evaluate: {path} ")
-    assert text in printed
-
-
-def test_what_cannot_be_evaluated(objects, tmp_path, capsys):
-    assert "which data set is it? Write --data DIR" in evaluated(capsys, tmp_path / "x.json")[1]
-    assert "does not hold detections" in evaluated(capsys, tmp_path / "x.json", "--data", objects)[1]
-    assert f"{tmp_path} is not a run folder" in evaluated(capsys, tmp_path)[1]
-    folder = RunFolder(tmp_path)
-    folder.write_json("config.json", task_of(RETINA, objects).settings.as_dict())
-    assert "has no detections.json: pwlu train writes it with --save-detections" in evaluated(capsys, tmp_path)[1]
-    content = folder.json("config.json") | {"recipe": "digits"}
-    folder.write_json("config.json", content)
-    assert "is a run of digits, which detects nothing" in evaluated(capsys, tmp_path)[1]
-
-
-def test_detections_of_a_run(objects, tmp_path, capsys):
-    """What is saved at the end gives the same numbers, elsewhere; on held-out images too."""
-    command = [MASK, "--data", objects, "--workers", 0, "--act", "relu", "--epochs", 1, "--holdout", 2, "--batch", 4]
-    assert train(*command, "--save-detections", "--runs", tmp_path) == 0
-    (path,) = tmp_path.iterdir()
-    result = RunFolder(path).json("result.json")
-    capsys.readouterr()
-    status, text = evaluated(capsys, path)
-    assert status == 0
-    for line, kind in zip(text.splitlines(), ("box", "mask"), strict=True):
-        names = [kind + name.removeprefix("box") for name in BOX]
-        numbers = [result[name] for name in names]
-        assert [word for word in line.split() if word[0] in "-0123456789"] == [
-            "-" if number is None else f"{number:.2f}" for number in numbers
-        ]
-    assert (result["measured_on"], result["measured_images"]) == ("held-out training images", 2)
-    saved = (path / "detections.json").read_bytes()
-    for name in ("detections.json", "result.json"):  # as if it had been stopped after its last measurement
-        (path / name).unlink()
-    assert train("--resume", path) == 0
-    assert (path / "detections.json").read_bytes() == saved
-    assert RunFolder(path).json("result.json") == result
-
-
-# Two processes.
 
 
 @pytest.mark.slow

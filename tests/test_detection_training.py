@@ -260,6 +260,12 @@ def test_mistakes(objects, changes, text):
         task_of(RETINA, **{"data": objects} | changes)
 
 
+def test_mask_rcnn_is_not_compiled(objects):
+    with pytest.raises(UserError, match=r"--compile is of no use for Mask R-CNN: .* Leave it out"):
+        task_of(MASK, objects, compile=True)
+    task_of(RETINA, objects, compile=True)
+
+
 def test_what_is_not_for_classification(tmp_path, capsys):
     for flags, text in (
         (["--augmentation", "flip"], "--augmentation flip is for detection: write crop+flip"),
@@ -280,7 +286,7 @@ def test_mistakes_of_length(objects):
 
 def test_without_the_package(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "faster_coco_eval", None)
-    for name in ("coco", "detection", "evaluation", "scenes"):
+    for name in ("coco", "detection", "evaluation", "masks", "scenes"):
         monkeypatch.delitem(sys.modules, f"pwlu.recipes.{name}", raising=False)
     assert train(RETINA, "--runs", tmp_path) == 2
     assert "detection needs one more package, COCO's tools: pip install 'pwlu[train,detection]'" in capsys.readouterr().err

@@ -140,6 +140,21 @@ def test_learns():
     assert loss < 0.01
 
 
+def test_a_parameter_that_is_computed():
+    """As torch.nn.utils.parametrize makes it, for a function that never falls, say: the unit has no such parameter then."""
+
+    class Rising(nn.Module):
+        def forward(self, steps):
+            return steps.abs().cumsum(1)
+
+    act, x = pwlu.PWLU(3, intervals=4), torch.randn(5, 3)
+    nn.utils.parametrize.register_parametrization(act, "heights", Rising())
+    parameters = (act.left, act.right, act.heights, act.left_slope, act.right_slope)
+    assert torch.equal(act(x), pwlu.functional.pwlu(x, *parameters))
+    act(x).sum().backward()
+    assert act.parametrizations.heights.original.grad.abs().sum() > 0
+
+
 def test_bad_input_through_the_module():
     with pytest.raises(ValueError, match="the unit has 4 channels"):
         pwlu.PWLU(4)(torch.randn(2, 3))

@@ -11,11 +11,13 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import pwlu
 from pwlu import implementations, ops, reference
 from pwlu.functional import pwlu as function
+from pwlu.plain import plain
 
 
 @pytest.fixture
@@ -90,8 +92,8 @@ def test_only_the_gradient_that_is_asked_for(wanted, device, monkeypatch):
     inputs = [torch.randn(4, 3, device=device), *unit(3, 4, device=device)]
     inputs[wanted].requires_grad_()
     asked = []
-    by_kernel = ops._BY_KERNEL[ops.backward]
-    monkeypatch.setitem(ops._BY_KERNEL, ops.backward, lambda *a: asked.append(a[-2:]) or by_kernel(*a))
+    by_kernel = implementations.kernel_backward
+    monkeypatch.setattr(implementations, "kernel_backward", lambda *a: asked.append(a[-2:]) or by_kernel(*a))
     function(*inputs).sum().backward()
     assert set(asked) == {(wanted == 0, wanted > 0)}
     assert [t.grad is not None for t in inputs] == [i == wanted for i in range(6)]
@@ -130,6 +132,9 @@ def test_negative_views(device):
     assert torch.equal(function(x, *parameters), function(x.clone().contiguous(), *parameters))
     dense = torch._neg_view(torch.randn(4, 3, device=device))
     assert torch.equal(function(dense, *parameters), function(dense.clone(), *parameters))
+    for position, parameter in enumerate(parameters):
+        negated = [*parameters[:position], torch._neg_view(-parameter), *parameters[position + 1 :]]
+        assert torch.equal(function(x.clone(), *negated), function(x.clone(), *parameters))
 
 
 def test_deterministic(device):
@@ -311,6 +316,47 @@ def test_function_modes_see_the_operator(device):
     assert ops.forward in seen
 
 
+@pytest.mark.parametrize("position", range(6))
+def test_subclasses_see_the_operator(position, device):
+    seen = []
+
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, call, types, arguments=(), keywords=None):
+            seen.append(call)
+            return super().__torch_function__(call, types, arguments, keywords or {})
+
+    arguments = [torch.randn(4, 3, device=device), *unit(3, 4, device=device)]
+    arguments[position] = arguments[position].as_subclass(Loud)
+    function(*arguments)
+    assert ops.forward in seen
+
+
+def test_dispatch_modes_see_the_operators(device):
+    seen = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, call, types, arguments=(), keywords=None):
+            seen.append(call)
+            return call(*arguments, **(keywords or {}))
+
+    with Log():
+        y = function(torch.randn(4, 3, device=device, requires_grad=True), *unit(3, 4, device=device))
+    with Log():
+        y.sum().backward()
+    assert ops.forward in seen
+    assert ops.backward in seen
+
+
+def test_tracing_before_dispatch_sees_the_operator(device):
+    traced = make_fx(lambda *a: function(*a), pre_dispatch=True)
+    graph = traced(torch.randn(4, 3, device=device), *unit(3, 4, device=device))
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [ops.forward]
+    assert plain(torch.randn(3, device=device), ())
+    with torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.PreDispatch):
+        assert not plain(torch.randn(3, device=device), ())
+
+
 # torch.func: plain torch does the work, and does it right.
 
 
@@ -355,7 +401,9 @@ def test_the_missing_kernel_is_said_once(monkeypatch):
     from pwlu.kernels import cpu
 
     monkeypatch.setattr(cpu, "choose", lambda: (None, "no C compiler was found"))
-    cpu.kernel.cache_clear()
+    forget = (cpu.kernel.cache_clear, implementations._serving.cache_clear)
+    for each in forget:
+        each()
     x, parameters = torch.randn(4, 3), unit(3, 4)
     try:
         with pytest.warns(UserWarning, match="no C compiler was found.*pwlu info"):
@@ -368,4 +416,5 @@ def test_the_missing_kernel_is_said_once(monkeypatch):
         function(x, *parameters).sum().backward()
         assert ops.moments(x, 3, 1)[0].item() == 4
     finally:
-        cpu.kernel.cache_clear()
+        for each in forget:
+            each()

@@ -3,12 +3,14 @@
 import ast
 import importlib.util
 import os
+import shlex
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from imported import interpreter
 
 import pwlu
 from pwlu.cli import main
@@ -30,7 +32,8 @@ ALLOWED = {
     "kernels.cuda.driver": {"kernels.cuda.compile", "kernels.cuda.plan"},
     "kernels.cuda": {"kernels.layout", "kernels.cuda.compile", "kernels.cuda.driver", "kernels.cuda.plan"},
     "implementations": {"reference", "kernels.cpu", "kernels.cuda"},
-    "ops": {"reference", "implementations"},
+    "plain": set(),
+    "ops": {"reference", "implementations", "plain"},
     "functional": {"ops"},
     "starts": {"reference"},
     "module": {"functional", "ops", "reference", "starts"},
@@ -105,7 +108,7 @@ ALLOWED = {
     "recipes.locks": set(),
     "recipes.run_folder": {"recipes.locks", "recipes.settings"},
     "recipes.images": {"recipes.draws"},
-    "recipes.folders": {"recipes.draws", "recipes.images", "recipes.settings"},
+    "recipes.folders": {"recipes.draws", "recipes.images", "recipes.pictures", "recipes.settings"},
     "recipes.datasets": {"recipes.draws", "recipes.folders", "recipes.images", "recipes.rows", "recipes.settings"},
     "recipes.networks": {"recipes.settings"},
     "recipes.classification": {
@@ -114,16 +117,17 @@ ALLOWED = {
         "recipes.images",
         "recipes.networks",
         "recipes.processes",
-        "recipes.rows",
         "recipes.settings",
         "recipes.task",
     },
-    "recipes.task": {"recipes.settings"},
+    "recipes.task": {"recipes.processes", "recipes.rows", "recipes.settings"},
     "recipes.measures": set(),
-    "recipes.coco": {"recipes.settings"},
-    "recipes.scenes": {"recipes.coco", "recipes.draws"},
+    "recipes.masks": {"recipes.settings"},
+    "recipes.pictures": set(),
+    "recipes.coco": {"recipes.masks", "recipes.settings"},
+    "recipes.scenes": {"recipes.coco", "recipes.draws", "recipes.masks", "recipes.pictures"},
     "recipes.detectors": {"recipes.networks"},
-    "recipes.evaluation": {"recipes.coco", "recipes.settings"},
+    "recipes.evaluation": {"recipes.coco", "recipes.masks", "recipes.settings"},
     "recipes.detection": {
         "recipes.coco",
         "recipes.datasets",
@@ -131,7 +135,6 @@ ALLOWED = {
         "recipes.draws",
         "recipes.evaluation",
         "recipes.processes",
-        "recipes.rows",
         "recipes.scenes",
         "recipes.settings",
         "recipes.task",
@@ -336,12 +339,15 @@ ALLOWED = {
 }
 
 
-def python(code, **environment):
+@pytest.fixture(scope="module")
+def python():
     """Run code in a process of its own that finds the package in src/, with nothing installed."""
-    variables = (
-        {k: v for k, v in os.environ.items() if k != "PWLU_CPU_KERNEL"} | {"PYTHONPATH": str(ROOT / "src")} | environment
-    )
-    return subprocess.run([sys.executable, "-W", "ignore", *code], capture_output=True, text=True, env=variables)
+    with interpreter() as run:
+
+        def python(code, **environment):
+            return run(code, {k: v for k, v in os.environ.items() if k != "PWLU_CPU_KERNEL"} | environment)
+
+        yield python
 
 
 def modules():
@@ -365,7 +371,7 @@ def test_imports_point_one_way(name, path):
     assert found <= ALLOWED[name], f"{name} imports {found - ALLOWED[name]}"
 
 
-def test_import_needs_torch_alone():
+def test_import_needs_torch_alone(python):
     code = (
         "import sys, torch; old = set(sys.modules); import pwlu; print(*{m.partition('.')[0] for m in set(sys.modules) - old})"
     )
@@ -425,8 +431,17 @@ def bare(monkeypatch):
     return code + "pathlib.Path.glob = lambda s, p: iter(()) if p.startswith('_cpu_') else glob(s, p);"
 
 
+@pytest.fixture
+def quick(tmp_path_factory):
+    """A compiler that does not take its time to optimise."""
+    path = tmp_path_factory.mktemp("compiler") / "cc"
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(build.compiler())} "$@" -O0\n')
+    path.chmod(0o700)
+    return str(path)
+
+
 @pytest.mark.skipif(build.compiler() is None, reason="no C compiler here")
-def test_built_on_first_use_and_kept(bare, tmp_path):
+def test_built_on_first_use_and_kept(python, bare, quick, tmp_path):
     done = python(["-c", bare + FORWARD], PWLU_CACHE=str(tmp_path))
     assert not done.returncode, done.stderr
     variant, path = done.stdout.split()
@@ -439,13 +454,13 @@ def test_built_on_first_use_and_kept(bare, tmp_path):
     assert Path(path).stat().st_mtime_ns == stamp
     # what another machine or a full disk left there is made anew
     Path(path).write_bytes(b"not a library")
-    assert python(["-c", bare + FORWARD], PWLU_CACHE=str(tmp_path)).stdout == done.stdout
+    assert python(["-c", bare + FORWARD], PWLU_CACHE=str(tmp_path), CC=quick).stdout == done.stdout
 
 
 @pytest.mark.skipif(build.compiler() is None, reason="no C compiler here")
-def test_a_cache_that_cannot_be_written_is_no_error(bare, tmp_path):
+def test_a_cache_that_cannot_be_written_is_no_error(python, bare, quick, tmp_path):
     (tmp_path / "file").touch()
-    done = python(["-c", bare + FORWARD], PWLU_CACHE=str(tmp_path / "file" / "folder"))
+    done = python(["-c", bare + FORWARD], PWLU_CACHE=str(tmp_path / "file" / "folder"), CC=quick)
     assert not done.returncode, done.stderr
     variant, path = done.stdout.split()
     assert variant == cpu.usable_variants()[0]
@@ -453,7 +468,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(bare, tmp_path):
 
 
 @pytest.mark.parametrize("compiler", ["/no/such/cc", "gcc '-O", "false"])
-def test_a_compiler_that_does_not_work_is_named(bare, tmp_path, compiler):
+def test_a_compiler_that_does_not_work_is_named(python, bare, tmp_path, compiler):
     """Asked for by name, it is not replaced in silence; the package works all the same."""
     done = python(["-c", bare + FORWARD], PWLU_CACHE=str(tmp_path), CC=compiler)
     assert done.stdout.split() == ["None", "None"], done.stderr
@@ -462,13 +477,13 @@ def test_a_compiler_that_does_not_work_is_named(bare, tmp_path, compiler):
     assert "mend CC" in done.stdout
 
 
-def test_a_user_without_a_home(bare):
+def test_a_user_without_a_home(python, bare):
     code = bare + "import pathlib\ndef home(): raise RuntimeError('no home')\npathlib.Path.home = home\n"
     done = python(["-c", code + FORWARD], XDG_CACHE_HOME="")
     assert done.stdout.split() == ["None", "None"], done.stderr
 
 
-def test_without_a_compiler(bare, tmp_path):
+def test_without_a_compiler(python, bare, tmp_path):
     """The package works on plain torch, and `pwlu info` says how to get the fast kernel."""
     code = bare + "from pwlu.kernels import build; build.compiler = lambda: None;"
     done = python(["-c", code + FORWARD], PWLU_CACHE=str(tmp_path))
@@ -479,7 +494,7 @@ def test_without_a_compiler(bare, tmp_path):
     assert "install a C compiler" in done.stdout
 
 
-def test_kernels_by_name(tmp_path):
+def test_kernels_by_name(python):
     for name in cpu.usable_variants():
         assert python(["-c", FORWARD], PWLU_CPU_KERNEL=name).stdout.split()[0] == name
     assert python(["-c", FORWARD], PWLU_CPU_KERNEL="reference").stdout.split()[0] == "None"

@@ -3,29 +3,29 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from imported import SOURCES, interpreter
 from networks import data, network, same
 from resume_worker import BOUNDARY, REALIGN_AT, SKIPPED, STEPS
 
 import pwlu
 
-WORKER = Path(__file__).with_name("resume_worker.py")
-SOURCES = Path(pwlu.__file__).parents[1]
 
-
-def start(folder, order, every, *death):
+@pytest.fixture(scope="module")
+def start():
     """Run the worker to its end or death; the exit status."""
-    paths = os.pathsep.join([str(SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, WORKER, folder, order, every, *death]
-    done = subprocess.run([str(c) for c in command], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr
-    return done.returncode
+    with interpreter("torch._dynamo") as run:  # an optimizer imports that
+
+        def start(folder, order, every, *death):
+            path = (SOURCES, Path(__file__).parent)
+            done = run(["-m", "resume_worker", folder, order, every, *death], dict(os.environ), path)
+            assert done.returncode in (0, -signal.SIGKILL), done.stderr
+            return done.returncode
+
+        yield start
 
 
 def result(folder):
@@ -33,7 +33,7 @@ def result(folder):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
+def uninterrupted(tmp_path_factory, start):
     folder = tmp_path_factory.mktemp("uninterrupted")
     assert start(folder, "before", STEPS) == 0
     return result(folder)
@@ -56,7 +56,7 @@ def anywhere(seed, every):
         ("before", 3, anywhere(1, 3)),
     ],
 )
-def test_killed_and_resumed(tmp_path, uninterrupted, order, every, deaths):
+def test_killed_and_resumed(tmp_path, start, uninterrupted, order, every, deaths):
     for death in deaths:
         assert start(tmp_path, order, every, *death) == -signal.SIGKILL
     assert start(tmp_path, order, every) == 0

@@ -170,6 +170,15 @@ def test_workers(tmp_path):
     by_workers.data.train.loader._iterator._shutdown_workers()  # left to the garbage collector, it takes torch 5 s a worker
 
 
+def test_as_many_workers_as_cores(tmp_path, monkeypatch):
+    task = task_of(**NETTE | {"workers": None}, data=str(write_images(tmp_path)))
+    assert task.data.train.workers == task.settings.readers
+    for cores, workers in ((3, 3), (64, 8), (None, 1)):  # None: it is not known
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        assert task.settings.readers == workers
+        assert task.settings.replace(workers=0).readers == 0
+
+
 def test_unreadable_image(tmp_path, capsys):
     """Named; once it is put right, the run goes on."""
     data, runs = write_images(tmp_path / "data"), tmp_path / "runs"

@@ -15,7 +15,10 @@ from recipes_helpers import (
     trainee_of,
     without_times,
 )
+from torch import nn
 
+from pwlu.baselines import FReLU
+from pwlu.recipes import trainee
 from pwlu.recipes.processes import Processes
 from pwlu.recipes.run_folder import RunFolder
 from pwlu.recipes.settings import UserError
@@ -49,6 +52,25 @@ def test_processes_share_every_batch(accumulate):
         found = torch.cat([images for share in parts for images, _ in share])
         assert [len(images) for share in parts for images, _ in share] == [16 // accumulate] * 4 * accumulate
         assert torch.equal(*(x.flatten(1).double().sort(0).values for x in (found, expected)))
+
+
+@pytest.mark.parametrize(
+    ("count", "device", "expected"),
+    [(2, "cuda", nn.SyncBatchNorm), (1, "cuda", nn.BatchNorm2d), (2, "cpu", nn.BatchNorm2d)],
+)
+def test_batch_norm_is_over_all_gpus(monkeypatch, count, device, expected):
+    """That of FReLU too, and of the average. No GPU is needed to see it: nothing is moved there, nothing computed."""
+    monkeypatch.setattr(nn.Module, "to", lambda self, *_, **__: self)
+    monkeypatch.setattr(trainee, "DistributedDataParallel", lambda network, devices: network)
+    task = task_of(activation="frelu", ema=0.9)
+    made = trainee.Trainee(task, task.settings, Processes(0, count, torch.device(device)))
+    for network in (made.network, made.measured):
+        norms = [module for module in network.modules() if hasattr(module, "running_mean")]
+        funnels = [module for module in network.modules() if isinstance(module, FReLU)]
+        assert [type(norm) for norm in norms] == [expected] * 6
+        assert [type(funnel.norm) for funnel in funnels] == [expected] * 3
+    optimized = {id(p) for group in made.optimizer.param_groups for p in group["params"]}
+    assert optimized == {id(p) for p in made.network.parameters()}
 
 
 def test_a_batch_that_cannot_be_shared():

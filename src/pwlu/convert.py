@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwlu.baselines import PAU, ReLU, activation, check_name
+from pwlu.baselines import PAU, FReLU, ReLU, activation, check_name
 from pwlu.conversion import rewrite
 from pwlu.conversion.kinds import ARGUMENTS, DEFAULT_KINDS
 from pwlu.conversion.planning import plan
@@ -80,7 +80,7 @@ def convert_(
     plan(model, founds)
     for found in founds:
         if found.wanted:
-            found.module = make(found.site, found.calls[0])
+            found.module = make(found)
             found.site.parameters = sum(p.numel() for p in found.module.parameters())
     _try_out(runs, founds)
     report = Report(type(model).__name__, [f.site for f in founds] + unreached(model, recorded, rules), _notes(runs))
@@ -149,7 +149,7 @@ def _check_model(model: nn.Module) -> None:
 
 def _maker(
     to: str | Factory, bounds: tuple[float, float] | None, intervals: int, granularity: str, init: Any
-) -> Callable[[Site, Call], nn.Module]:
+) -> Callable[[Found], nn.Module]:
     """A function that makes the new activation of a site; wrong arguments are found now."""
     if granularity not in ("channel", "layer"):
         raise ValueError(f"convert_: granularity must be 'channel' or 'layer', not {granularity!r}")
@@ -163,7 +163,8 @@ def _maker(
             raise ValueError(f"convert_: {site.name}, {site.was}, has parameters of its own: {what} cannot start as that")
         return start
 
-    def unit(site: Site, call: Call) -> nn.Module:
+    def unit(found: Found) -> nn.Module:
+        site, call = found.site, found.calls[0]
         start = fixed(find_start(init) if init != "same" else site.start, site, "init='same'")
         fitted = best_bounds(start, intervals, bounds)
         by_name = start.name if STARTS.get(start.name) == start else start
@@ -171,7 +172,8 @@ def _maker(
         site.error = start_error(start, act.bounds, intervals) if start == site.start else None
         return act
 
-    def other(site: Site, call: Call) -> nn.Module:
+    def other(found: Found) -> nn.Module:
+        site, call = found.site, found.calls[0]
         if not isinstance(to, str):
             module = to(channels(site), site)
             if not isinstance(module, nn.Module):
@@ -182,7 +184,9 @@ def _maker(
         if to == "relu" or flat:
             return nn.ReLU() if site.kind == "relu" else ReLU()
         if to == "frelu":  # it convolves, and so is of the type of its input
-            return activation(to, site.channels, site.channel_dim).to(call.device, call.dtype)
+            norm = "group" if found.runs > 1 else "batch"  # one batch norm would mix the statistics of several runs
+            site.reason = f"with group norm: it runs {found.runs} times in a pass" if norm == "group" else ""
+            return FReLU(site.channels, site.channel_dim, norm).to(call.device, call.dtype)
         if to == "pau":
             pau = PAU(fixed(site.start, site, "PAU"), call.device, _wide(call))
             site.reason = f"starts within {pau.start_error:.2g} of {pau.start} for |x| <= 3"

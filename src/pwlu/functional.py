@@ -40,9 +40,15 @@ def pwlu(
     Returns:
         y: shape, dtype and memory layout of x.
     """
+    if ops.direct(x, left, right, heights, left_slope, right_slope):
+        try:
+            return ops.direct_forward(x, left, right, heights, left_slope, right_slope, channel_dim)
+        except (IndexError, TypeError, ValueError):  # kernels look at their arguments too, and say less about them
+            check(x, left, right, heights, left_slope, right_slope, channel_dim)
+            raise
     if not torch.jit.is_tracing():  # sizes are then tensors, and comparing them would be recorded
         check(x, left, right, heights, left_slope, right_slope, channel_dim)
-    return ops.pwlu(x, left, right, heights, left_slope, right_slope, channel_dim)
+    return ops.forward(x, left, right, heights, left_slope, right_slope, channel_dim)
 
 
 def observe(
@@ -53,15 +59,20 @@ def observe(
     left_slope: Tensor,
     right_slope: Tensor,
     channel_dim: int = 1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """As :func:`pwlu`, for a unit that stands still and watches its input (Phase I of the learning method).
 
     Returns y, and of each channel of x count, mean (C,) and sum of squared deviations from it (C,). The gradients of the
     parameters are zero, but not missing.
     """
+    if ops.direct(x, left, right, heights, left_slope, right_slope):
+        try:
+            return ops.direct_observe(x, left, right, heights, left_slope, right_slope, channel_dim)
+        except (IndexError, TypeError, ValueError):
+            check(x, left, right, heights, left_slope, right_slope, channel_dim)
+            raise
     check(x, left, right, heights, left_slope, right_slope, channel_dim)
-    y, count, mean, m2 = ops.watched(x, left, right, heights, left_slope, right_slope, channel_dim)
-    return y, count, mean, m2
+    return ops.observe(x, left, right, heights, left_slope, right_slope, channel_dim)
 
 
 # What fx.symbolic_trace records is the call itself; the checks below need real shapes.

@@ -3,6 +3,7 @@
 The functions take and return what the operators of the same names do; see ``ops.py``.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,15 +65,20 @@ def default_pool(pool: Tensor, *moments: Tensor) -> None:
 # CPU and CUDA: a kernel where there is one and it takes such arguments (it returns None if it does not).
 
 
-def kernel_of(x: Tensor) -> Any:
-    """The kernels that serve the device of x, if there are any; imported when first used."""
-    if x.is_cuda:
+@functools.cache
+def _serving(device: torch.device) -> Any:
+    if device.type == "cuda":
         from pwlu.kernels import cuda
 
-        return cuda.kernel(x.device.index)
+        return cuda.kernel(device.index)
     from pwlu.kernels import cpu
 
     return cpu.kernel()
+
+
+def kernel_of(x: Tensor) -> Any:
+    """The kernels that serve the device of x, if there are any; imported when first used."""
+    return _serving(x.device)
 
 
 def kernel_forward(x: Tensor, *rest: Any) -> Tensor:

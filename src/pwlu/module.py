@@ -112,10 +112,14 @@ class PWLU(nn.Module):
 
     def unit_parameters(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter, nn.Parameter, nn.Parameter]:
         """left, right, heights, left_slope, right_slope: the order in which functions take them."""
-        return self.left, self.right, self.heights, self.left_slope, self.right_slope
+        own: dict[str, Any] = self._parameters  # by the way of attributes it would take microseconds
+        try:
+            return own["left"], own["right"], own["heights"], own["left_slope"], own["right_slope"]
+        except KeyError:  # a parametrization, say, makes attributes of them
+            return self.left, self.right, self.heights, self.left_slope, self.right_slope
 
     def forward(self, x: Tensor) -> Tensor:
-        parameters = (self.left, self.right, self.heights, self.left_slope, self.right_slope, self.channel_dim)
+        parameters = (*self.unit_parameters(), self.channel_dim)
         if self.phase == 1 and self.training and not isinstance(x, torch.fx.Proxy):
             if self._pool.device != self.running_mean.device:  # fully_shard moves parameters and buffers, one by one
                 self._pool = self._pool.to(self.running_mean.device)

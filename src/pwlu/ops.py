@@ -15,14 +15,14 @@ The derivatives are registered under the Autograd key by hand: with ``torch.libr
 tensor takes half as long again (benchmarks/overhead.py).
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pwlu import implementations, reference
+from pwlu.plain import plain, transformed
 
 _PARAMETERS = "Tensor left, Tensor right, Tensor heights, Tensor left_slope, Tensor right_slope"
 _SCHEMAS = (
@@ -70,53 +70,21 @@ def _fake_observe(x: Tensor, left: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 # Derivatives.
 
 
-def _wanted(tensors: Sequence[Any]) -> bool:
+def _wanted(tensors: Iterable[Tensor]) -> bool:
     if torch.is_grad_enabled():
         for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+            if tensor.requires_grad:
                 return True
     return False
 
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-
-
-@functools.cache
-def _plain_keys(device: str) -> frozenset[int]:
-    """What the dispatcher knows of an ordinary tensor and of one made in inference mode."""
-    ordinary = torch.empty(0, device=device)
-    with torch.inference_mode():
-        return frozenset(torch._C._dispatch_keys(t).raw_repr() for t in (ordinary, torch.empty(0, device=device)))
-
-
-def _plain(x: Tensor, others: Sequence[Any]) -> bool:
-    """Whether nothing but autograd and a kernel could have a say.
-
-    That is: no mode, no subclass, no tensor that the dispatcher treats in a special way (negated, batched, zero, sparse, ...).
-    """
-    if not (x.is_cuda or x.is_cpu) or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return False
-    if torch._ops._len_torch_dispatch_stack_pre_dispatch():
-        return False
-    if type(x) not in _PLAIN_TYPES or torch._C._dispatch_keys(x).raw_repr() not in _plain_keys(x.device.type):
-        return False
-    for argument in others:  # nothing but negation makes a parameter special, and asking is four times cheaper
-        if isinstance(argument, Tensor) and (type(argument) not in _PLAIN_TYPES or argument.is_neg()):
-            return False
-    return True
-
-
 def _below_autograd(operator: Callable[..., Any], *arguments: Any) -> Any:
     """The operator without derivatives; where possible without a second way through the dispatcher."""
-    if _plain(arguments[0], arguments[1:]):
+    tensors = [a for a in arguments[1:] if isinstance(a, Tensor)]
+    if plain(arguments[0], tensors):
         return _BY_KERNEL[operator](*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
-
-
-def _transformed() -> bool:
-    """Whether forward-mode differentiation or a torch.func transform is under way: plain torch then does the work."""
-    return torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 class _Forward(torch.autograd.Function):
@@ -130,11 +98,20 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[:-1]
-        arguments = (grad, *ctx.saved_tensors, ctx.channel_dim, needs[0], any(needs[1:]))
-        # gradients are enabled here only if a second derivative is wanted; else the way through Autograd is saved
-        grads = backward(*arguments) if torch.is_grad_enabled() else _below_autograd(backward, *arguments)
-        return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None)
+        need_input, *needs = ctx.needs_input_grad  # where it is False, autograd does not look at what it gets
+        return (*_gradients(grad, ctx.saved_tensors, ctx.channel_dim, need_input, True in needs), None)
+
+
+def _gradients(
+    grad: Tensor, saved: tuple[Tensor, ...], channel_dim: int, need_input: bool, need_parameters: bool
+) -> tuple[Tensor, ...]:
+    """``backward`` in a backward pass: gradients are enabled there only if a second derivative is wanted."""
+    if torch.is_grad_enabled():
+        return backward(grad, *saved, channel_dim, need_input, need_parameters)
+    if plain(grad, saved):
+        return implementations.kernel_backward(grad, *saved, channel_dim, need_input, need_parameters)
+    with torch._C._AutoDispatchBelowAutograd():
+        return backward(grad, *saved, channel_dim, need_input, need_parameters)
 
 
 class _DirectForward(_Forward):
@@ -147,18 +124,18 @@ class _DirectForward(_Forward):
         return implementations.kernel_forward(*arguments)
 
 
-def _by_dispatcher(x: Tensor, rest: Sequence[Any]) -> bool:
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or _transformed() or not _plain(x, rest)
+def direct(x: Tensor, *parameters: Tensor) -> bool:
+    """Whether no one but autograd and a kernel takes part: the functions below are then a short way."""
+    return plain(x, parameters) and implementations.kernel_of(x) is not None
 
 
-def pwlu(x: Tensor, *rest: Any) -> Tensor:
-    """``torch.ops.pwlu.forward``, by a short way where no one but autograd and a kernel takes part.
-
-    The dispatcher would take some microseconds more: see "operator alone" in benchmarks/overhead.py.
-    """
-    if _by_dispatcher(x, rest):
-        return forward(x, *rest)
-    return _DirectForward.apply(x, *rest) if _wanted((x, *rest)) else implementations.kernel_forward(x, *rest)
+def direct_forward(
+    x: Tensor, left: Tensor, right: Tensor, heights: Tensor, left_slope: Tensor, right_slope: Tensor, channel_dim: int
+) -> Tensor:
+    """``torch.ops.pwlu.forward`` where :func:`direct` says so."""
+    if _wanted((x, left, right, heights, left_slope, right_slope)):
+        return _DirectForward.apply(x, left, right, heights, left_slope, right_slope, channel_dim)
+    return implementations.kernel_forward(x, left, right, heights, left_slope, right_slope, channel_dim)
 
 
 def _only_y_differentiable(ctx: Any, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -178,20 +155,17 @@ class _Observe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_moments: Any) -> tuple[Tensor | None, ...]:
-        need_input, *needs, _ = ctx.needs_input_grad
-        x, *parameters = ctx.saved_tensors
-        arguments = (grad, x, *parameters, ctx.channel_dim, True, False)
-        grad_x = None
-        if need_input:
-            grad_x = (backward(*arguments) if torch.is_grad_enabled() else _below_autograd(backward, *arguments))[0]
-        return (grad_x, *(g if need else None for g, need in zip(_zeros(grad, parameters), needs, strict=True)), None)
+        saved = ctx.saved_tensors
+        grad_x = _gradients(grad, saved, ctx.channel_dim, True, False)[0] if ctx.needs_input_grad[0] else None
+        return (grad_x, *_zeros(grad, saved[1:]), None)
 
 
-def _zeros(grad: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+def _zeros(grad: Tensor, parameters: tuple[Tensor, ...]) -> list[Tensor]:
     """Gradients of zero: in plain eager mode with one launch for all of them."""
-    if not _plain(grad, parameters) or len({p.dtype for p in parameters}) > 1:
+    if not plain(grad, parameters) or len({p.dtype for p in parameters}) > 1:
         return [torch.zeros_like(p) for p in parameters]
-    parts = parameters[0].new_zeros(sum(p.numel() for p in parameters)).split([p.numel() for p in parameters])
+    sizes = [p.numel() for p in parameters]
+    parts = parameters[0].new_zeros(sum(sizes)).split(sizes)
     return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
 
 
@@ -205,18 +179,20 @@ class _DirectObserve(_Observe):
         return _only_y_differentiable(ctx, implementations.kernel_observe(*arguments))
 
 
-def watched(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """``torch.ops.pwlu.observe``, by a short way where no one but autograd and a kernel takes part."""
-    if _by_dispatcher(x, rest):
-        return observe(x, *rest)
-    return _DirectObserve.apply(x, *rest) if _wanted((x, *rest)) else implementations.kernel_observe(x, *rest)
+def direct_observe(
+    x: Tensor, left: Tensor, right: Tensor, heights: Tensor, left_slope: Tensor, right_slope: Tensor, channel_dim: int
+) -> tuple[Tensor, ...]:
+    """``torch.ops.pwlu.observe`` where :func:`direct` says so."""
+    if _wanted((x, left, right, heights, left_slope, right_slope)):
+        return _DirectObserve.apply(x, left, right, heights, left_slope, right_slope, channel_dim)
+    return implementations.kernel_observe(x, left, right, heights, left_slope, right_slope, channel_dim)
 
 
-def fused(x: Tensor, *rest: Any) -> Tensor:
-    """``torch.ops.pwlu.lookup``, by a short way where no one but a kernel takes part."""
-    if _by_dispatcher(x, rest) or _wanted((x, *rest)):
-        return lookup(x, *rest)
-    return implementations.kernel_lookup(x, *rest)
+def direct_lookup(x: Tensor, left: Tensor, inv_step: Tensor, slopes: Tensor, offsets: Tensor, channel_dim: int) -> Tensor:
+    """``torch.ops.pwlu.lookup`` where :func:`direct` says so."""
+    if _wanted((x, left, inv_step, slopes, offsets)):
+        return lookup(x, left, inv_step, slopes, offsets, channel_dim)
+    return implementations.kernel_lookup(x, left, inv_step, slopes, offsets, channel_dim)
 
 
 class _Lookup(torch.autograd.Function):
@@ -235,24 +211,24 @@ class _Lookup(torch.autograd.Function):
 
 
 def _autograd_forward(*arguments: Any) -> Tensor:
-    if _transformed():
+    if transformed():
         return reference.forward(*arguments)
-    if _wanted(arguments):
+    if _wanted(arguments[:-1]):
         return _Forward.apply(*arguments)
     return _below_autograd(forward, *arguments)
 
 
 def _autograd_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Differentiable, in plain torch, where a second derivative is asked for."""
-    if _transformed() or _wanted((grad, x, *rest)):
+    if transformed() or _wanted((grad, x, *rest[:-3])):
         return implementations.gradients(x, *reference.backward(grad, x, *rest))
     return _below_autograd(backward, grad, x, *rest)
 
 
 def _autograd_lookup(*arguments: Any) -> Tensor:
-    if torch.autograd.forward_ad._current_level >= 0 or (_wanted(arguments) and _transformed()):
+    if torch.autograd.forward_ad._current_level >= 0 or (_wanted(arguments[:-1]) and transformed()):
         _Lookup.backward(None, arguments[0])
-    if _wanted(arguments):
+    if _wanted(arguments[:-1]):
         return _Lookup.apply(*arguments)
     return _below_autograd(lookup, *arguments)
 
@@ -263,10 +239,10 @@ def _autograd_moments(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _autograd_observe(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    if _transformed():
+    if transformed():
         arguments = (x, *(p.detach() for p in rest[:-1]), rest[-1])
         return (reference.forward(*arguments), *implementations.default_moments(x.detach(), rest[0].shape[0], rest[-1]))
-    if _wanted((x, *rest)):
+    if _wanted((x, *rest[:-1])):
         return _Observe.apply(x, *rest)
     return _below_autograd(observe, x, *rest)
 

@@ -58,21 +58,20 @@ def _advance(units: list[PWLU], group: "dist.ProcessGroup | None") -> None:
 
 def _pools(units: list[PWLU]) -> Tensor:
     """All pools side by side, with what is pending, which is forgotten: the numbers of PWLU.pool, in fewer operations."""
-    pools = torch.cat([u._pool.to(u.running_mean.device) for u in units], 1)  # one that was never called may lag behind
-    for number in range(max(len(u._pending) for u in units)):
-        parts = [_pending(u, number) for u in units]
-        pools = reference.merge(pools, *(torch.cat(part) for part in zip(*parts, strict=True)))
+    pools = [u._pool.to(u.running_mean.device) for u in units]  # one that was never called may lag behind
+    number = 0
+    while waiting := [k for k, u in enumerate(units) if number < len(u._pending)]:
+        counts, means, m2s = zip(*(units[k]._pending[number] for k in waiting), strict=True)
+        sizes = [units[k].channels for k in waiting]
+        count = torch.cat([c.expand(size) for c, size in zip(counts, sizes, strict=True)])
+        before = torch.cat([pools[k] for k in waiting], 1)
+        merged = reference.merge(before, count.to(before.dtype), torch.cat(means), torch.cat(m2s))
+        for k, part in zip(waiting, merged.split(sizes, 1), strict=True):
+            pools[k] = part
+        number += 1
     for unit in units:
         unit._pending.clear()
-    return pools
-
-
-def _pending(unit: PWLU, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    if number >= len(unit._pending):
-        nothing = torch.zeros_like(unit._pool, device=unit.running_mean.device)
-        return nothing[0], nothing[1], nothing[2]
-    count, mean, m2 = unit._pending[number]
-    return count.expand(unit.channels).to(unit._pool.dtype), mean, m2
+    return torch.cat(pools, 1)
 
 
 def _over_processes(pools: Tensor, shift: Tensor, group: "dist.ProcessGroup | None") -> Tensor:

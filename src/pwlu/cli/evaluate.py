@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Evaluate detections as COCO does: those that pwlu train --save-detections left in a run folder, or any file in\n"
-        "COCO's results format, on the validation images of a data set in COCO's layout."
+        "COCO's results format, with boxes, masks or both. Of the data set, in COCO's layout, the annotations are enough."
     )
     parser.epilog = (
         "examples:\n"
@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("what", type=Path, metavar="RUN", help=f"a run folder with {SAVED}, or such a file")
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder of the data set (default: the run's)")
-    parser.add_argument("--most", type=int, metavar="N", help="detections of an image that count (default: the run's, or 100)")
+    parser.add_argument(
+        "--most", type=int, metavar="N", help="detections of a class in an image that count (default: the run's, or 100)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,6 +51,8 @@ def _evaluated(options: argparse.Namespace) -> dict[str, float]:
         from pwlu.recipes.datasets import held_out
     except ImportError as error:
         raise UserError(f"evaluation needs more packages ({error}): pip install 'pwlu[train,detection]'") from None
+    if options.most is not None and options.most < 1:
+        raise UserError(f"--most must be at least 1, not {options.most}")
     path, data, most, holdout = options.what, options.data, 100, 0
     if path.is_dir():
         settings = RunFolder(path).settings()
@@ -60,14 +64,14 @@ def _evaluated(options: argparse.Namespace) -> dict[str, float]:
             raise UserError(f"{options.what} has no {SAVED}: pwlu train writes it with --save-detections, at the end")
     elif data is None:
         raise UserError("which data set is it? Write --data DIR, the folder that holds annotations/instances_val*.json")
-    with_masks = path.exists() and b'"segmentation"' in path.read_bytes()
-    train, test = coco.load(data, with_masks)
+    rows, kinds = evaluation.saved(path)
+    part = coco.annotated(data, "train" if holdout else "val", with_masks="mask" in kinds)
     if holdout:
-        test = held_out(train, holdout)[1]
-    rows = evaluation.read(path, test)
+        part = held_out(part, holdout)[1]
+    rows = evaluation.checked(path, rows, kinds, part)
     values: dict[str, float] = {}
-    for kind in ("box", "mask") if with_masks else ("box",):
-        values |= evaluation.average_precision(test, rows, kind, options.most or most)
+    for kind in kinds:
+        values |= evaluation.average_precision(part, rows, kind, options.most or most)
     return values
 
 

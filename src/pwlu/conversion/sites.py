@@ -31,6 +31,11 @@ class Found:
         """Whether it is to be converted."""
         return self.site.action == "converted"
 
+    @property
+    def runs(self) -> int:
+        """How often it runs in one pass, at most."""
+        return max(self.modes.values())
+
 
 @dataclass
 class Rules:

@@ -136,7 +136,7 @@ class Kernel:
 def _for_compute(x: Tensor, parameters: list[Tensor]) -> list[Tensor]:
     """Parameters as C reads them: float64 for float64 x, else float32, and contiguous."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return [p if p.dtype == dtype and p.is_contiguous() else p.to(dtype).contiguous() for p in parameters]
+    return [p if p.dtype == dtype and p.is_contiguous() else layout.floating(p).to(dtype).contiguous() for p in parameters]
 
 
 def _raise(status: int) -> None:

@@ -3,6 +3,8 @@
 Every dense layout has such a form: inner is the stride of the channel dimension.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,25 +29,23 @@ def geometry(x: Tensor, channels: int, channel_dim: int) -> tuple[int, int, int]
     return x.numel() // (channels * inner), channels, inner
 
 
-def check(x: Tensor, tables: list[Tensor], intervals: int, channel_dim: int) -> int:
+def check(x: Tensor, tables: Sequence[Tensor], intervals: int, channel_dim: int) -> int:
     """The number of channels, once shapes are such that a kernel stays inside of its arrays, whoever called the operator."""
-    first, second, wide, *others = tables
-    channels, one, device = (first.shape[0] if first.ndim else 0), first.shape, x.device
-    many = (channels, intervals + (1 if len(tables) == 5 else 2))
-    last = one if len(tables) == 5 else many
-    if len(one) != 1 or second.shape != one or wide.shape != many or intervals < 1:
+    one, device = tables[0].shape, x.device
+    channels = one[0] if len(one) == 1 else 0
+    expected: tuple[tuple[int, ...], ...] = (one, one, (channels, intervals + 1), one, one)
+    if len(tables) == 4:
+        expected = (one, one, (channels, intervals + 2), (channels, intervals + 2))
+    if not channels or intervals < 1:
         _refuse(x, tables)
-    for table in others:
-        if table.shape != last:
-            _refuse(x, tables)
-    for table in tables:
-        if table.device != device:
+    for table, shape in zip(tables, expected, strict=True):
+        if table.shape != shape or table.device != device:
             _refuse(x, tables)
     check_channels(x, channels, channel_dim)
     return channels
 
 
-def _refuse(x: Tensor, tables: list[Tensor]) -> None:
+def _refuse(x: Tensor, tables: Sequence[Tensor]) -> None:
     expected = "(C,), (C,), (C, N+1), (C,), (C,)" if len(tables) == 5 else "(C,), (C,), (C, N+2), (C, N+2)"
     found = ", ".join(f"{tuple(t.shape)} on {t.device}" for t in tables)
     raise ValueError(f"pwlu: expected parameters of the shapes {expected} with at least 1 interval on {x.device}, not {found}")
@@ -57,6 +57,13 @@ def check_channels(x: Tensor, channels: int, channel_dim: int) -> None:
         raise TypeError(f"pwlu: x must be float32, bfloat16, float16 or float64, not {x.dtype}")
     if channels < 1 or (channels > 1 and (not -x.ndim <= channel_dim < x.ndim or x.shape[channel_dim] != channels)):
         raise ValueError(f"pwlu: x of shape {tuple(x.shape)} does not have {channels} channels in dimension {channel_dim}")
+
+
+def floating(parameter: Tensor) -> Tensor:
+    """Itself; TypeError unless it is of a type kernels know."""
+    if parameter.dtype not in FLOATS:
+        raise TypeError(f"pwlu: parameters must be of a floating-point type, not {parameter.dtype}")
+    return parameter
 
 
 def check_grad(grad: Tensor, x: Tensor) -> None:

@@ -12,14 +12,13 @@ from pwlu.recipes import draws, networks
 from pwlu.recipes.datasets import load
 from pwlu.recipes.images import Batch
 from pwlu.recipes.processes import Processes
-from pwlu.recipes.rows import find, total_steps
 from pwlu.recipes.settings import Settings, UserError
-from pwlu.recipes.task import share
+from pwlu.recipes.task import ImageTask
 
 ALIGNMENT_IMAGES = 2048
 
 
-class Classification:
+class Classification(ImageTask):
     """A data set of images with labels. ``metric``: what a table compares, in percent; more is better."""
 
     metric = "accuracy"
@@ -27,48 +26,39 @@ class Classification:
     notes: tuple[str, ...] = ()
 
     def __init__(self, settings: Settings, processes: Processes) -> None:
-        self.settings, self.processes = settings, processes
+        super().__init__(settings, processes)
         if settings.augmentation == "flip":
             raise UserError("--augmentation flip is for detection: write crop+flip")
         if settings.save_detections:
             raise UserError("--save-detections is for detection: leave it out")
         self.data = load(settings, processes.device)
-        self.dtype = torch.float64 if settings.precision == "float64" else torch.float32
-        self.layout = torch.channels_last if settings.channels_last else torch.contiguous_format
-        self.share = share(settings, processes.count, len(self.data.train))
+        self.cut(len(self.data.train))
         if self.share < 2 and settings.norm == "batch":
             parts = processes.count * settings.accumulate
             raise UserError(
                 f"a batch of {settings.batch} leaves 1 image for each of {parts} parts, too few for batch norm: write --batch "
                 f"{2 * parts} or more, or --norm group"
             )
-        self.steps_per_epoch = len(self.data.train) // settings.batch
-        self.total_steps = total_steps(settings, self.steps_per_epoch)
         self.measured_on, self.measured_images = self.data.measured_on, len(self.data.test)
 
     def network(self) -> nn.Module:
         """The architecture with new weights, and with its own activations."""
-        row, s = find(self.settings.recipe), self.settings
+        row, s = self.row, self.settings
         return networks.build(row.network, len(self.data.classes), self.data.channels, s.width, row.small, s.norm)
 
     def sample(self) -> Tensor:
         """What the network is called with, for :func:`pwlu.convert_`."""
         return torch.zeros(2, self.data.channels, self.settings.pixels, self.settings.pixels)
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Batch]]:
-        """The steps of an epoch from `first_step` on: this process's parts of each batch.
-
-        The order depends on seed and epoch alone, and the last images that do not fill a batch wait for another epoch.
-        """
+    def order(self, epoch: int) -> Tensor:
+        """Numbers of training images, (steps, batch)."""
         order = torch.randperm(len(self.data.train), generator=draws.generator(self.settings.seed, epoch, 1))
-        steps = order[: self.steps_per_epoch * self.settings.batch].view(
-            self.steps_per_epoch, -1, self.processes.count, self.share
-        )
-        last_step = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
-        mine = steps[first_step:last_step, :, self.processes.rank]
-        batches = self.data.train.batches(mine.flatten(0, 1).unbind(), (self.settings.seed, epoch, 2))
-        for _ in range(len(mine)):
-            yield [self._prepared(*next(batches)) for _ in range(self.settings.accumulate)]
+        return order[: self.steps_per_epoch * self.settings.batch].view(self.steps_per_epoch, -1)
+
+    def read(self, parts: list[Tensor], keys: tuple[int, ...]) -> Iterator[Batch]:
+        """Their images, in the type and layout of the network, and labels."""
+        for batch in self.data.train.batches(parts, keys):
+            yield self._prepared(*batch)
 
     def _prepared(self, images: Tensor, labels: Tensor) -> Batch:
         return images.to(self.dtype).contiguous(memory_format=self.layout), labels

@@ -6,7 +6,7 @@ DIR/images/*, DIR/annotations/instances_train.json, instances_val.json          
 
 import json
 import math
-from collections import Counter
+import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pwlu.recipes import masks
 from pwlu.recipes.settings import UserError
 
-try:
-    from faster_coco_eval import mask as rle
-    from faster_coco_eval.mask_api_new_cpp import toUncompressedRLE as uncompressed
-except ImportError:
-    raise UserError("detection needs one more package, COCO's tools: pip install 'pwlu[train,detection]'") from None
-
-# What is left out, in the order in which an annotation is asked about it.
-UNKNOWN_IMAGE = "objects in images that the file does not name"
-UNKNOWN_CATEGORY = "objects of unknown categories"
-NO_AREA = "boxes without area in their image"
-NO_MASK = "objects without a mask"
+# Objects that are left out, in the order in which an annotation is asked about it.
+UNKNOWN_IMAGE = "without an image in the file"
+UNKNOWN_CATEGORY = "of unknown category"
+NO_AREA = "without a box of some area in the image"
+NO_MASK = "without a mask"
 _LEAST = 0.01  # pixels of height and width: with less, a box is a point in float32 after it is scaled with its image
+_LARGEST = 1e10  # pixels: COCO's evaluator takes no notice of an object with more
+_LONGEST = 100  # times the shorter side: of images that are longer nothing is left when they are scaled to 64 x 107 pixels
 
 
 @dataclass
@@ -51,7 +48,7 @@ class Part:
     codes: Tensor
     begin: Tensor
     classes: dict[int, str]  # by the file's number, in the order of numbers
-    left_out: Counter[str]
+    left_out: dict[str, Tensor]  # how many objects of each image, and why; those without an image are the first one's
 
     def __len__(self) -> int:
         return len(self.names)
@@ -71,22 +68,23 @@ class Part:
         return {"size": self.sizes[image].tolist(), "counts": counts}
 
     def runs(self, image: int, indices: Tensor) -> Tensor:
-        """The masks of these objects of an image as :func:`painted` takes them: int64 (2, runs), far less than the masks.
+        """The masks of these objects of an image, as :func:`pwlu.recipes.masks.painted` takes them."""
+        return masks.runs([self.code(image, index) for index in indices.tolist()])
 
-        The pixels of all objects are numbered through, those of an object down its columns. A run of pixels that are set is
-        (number of its first pixel - pixels set before it, its length): added to 0, 1, 2, ... this numbers all that are set.
-        """
-        lengths = []  # of pixels that are not set, set, not set, ...: those of an object begin so, and are made to end set
-        for code in uncompressed([self.code(image, index) for index in indices.tolist()]):
-            lengths += code["counts"] + [0] * (len(code["counts"]) % 2)
-        clear, length = torch.tensor(lengths, dtype=torch.int64).view(-1, 2).unbind(1)
-        return torch.stack([clear.cumsum(0), length])
+    def fits(self) -> Tensor:
+        """Which of the images a detector can take, bool: those that are not too long and narrow."""
+        shorter, longer = self.sizes.aminmax(dim=1)
+        return longer <= _LONGEST * shorter
+
+    def with_objects(self) -> Tensor:
+        """Which of the images have objects that are no crowd, bool."""
+        before = torch.zeros(len(self.crowd) + 1, dtype=torch.int64)
+        before[1:] = (~self.crowd).cumsum(0)
+        return before[self.first[1:]] > before[self.first[:-1]]
 
     def trained_on(self) -> Tensor:
-        """Numbers of the images with objects that are no crowd."""
-        counted = torch.zeros(len(self.crowd) + 1, dtype=torch.int64)
-        counted[1:] = (~self.crowd).cumsum(0)
-        return (counted[self.first[1:]] > counted[self.first[:-1]]).nonzero().flatten()
+        """Numbers of the images that fit and have objects."""
+        return (self.with_objects() & self.fits()).nonzero().flatten()
 
     def part(self, images: Tensor) -> "Part":
         """Those images alone, in this order."""
@@ -105,26 +103,29 @@ class Part:
             crowd=self.crowd[objects],
             codes=torch.cat(spans) if spans else self.codes[:0],
             begin=_starts([len(span) for span in spans]),
+            left_out={what: counts[images] for what, counts in self.left_out.items()},
         )
 
     def __str__(self) -> str:
-        crowds, empty = int(self.crowd.sum()), len(self) - len(self.trained_on())
-        text = f"{len(self):,} images ({empty:,} without objects), {len(self.crowd) - crowds:,} objects, {crowds:,} crowds"
-        return text + "".join(f", left out: {count:,} {what}" for what, count in self.left_out.items() if count)
+        crowds, empty, narrow = (int(which.sum()) for which in (self.crowd, ~self.with_objects(), ~self.fits()))
+        parts = [f"{counted(len(self), 'image')} ({empty:,} without objects)"]
+        parts += [counted(len(self.crowd) - crowds, "object"), counted(crowds, "crowd")]
+        if narrow:
+            parts.append(f"{counted(narrow, 'image')} too long and narrow for a detector")
+        for what, counts in self.left_out.items():
+            if counts.any():
+                parts.append(f"left out: {counted(int(counts.sum()), 'object')} {what}")
+        return ", ".join(parts)
 
 
-def painted(runs: Tensor, pixels: int, objects: int, height: int, width: int) -> Tensor:
-    """Masks, uint8 (objects, height, width), of :meth:`Part.runs`, on their device. `pixels`: how many are set in all."""
-    shift, length = runs
-    numbers = shift.repeat_interleave(length, output_size=pixels) + torch.arange(pixels, device=runs.device)
-    masks = torch.zeros(objects, width, height, dtype=torch.uint8, device=runs.device)
-    masks.view(-1).index_fill_(0, numbers, 1)
-    return masks.transpose(1, 2)
+def counted(number: int, one: str, many: str = "") -> str:
+    """``1 image``, ``2,000 images``."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def load(root: Path, with_masks: bool) -> tuple[Part, Part]:
-    """What to train on and what to measure on."""
-    train, test = (read(*_found(root, part), with_masks) for part in ("train", "val"))
+    """What to train on and what to measure on, with their images."""
+    train, test = (annotated(root, name, with_masks) for name in ("train", "val"))
     if train.classes != test.classes:
         different = sorted(str(c) for c in set(train.classes.items()) ^ set(test.classes.items()))
         raise UserError(
@@ -132,117 +133,148 @@ def load(root: Path, with_masks: bool) -> tuple[Part, Part]:
             f"{', '.join(different[:5])} in one of them only"
         )
     for name, part in (("train", train), ("val", test)):
-        if not len(part.trained_on()):
-            raise UserError(f"the {name} annotations under {root} have no object that could be used: {part}")
-        if not any((part.folder / file).exists() for file in part.names[:100]):
-            raise UserError(f"the images of the {name} annotations are not in {part.folder}: it has no {part.names[0]}")
+        if not any((part.folder / file).is_file() for file in part.names):
+            raise UserError(
+                f"the images of the {name} annotations are not there: expected {part.names[0]} and the others in "
+                f"{' or '.join(map(str, _folders(_file(root, name))))}"
+            )
     return train, test
 
 
-def _found(root: Path, part: str) -> tuple[Path, Path]:
-    """The annotation file of a part, and the folder with its images."""
-    files = sorted((root / "annotations").glob(f"instances_{part}*.json"))
+def annotated(root: Path, name: str, with_masks: bool) -> Part:
+    """What is annotated for "train" or "val", whether or not its images are there."""
+    part = read(_file(root, name), with_masks)
+    if not len(part.trained_on()):
+        raise UserError(f"the {name} annotations under {root} have no object that could be used: {part}")
+    return part
+
+
+def _file(root: Path, name: str) -> Path:
+    files = sorted((root / "annotations").glob(f"instances_{name}*.json"))
     if len(files) != 1:
         found = f"{len(files)} files: {', '.join(f.name for f in files)}" if files else "none"
         raise UserError(
-            f"expected one file {root}/annotations/instances_{part}*.json, there is {found}. Expected {root}/annotations/"
+            f"expected one file {root}/annotations/instances_{name}*.json, there is {found}. Expected {root}/annotations/"
             "instances_train2017.json and instances_val2017.json with images in train2017/ and val2017/, as COCO ships "
             "them, or instances_train.json and instances_val.json with images in images/. Say where they are: --data DIR"
         )
-    folders = [root / files[0].stem.removeprefix("instances_"), root / "images"]
-    folder = next((folder for folder in folders if folder.is_dir()), None)
-    if folder is None:
-        raise UserError(f"{files[0]} has no images: expected them in {folders[0]} or {folders[1]}")
-    return files[0], folder
+    return files[0]
 
 
-def read(path: Path, folder: Path, with_masks: bool) -> Part:
+def _folders(path: Path) -> tuple[Path, Path]:
+    """Where the images of an annotation file may be."""
+    root = path.parent.parent
+    return root / path.stem.removeprefix("instances_"), root / "images"
+
+
+def read(path: Path, with_masks: bool) -> Part:
     """One annotation file. What cannot be used of it is left out, and counted."""
     try:
         content = json.loads(path.read_bytes())
-        classes = {int(c["id"]): str(c["name"]) for c in sorted(content["categories"], key=lambda c: int(c["id"]))}
-        images = {int(i["id"]): (str(i["file_name"]), int(i["height"]), int(i["width"])) for i in content["images"]}
-        by_image: dict[int, list[Any]] = {number: [] for number in images}
-        left_out = Counter[str]()
-        for annotation in content["annotations"]:
-            if int(annotation["image_id"]) not in images:
-                left_out[UNKNOWN_IMAGE] += 1
-            else:
-                by_image[int(annotation["image_id"])].append(annotation)
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        classes = {number: str(row["name"]) for number, row in sorted(_numbered(content, "categories").items())}
+        images = {number: (str(row["file_name"]), *_size(row)) for number, row in _numbered(content, "images").items()}
+        by_image: dict[int, list[tuple[int, bool, Any]]] = {number: [] for number in images}
+        lost: list[tuple[int, bool, Any]] = []
+        for row in content["annotations"]:
+            crowd = bool(row.get("iscrowd")) and whole(row, "iscrowd") != 0
+            by_image.get(whole(row, "image_id"), lost).append((whole(row, "category_id"), crowd, row))
+    except (OSError, LookupError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} does not hold annotations as COCO writes them: {error!r}") from None
-    if len(images) != len(content["images"]):
-        raise UserError(f"{path}: {len(content['images']) - len(images)} images have the number of another image")
-    objects, codes, counts = [], [], []
-    for number, (_, height, width) in images.items():
-        kept = 0
-        for annotation in by_image[number]:
-            wrong, values, code = _checked(annotation, classes, height, width, with_masks)
+    except ValueError as error:
+        raise UserError(f"{path} does not hold annotations as COCO writes them: {error}") from None
+    left_out = {what: [0] * max(1, len(images)) for what in (UNKNOWN_IMAGE, UNKNOWN_CATEGORY, NO_AREA, NO_MASK)}
+    left_out[UNKNOWN_IMAGE][0] = len(lost)
+    numbers: list[list[float]] = []
+    categories, crowds, codes, counts = [], [], [], []
+    for place, (number, (_, height, width)) in enumerate(images.items()):
+        before = len(numbers)
+        for category, crowd, row in by_image[number]:
+            wrong, values, code = UNKNOWN_CATEGORY, list[float](), b""
+            if category in classes:
+                wrong, values, code = _checked(row, height, width, with_masks)
             if wrong:
-                left_out[wrong] += 1
-            else:
-                objects.append(values)
-                codes.append(code)
-                kept += 1
-        counts.append(kept)
-    columns = torch.tensor(objects, dtype=torch.float64).reshape(-1, 7)
+                left_out[wrong][place] += 1
+                continue
+            numbers.append(values)
+            categories.append(category)
+            crowds.append(crowd)
+            codes.append(code)
+        counts.append(len(numbers) - before)
+    columns = torch.tensor(numbers, dtype=torch.float64).reshape(-1, 5)
     return Part(
-        folder,
+        folder=next((folder for folder in _folders(path) if folder.is_dir()), _folders(path)[-1]),
         names=[name for name, _, _ in images.values()],
         image_ids=torch.tensor(list(images), dtype=torch.int64),
         sizes=torch.tensor([size for _, *size in images.values()], dtype=torch.int64).reshape(-1, 2),
         first=_starts(counts),
         boxes=columns[:, :4].clone(),
         areas=columns[:, 4].clone(),
-        categories=columns[:, 5].long(),
-        crowd=columns[:, 6].bool(),
+        categories=torch.tensor(categories, dtype=torch.int64),
+        crowd=torch.tensor(crowds, dtype=torch.bool),
         codes=torch.frombuffer(bytearray(b"".join(codes) or b"\0"), dtype=torch.uint8)[: sum(map(len, codes))],
         begin=_starts([len(code) for code in codes]),
         classes=classes,
-        left_out=left_out,
+        left_out={what: torch.tensor(counts) for what, counts in left_out.items()},
     )
 
 
-def _checked(
-    annotation: Any, classes: dict[int, str], height: int, width: int, with_masks: bool
-) -> tuple[str, list[float], bytes]:
-    """What is wrong with an annotation, or "" with its numbers: box, area, category, crowd; and its mask."""
-    if annotation.get("category_id") not in classes:
-        return UNKNOWN_CATEGORY, [], b""
+def whole(row: Any, name: str) -> int:
+    """A whole number of a row of a file, also if it stands there as text."""
+    value = row[name]
     try:
-        x, y, w, h = (float(v) for v in annotation["bbox"])
-    except (LookupError, TypeError, ValueError):
+        number = int(value)
+        if (not isinstance(value, str) and number != value) or not -(2**63) <= number < 2**63:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} must be a whole number of 64 bits, not {_shown(value)}, in {_shown(row)}") from None
+    return number
+
+
+def _shown(value: Any) -> str:
+    return textwrap.shorten(repr(value), 150)
+
+
+def _numbered(content: Any, what: str) -> dict[int, Any]:
+    """Rows of the file by their numbers."""
+    rows: dict[int, Any] = {}
+    for row in content[what]:
+        if (number := whole(row, "id")) in rows:
+            raise ValueError(f"two of its {what} have the number {number}")
+        rows[number] = row
+    return rows
+
+
+def _size(row: Any) -> tuple[int, int]:
+    height, width = whole(row, "height"), whole(row, "width")
+    if min(height, width) < 1:
+        raise ValueError(f"height and width must be at least 1, not {height} and {width}, in {_shown(row)}")
+    return height, width
+
+
+def _checked(row: Any, height: int, width: int, with_masks: bool) -> tuple[str, list[float], bytes]:
+    """What is wrong with an annotation, or "" with its box and its area; and its mask."""
+    try:
+        x, y, w, h = (float(v) for v in row["bbox"])
+    except (LookupError, TypeError, ValueError, OverflowError):
         return NO_AREA, [], b""
     inside = min(x + w, width) - max(x, 0), min(y + h, height) - max(y, 0)
     if not all(map(math.isfinite, (x, y, w, h))) or min(w, h, *inside) < _LEAST:
         return NO_AREA, [], b""
-    code = b""
-    if with_masks:
-        found = _run_lengths(annotation.get("segmentation"), height, width)
-        if found is None or not rle.area(found):
-            return NO_MASK, [], b""
-        code = found["counts"]
-    area = annotation.get("area")
-    area = float(area) if isinstance(area, (int, float)) else w * h
-    return "", [x, y, w, h, area, annotation["category_id"], float(bool(annotation.get("iscrowd", 0)))], code
+    area = _area(row.get("area"))
+    code = masks.run_lengths(row.get("segmentation"), height, width) if with_masks or not area else None
+    set_pixels = masks.area(code) if code else 0
+    if with_masks and not (code and set_pixels):
+        return NO_MASK, [], b""
+    return "", [x, y, w, h, area or set_pixels or math.prod(inside)], code["counts"] if code and with_masks else b""
 
 
-def _run_lengths(segmentation: Any, height: int, width: int) -> Any:
-    """A mask as compressed run lengths, from polygons or run lengths, compressed or not; None if it is nothing of these."""
+def _area(value: Any) -> float:
+    """As the file has it, if it is one; else 0."""
     try:
-        if isinstance(segmentation, list):
-            polygons = [polygon for polygon in segmentation if len(polygon) >= 6]  # three points
-            return rle.merge(rle.frPyObjects(polygons, height, width)) if polygons else None
-        if segmentation["size"] != [height, width]:
-            return None
-        if isinstance(segmentation["counts"], list):
-            code = rle.frPyObjects(segmentation, height, width)
-        else:
-            code = {"size": [height, width], "counts": segmentation["counts"].encode()}
-        lengths = uncompressed([code])[0]["counts"]  # an error if one is negative, or they are more than the image
-        return code if sum(lengths) == height * width else None
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError):  # the last: compressed lengths that break off
-        return None
+        area = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+    return area if 0 < area <= _LARGEST else 0.0
 
 
 def _starts(counts: list[int]) -> Tensor:

@@ -1,6 +1,5 @@
 """The data sets that recipes name."""
 
-import os
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,10 +60,7 @@ def held_out(train: Any, count: int) -> tuple[Any, Any]:
 
 
 def _from_files(settings: Settings, device: torch.device) -> tuple[Folder, Folder, list[str]]:
-    workers = settings.workers
-    if workers is None:
-        workers = min(8, os.cpu_count() or 1)
-    return folders(Path(settings.data), device, settings.pixels, settings.augmentation, workers)
+    return folders(Path(settings.data), device, settings.pixels, settings.augmentation, settings.readers)
 
 
 def _digits(_: Path) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[str]]:

@@ -1,7 +1,6 @@
 """Detection and instance segmentation, as the loop sees a task: batches, a loss, a measurement."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import groupby
@@ -14,10 +13,9 @@ from torch import Tensor, nn
 from pwlu.recipes import coco, detectors, draws, evaluation
 from pwlu.recipes.datasets import held_out
 from pwlu.recipes.processes import Processes
-from pwlu.recipes.rows import find, total_steps
 from pwlu.recipes.scenes import Scene, Scenes
 from pwlu.recipes.settings import Settings, UserError
-from pwlu.recipes.task import share
+from pwlu.recipes.task import ImageTask
 
 # What torchvision's detectors return in training, each added to the loss with weight 1.
 LOSSES = {
@@ -25,38 +23,34 @@ LOSSES = {
     "retinanet": ("classification", "bbox_regression"),
 }
 ALIGNMENT_BATCHES = 64
+UNREADABLE = "unreadable_measured_images"  # in metrics.jsonl and result.json, where there are some
 
 Batch = tuple[list[Tensor], list[dict[str, Tensor]], int]  # images, what is in them, how many could not be read
 
 
-class Detection:
+class Detection(ImageTask):
     """A data set of images with boxes around objects, and masks. ``metric``: COCO's average precision of boxes, in percent."""
 
     metric = "box_ap"
 
     def __init__(self, settings: Settings, processes: Processes) -> None:
-        self.settings, self.processes, self.row = settings, processes, find(settings.recipe)
+        super().__init__(settings, processes)
         self._check_settings()
         self.detector = self.row.network.partition("_")[0]
         self.kinds = ("box", "mask") if "mask_ap" in self.row.metrics else ("box",)
-        self.dtype = torch.float64 if settings.precision == "float64" else torch.float32
-        self.layout = torch.channels_last if settings.channels_last else torch.contiguous_format
         train, test = coco.load(Path(settings.data), with_masks="mask" in self.kinds)
         self.measured_on = "validation images"
         if settings.holdout:
             train, test = held_out(train, settings.holdout)
             self.measured_on = "held-out training images"
             if not len(test.trained_on()):
-                raise UserError(f"there is no object in the {settings.holdout} images that --holdout takes: write more")
+                raise UserError(f"there is no object in the images that --holdout {settings.holdout} takes: write more")
         self.first_label = 1 if self.detector == "maskrcnn" else 0
         self.classes = train.classes
         self.train, self.test = self._scenes(train), self._scenes(test)
         self.used = train.trained_on()
-        self.share = share(settings, processes.count, len(self.used))
-        self.steps_per_epoch = len(self.used) // settings.batch
-        self.total_steps = total_steps(settings, self.steps_per_epoch)
+        self.cut(len(self.used))
         self.measured_images = len(test)
-        self.reported = tuple(f"{k}_ap{s}" for k in self.kinds for s in ("", "50", "75", "_small", "_medium", "_large"))[1:]
         self.notes = self._notes()
         self.rows: list[dict[str, Any]] | None = None  # what was detected in the last measurement
 
@@ -66,21 +60,31 @@ class Detection:
             raise UserError(f"--augmentation {s.augmentation} is for classification: write flip or none")
         if s.label_smoothing:
             raise UserError("--label-smoothing is for classification: leave it out")
+        if s.compile and self.row.network.startswith("maskrcnn"):
+            raise UserError(
+                "--compile is of no use for Mask R-CNN: it is compiled anew for every number of boxes, for many minutes, and "
+                "then given up. Leave it out"
+            )
         if s.pixels < 64:
             raise UserError(f"--pixels {s.pixels} leaves nothing of the coarser maps of a detector: write 64 or more")
 
     def _scenes(self, part: coco.Part) -> Scenes:
-        workers = self.settings.workers
-        if workers is None:
-            workers = min(8, os.cpu_count() or 1)
-        return Scenes(part, self.first_label, self.settings.augmentation == "flip", self.processes.device, workers)
+        s = self.settings
+        return Scenes(part, self.first_label, s.augmentation == "flip", self.processes.device, s.readers)
 
     def _notes(self) -> list[str]:
-        notes = [f"{len(self.classes)} classes: {', '.join(list(self.classes.values())[:100])}"]
+        names = ", ".join(list(self.classes.values())[:100])
+        notes = [f"{coco.counted(len(self.classes), 'class', 'classes')}: {names}"]
         for name, scenes in (("training", self.train), ("measured on", self.test)):
-            unreadable = f", {scenes.unreadable:,} images cannot be read" if scenes.unreadable else ""
+            unreadable = f", {coco.counted(scenes.unreadable, 'image')} cannot be read" if scenes.unreadable else ""
             notes.append(f"{name}: {scenes.part}{unreadable}")
         return notes
+
+    @property
+    def reported(self) -> list[str]:
+        """What result.json has beside the metric."""
+        names = [name for kind in self.kinds for name in evaluation.names(kind) if name != self.metric]
+        return [*names, UNREADABLE]
 
     # The network.
 
@@ -101,18 +105,6 @@ class Detection:
 
     # Training.
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Batch]]:
-        """The steps of an epoch from `first_step` on: this process's parts of each batch.
-
-        The order depends on seed and epoch alone, and the last images that do not fill a batch wait for another epoch.
-        """
-        last_step = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
-        steps = self.order(epoch)[first_step:last_step].view(-1, self.settings.accumulate, self.processes.count, self.share)
-        mine = steps[:, :, self.processes.rank]
-        batches = self.train.batches(mine.flatten(0, 1).tolist(), (self.settings.seed, epoch, 2))
-        for _ in range(len(mine)):
-            yield [self._prepared(next(batches)) for _ in range(self.settings.accumulate)]
-
     def order(self, epoch: int) -> Tensor:
         """Numbers of images, (steps, batch). Wide images come with wide ones and tall with tall, so that little is padding.
 
@@ -132,6 +124,11 @@ class Detection:
         left = torch.cat(rest)
         mixed = left[: len(left) // batch * batch].view(-1, batch).unbind()
         return order[torch.stack([*alike, *mixed])]
+
+    def read(self, parts: list[Tensor], keys: tuple[int, ...]) -> Iterator[Batch]:
+        """Their images, and what is in them."""
+        for scenes in self.train.batches([part.tolist() for part in parts], keys):
+            yield self._prepared(scenes)
 
     def _prepared(self, scenes: list[Scene]) -> Batch:
         images = [image.to(self.dtype) / 255 for image, _, _ in scenes]
@@ -161,11 +158,12 @@ class Detection:
     def test_batches(self) -> Iterator[tuple[list[Tensor], list[int], int]]:
         """This process's share of the images to measure on, each once, with their indices, and how many were unreadable.
 
-        Images of one size come together: with others of another size they would be padded, and what is found in an image
-        would depend on its company.
+        Those that do not fit are passed over: what is in them is missed. Images of one size come together: with others of
+        another size they would be padded, and what is found in an image would depend on its company.
         """
         sizes = self.test.part.sizes.tolist()
-        mine = sorted(range(self.processes.rank, len(sizes), self.processes.count), key=lambda index: sizes[index])
+        fitting = self.test.part.fits().nonzero().flatten().tolist()
+        mine = sorted(fitting[self.processes.rank :: self.processes.count], key=lambda index: sizes[index])
         plan = []
         for _, alike in groupby(mine, key=lambda index: sizes[index]):
             indices = list(alike)
@@ -177,19 +175,23 @@ class Detection:
     @torch.no_grad()
     def measure(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, float]:
         """COCO's average precisions on the images to measure on, over all processes. What is in unreadable images is missed."""
-        part, rows = self.test.part, list[dict[str, Any]]()
+        part, rows, unreadable = self.test.part, list[dict[str, Any]](), 0
         model.eval()
-        for images, indices, _ in self.test_batches():
+        for images, indices, black in self.test_batches():
+            unreadable += black
             with autocast:
                 found = model(images)
             for index, each in zip(indices, found, strict=True):
                 rows += evaluation.detections(int(part.image_ids[index]), each, list(self.classes), self.first_label)
         model.train()
         rows = self.processes.together(rows)
+        unreadable = int(self.processes.total(torch.tensor(unreadable, device=self.processes.device)))
         self.rows, values = rows, dict[str, float]()
         if self.processes.first:
             for kind in self.kinds:
                 values |= evaluation.average_precision(part, rows, kind, self.row.detections)
+            if unreadable:
+                values[UNREADABLE] = unreadable
         return json.loads(self.processes.agree(json.dumps(values)) or "")
 
     def files(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, bytes]:

@@ -2,11 +2,12 @@
 
 The evaluator is faster-coco-eval: COCO's own, with its loops in C++.
 
-A detection is ``{"image_id", "category_id", "bbox": [x, y, width, height], "score"}`` and, with a mask, ``"segmentation"``.
+A detection is ``{"image_id", "category_id", "score"}`` with ``"bbox": [x, y, width, height]``, ``"segmentation"`` or both.
 """
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,17 @@ from faster_coco_eval import COCO, COCOeval_faster
 from faster_coco_eval import mask as rle
 from torch import Tensor
 
-from pwlu.recipes.coco import Part
+from pwlu.recipes.coco import Part, whole
+from pwlu.recipes.masks import run_lengths
 from pwlu.recipes.settings import UserError
 
-_AREAS = ("", "_small", "_medium", "_large")  # below 32 x 32 pixels, up to 96 x 96, above
 _KINDS = {"box": "bbox", "mask": "segm"}
+_FIELDS = {"box": "bbox", "mask": "segmentation"}
+
+
+def names(kind: str) -> list[str]:
+    """What is measured of "box" or "mask": the mean, at two thresholds, below 32 x 32 pixels, up to 96 x 96, above."""
+    return [f"{kind}_ap{name}" for name in ("", "50", "75", "_small", "_medium", "_large")]
 
 
 def detections(image_id: int, found: dict[str, Tensor], categories: list[int], first_label: int) -> list[dict[str, Any]]:
@@ -52,22 +59,21 @@ def average_precision(part: Part, rows: list[dict[str, Any]], kind: str, most: i
 
     Args:
         part: what is to be found; detections in crowds count neither for nor against.
-        rows: what was found, in images of `part`, each image's once.
+        rows: what was found, in images of `part`, each image's once, with boxes or masks as `kind` says.
         kind: "box" or "mask": whose overlap counts. Objects are small, medium or large by the areas in the annotation file.
-        most: so many detections of an image, those with the best scores, count.
+        most: so many detections of a class in an image, those with the best scores, count.
 
     Returns:
-        ``box_ap``, ``box_ap50`` and ``box_ap75`` (one threshold), ``box_ap_small``, ``box_ap_medium``, ``box_ap_large``, or
-        the same with mask; nan where there is nothing of that size to be found.
+        By the :func:`names` of `kind`; nan where there is nothing of that size to be found.
     """
     evaluator = COCOeval_faster(_truth(part), _found(part, rows, kind), _KINDS[kind])
     evaluator.params.maxDets = [most]
     evaluator.evaluate()
     evaluator.accumulate()
     precision = evaluator.eval["precision"][..., -1]  # (thresholds, recalls, classes, areas)
-    values = {f"{kind}_ap{area}": _mean(precision[..., k]) for k, area in enumerate(_AREAS)}
-    values |= {f"{kind}_ap{threshold}": _mean(precision[k, ..., 0]) for threshold, k in ((50, 0), (75, 5))}
-    return {f"{kind}_ap{name}": values[f"{kind}_ap{name}"] for name in ("", "50", "75", *_AREAS[1:])}
+    everything = precision[..., 0]
+    parts = (everything, everything[0], everything[5], *(precision[..., k] for k in (1, 2, 3)))
+    return dict(zip(names(kind), map(_mean, parts), strict=True))
 
 
 def _mean(precision: Any) -> float:
@@ -108,22 +114,69 @@ def _indexed(part: Part, annotations: list[dict[str, Any]]) -> Any:
     return coco
 
 
-def read(path: Path, part: Part) -> list[dict[str, Any]]:
-    """Detections that were saved, if they are such and belong to these images."""
+def saved(path: Path) -> tuple[list[Any], list[str]]:
+    """What a file of detections holds, and whether these are boxes, masks or both, to be :func:`checked`."""
     try:
         rows = json.loads(path.read_bytes())
-        images, masks = set(part.image_ids.tolist()), 0
-        for row in rows:
-            if row["image_id"] not in images or row["category_id"] not in part.classes:
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError("expected a list of detections")
+    except (OSError, ValueError) as error:
+        raise _no_detections(path, error) from None
+    kinds = [kind for kind, field in _FIELDS.items() if any(row.get(field) is not None for row in rows)]
+    return rows, kinds or ["box"]
+
+
+def checked(path: Path, rows: list[Any], kinds: Sequence[str], part: Part) -> list[dict[str, Any]]:
+    """What was :func:`saved`, as :func:`average_precision` takes it, if it belongs to these images."""
+    sizes = dict(zip(part.image_ids.tolist(), part.sizes.tolist(), strict=True))
+    found = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            detection = _detection(row, kinds)
+            image, category = detection["image_id"], detection["category_id"]
+            if image not in sizes or category not in part.classes:
                 raise UserError(
-                    f"{path} has a detection of category {row['category_id']} in image {row['image_id']}, which the "
-                    "annotations do not have: is it of another data set?"
+                    f"{path} has a detection of category {category} in image {image}, which the annotations do not have: is it "
+                    "of another data set?"
                 )
-            if len(row["bbox"]) != 4 or not all(math.isfinite(v) for v in (*row["bbox"], row["score"])):
-                raise ValueError(f"box {row['bbox']}, score {row['score']}")
-            masks += "segmentation" in row
-        if masks not in (0, len(rows)):
-            raise ValueError(f"{masks} of {len(rows)} detections have masks")
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{path} does not hold detections in COCO's results format: {error}") from None
-    return rows
+            if "mask" in kinds:
+                detection["segmentation"] = _mask(row, *sizes[image])
+        except ValueError as error:
+            raise _no_detections(path, f"in detection {number} of {len(rows)}, {error}") from None
+        found.append(detection)
+    return found
+
+
+def _no_detections(path: Path, why: object) -> UserError:
+    return UserError(f"{path} does not hold detections in COCO's results format: {why}")
+
+
+def _detection(row: Any, kinds: Sequence[str]) -> dict[str, Any]:
+    for name in ("image_id", "category_id", "score", *(_FIELDS[kind] for kind in kinds)):
+        if row.get(name) is None:
+            raise ValueError(f"there is no {name}")
+    detection: dict[str, Any] = {"image_id": whole(row, "image_id"), "category_id": whole(row, "category_id")}
+    (detection["score"],) = _numbers("score", [row["score"]], 1)
+    if "box" in kinds:
+        detection["bbox"] = _numbers("bbox", row["bbox"], 4)
+    return detection
+
+
+def _numbers(name: str, values: Any, count: int) -> list[float]:
+    try:
+        numbers = [float(value) for value in values]
+    except (TypeError, ValueError, OverflowError):
+        numbers = []
+    if len(numbers) != count or not all(map(math.isfinite, numbers)):
+        raise ValueError(f"{name} must be {count} finite number{'s' * (count > 1)}, not {values}")
+    return numbers
+
+
+def _mask(row: Any, height: int, width: int) -> dict[str, Any]:
+    code = run_lengths(row["segmentation"], height, width)
+    if code is None:
+        raise ValueError(
+            f"segmentation is damaged, or not of an image of height {height} and width {width}: expected polygons, or run "
+            "lengths, as COCO writes them"
+        )
+    return code

@@ -13,6 +13,7 @@ from torchvision.transforms import InterpolationMode
 
 from pwlu.recipes import draws
 from pwlu.recipes.images import Batch
+from pwlu.recipes.pictures import Unreadable, picture
 from pwlu.recipes.settings import UserError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as everyone uses them
@@ -28,8 +29,8 @@ class _Files(Dataset):
         index, keys = item
         path, label = self.folder.samples[self.numbers[index]]
         try:
-            image = self.folder.loader(path)
-        except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for files that are no image, or half of one
+            image = picture(path)
+        except Unreadable as error:
             raise UserError(
                 f"the image {path} cannot be read: {error}. Replace it, in all copies of the data set alike, then go on with "
                 "--resume"

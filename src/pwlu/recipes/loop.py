@@ -31,6 +31,7 @@ _WORDS = {  # what of an epoch is said in its line; of what is known before it e
     "box_ap": "box AP {:.2f}",
     "mask_ap": "mask AP {:.2f}",
     "unreadable_images": "{:.0f} unreadable images",
+    "unreadable_measured_images": "{:.0f} unreadable images to measure on",
 }
 
 
@@ -207,7 +208,7 @@ class _Loop:
         result = {
             metric: last[metric],
             f"best_{metric}": max(row[metric] for row in rows if metric in row),
-            **{name: last[name] for name in self.task.reported},
+            **{name: last[name] for name in self.task.reported if name in last},
             "train_loss": last["loss"],
             "measured_on": self.task.measured_on,
             "measured_images": self.task.measured_images,

@@ -5,12 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from pwlu.recipes import draws
-from pwlu.recipes.coco import Part, painted
+from pwlu.recipes.coco import Part
+from pwlu.recipes.masks import painted
+from pwlu.recipes.pictures import Unreadable, picture
 
 IN_MEMORY = 2**31  # bytes of images: what needs more is read from files again and again
 
@@ -51,10 +52,10 @@ class _Scenes(Dataset):
         """uint8 (3, height, width). One that cannot be read, or is not of the size that its annotations are for, is black."""
         height, width = self.part.sizes[index].tolist()
         try:
-            with Image.open(self.part.folder / self.part.names[index]) as file:
-                image = torch.from_numpy(np.array(file.convert("RGB"))).permute(2, 0, 1).contiguous()
-        except (OSError, SyntaxError, ValueError):  # what Pillow raises for files that are no image, or half of one
-            image = torch.empty(0)
+            pixels = np.array(picture(self.part.folder / self.part.names[index]))
+        except Unreadable:
+            pixels = np.empty((0, 0, 3))
+        image = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
         if image.shape != (3, height, width):
             return torch.zeros(3, height, width, dtype=torch.uint8), False
         return image, True

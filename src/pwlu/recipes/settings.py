@@ -1,6 +1,7 @@
 """Everything that one run is made of, as data: what the command line may change, and what a run folder records."""
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +80,11 @@ class Settings:
     tensorboard: bool = _flag(
         False, "write TensorBoard files into the run folder too: numbers, and pictures of the functions", machine=True
     )
+
+    @property
+    def readers(self) -> int:
+        """``workers``, or what is meant where nothing is said."""
+        return min(8, os.cpu_count() or 1) if self.workers is None else self.workers
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -1,5 +1,6 @@
-"""What the loop needs to know of what is trained."""
+"""What the loop needs to know of what is trained, and what tasks have in common."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -7,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from pwlu.recipes.processes import Processes
+from pwlu.recipes.rows import find, total_steps
 from pwlu.recipes.settings import Settings, UserError
 
 
@@ -57,7 +60,42 @@ class Task(Protocol):
         """What the network is called with to see the inputs of its activations."""
 
 
-def share(settings: Settings, processes: int, images: int) -> int:
+class ImageTask(ABC):
+    """Of a :class:`Task`, what is the same for every data set of images: types, and which images come in which step."""
+
+    def __init__(self, settings: Settings, processes: Processes) -> None:
+        self.settings, self.processes, self.row = settings, processes, find(settings.recipe)
+        self.dtype = torch.float64 if settings.precision == "float64" else torch.float32
+        self.layout = torch.channels_last if settings.channels_last else torch.contiguous_format
+
+    def cut(self, images: int) -> None:
+        """Cut a training set of so many images into steps, and those into what one process takes in one forward pass."""
+        self.share = _share(self.settings, self.processes.count, images)
+        self.steps_per_epoch = images // self.settings.batch
+        self.total_steps = total_steps(self.settings, self.steps_per_epoch)
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Any]]:
+        """The steps of an epoch from `first_step` on: this process's parts of each batch.
+
+        The order depends on seed and epoch alone, and the last images that do not fill a batch wait for another epoch.
+        """
+        last_step = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
+        parts = self.settings.accumulate, self.processes.count, self.share
+        mine = self.order(epoch)[first_step:last_step].unflatten(1, parts)[:, :, self.processes.rank]
+        batches = self.read(list(mine.flatten(0, 1)), (self.settings.seed, epoch, 2))
+        for _ in range(len(mine)):
+            yield [next(batches) for _ in range(self.settings.accumulate)]
+
+    @abstractmethod
+    def order(self, epoch: int) -> Tensor:
+        """Numbers of training images, (steps, batch)."""
+
+    @abstractmethod
+    def read(self, parts: list[Tensor], keys: tuple[int, ...]) -> Iterator[Any]:
+        """For each part, numbers of training images, what :meth:`Task.loss` takes; augmented by draws from the keys."""
+
+
+def _share(settings: Settings, processes: int, images: int) -> int:
     """Images in one forward pass of one process, or an error if the batch cannot be shared so.
 
     Args:

@@ -4,6 +4,7 @@ import functools
 import os
 import threading
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +20,8 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _OLDEST = (7, 5)
 _PLANS = 4096  # shapes remembered
+# What is not there, in the order of struct Arguments: parameters and their gradients; sums of the splits, count, mean and M2.
+_NONE, _NO_MOMENTS = [0] * 10, [0] * 4
 
 
 class Kernel:
@@ -58,13 +61,13 @@ class Kernel:
                 self._loaded.setdefault(name, loaded)
         return self._loaded[name]
 
-    def _launch(self, plan: Plan, *addresses: int) -> None:
+    def _launch(self, plan: Plan, addresses: Sequence[int]) -> None:
         kernel = self._loaded.get(plan.kernel) or self.load(plan.kernel)
         if torch._C._cuda_getDevice() == self.index:
-            kernel(plan, *addresses)
+            kernel(plan, addresses)
         else:
             with torch.cuda.device(self.index):
-                kernel(plan, *addresses)
+                kernel(plan, addresses)
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor | None:
         """As ``reference.forward``."""
@@ -92,30 +95,29 @@ class Kernel:
     def _map(
         self, what: str, x: Tensor, parameters: list[Tensor], intervals: int, channel_dim: int, channels: int = 0
     ) -> tuple[Tensor, ...] | None:
-        if x.dtype not in _KINDS:
-            return None
         if parameters:
             channels = layout.check(x, parameters, intervals, channel_dim)
+        if x.dtype not in _KINDS:
+            return None
         y = torch.empty_like(x) if parameters else x
         results = self._room_for_moments(x, channels) if what in ("observe", "moments") else ()
         if not x.numel():
             return (y, *(r.zero_() for r in results))
         kind, parameters = _for_kernel(parameters)
         x = layout.laid_out_as(y, x) if parameters else layout.dense(x)
-        addresses = [x.data_ptr(), 0, y.data_ptr() if parameters else 0]
-        aligned = not (addresses[0] | addresses[2]) & 15
+        source, target = x.data_ptr(), y.data_ptr() if parameters else 0
+        aligned = not (source | target) & 15
         plan = self._map_plan(what, _NAMES[x.dtype], layout.geometry(x, channels, channel_dim), intervals, kind, aligned)
         if plan is None:
             return None
-        addresses += [p.data_ptr() for p in parameters]
-        addresses += [0] * (13 - len(addresses))
+        addresses = [source, 0, target, *[p.data_ptr() for p in parameters], *_NONE[len(parameters) :]]
         if not results:
-            self._launch(plan, *addresses, 0, 0, 0, 0)
+            self._launch(plan, addresses + _NO_MOMENTS)
             return (y,)
         partial = x.new_empty(plan.splits * channels * 3, dtype=torch.float32)
-        addresses += [partial.data_ptr(), *(r.data_ptr() for r in results)]
-        self._launch(plan, *addresses)
-        self._launch(self._finish_moments_plan(plan, channels), *addresses)
+        addresses += [partial.data_ptr(), *[r.data_ptr() for r in results]]
+        self._launch(plan, addresses)
+        self._launch(self._finish_moments_plan(plan, channels), addresses)
         return (y, *results)
 
     @staticmethod
@@ -135,17 +137,17 @@ class Kernel:
                 return False
         torch.autograd.graph.increment_version(pool)  # as every change in place does
         addresses = (0, 0, pool.data_ptr(), *[0] * 11, count.data_ptr(), mean.data_ptr(), m2.data_ptr())
-        self._launch(self._pool_plan(channels), *addresses)
+        self._launch(self._pool_plan(channels), addresses)
         return True
 
     def backward(self, grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, list[Tensor] | None] | None:
         """As ``reference.backward``: the gradients of x and of the parameters, each None unless asked for."""
         *parameters, channel_dim, need_input, need_parameters = rest
-        if x.dtype not in _KINDS:
-            return None
         intervals = parameters[2].shape[-1] - 1
         channels = layout.check(x, parameters, intervals, channel_dim)
         layout.check_grad(grad, x)
+        if x.dtype not in _KINDS:
+            return None
         grad_x = torch.empty_like(x)  # the kernels always write it
         if not x.numel():
             return grad_x if need_input else None, [torch.zeros_like(p) for p in parameters] if need_parameters else None
@@ -161,17 +163,17 @@ class Kernel:
             return None
         addresses += [p.data_ptr() for p in parameters]
         if not need_parameters:
-            self._launch(plan, *addresses, *[0] * 9)
+            self._launch(plan, [*addresses, *_NONE[5:], *_NO_MOMENTS])
             return grad_x, None
         gradients = [torch.empty_like(p) for p in parameters]
         addresses += [g.data_ptr() for g in gradients]
         if plan.splits == 1:
-            self._launch(plan, *addresses, 0, 0, 0, 0)
+            self._launch(plan, addresses + _NO_MOMENTS)
         else:
             partial = x.new_empty(plan.splits * channels * (intervals + 3) * 2, dtype=torch.float32)
             addresses += [partial.data_ptr(), 0, 0, 0]
-            self._launch(plan, *addresses)
-            self._launch(self._finish_plan(plan, channels, intervals), *addresses)
+            self._launch(plan, addresses)
+            self._launch(self._finish_plan(plan, channels, intervals), addresses)
         if parameters is not originals:
             gradients = [g.to(p.dtype) for g, p in zip(gradients, originals, strict=True)]
         return grad_x if need_input else None, gradients
@@ -182,10 +184,11 @@ def _for_kernel(parameters: list[Tensor]) -> tuple[int, list[Tensor]]:
     if not parameters:
         return 0, parameters
     dtype = parameters[0].dtype
+    kind = _KINDS.get(dtype)
     for parameter in parameters:
-        if parameter.dtype is not dtype or dtype not in _KINDS or not parameter.is_contiguous():
-            return 0, [p.to(torch.float32).contiguous() for p in parameters]
-    return _KINDS[dtype], parameters
+        if parameter.dtype is not dtype or kind is None or not parameter.is_contiguous():
+            return 0, [layout.floating(p).to(torch.float32).contiguous() for p in parameters]
+    return kind or 0, parameters
 
 
 @functools.cache

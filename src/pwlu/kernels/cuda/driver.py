@@ -8,6 +8,7 @@ import functools
 import struct
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class Loaded:
             bind(self.index)
             return int(self._kernel.occupancy.max_active_blocks_per_multiprocessor(threads, shared))
 
-    def __call__(self, plan: Plan, *addresses: int) -> None:
+    def __call__(self, plan: Plan, addresses: Sequence[int]) -> None:
         """Launch on the current stream of the device, which is the current one."""
         buffers = _buffers
         _PACK.pack_into(buffers.arguments, 0, *addresses, plan.numbers)

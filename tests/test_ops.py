@@ -92,8 +92,8 @@ def test_only_the_gradient_that_is_asked_for(wanted, device, monkeypatch):
     inputs = [torch.randn(4, 3, device=device), *unit(3, 4, device=device)]
     inputs[wanted].requires_grad_()
     asked = []
-    by_kernel = implementations.kernel_backward
-    monkeypatch.setattr(implementations, "kernel_backward", lambda *a: asked.append(a[-2:]) or by_kernel(*a))
+    by_kernel = implementations.kernel_gradients
+    monkeypatch.setattr(implementations, "kernel_gradients", lambda *a: asked.append(a[-2:]) or by_kernel(*a))
     function(*inputs).sum().backward()
     assert set(asked) == {(wanted == 0, wanted > 0)}
     assert [t.grad is not None for t in inputs] == [i == wanted for i in range(6)]

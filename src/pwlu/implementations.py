@@ -88,11 +88,19 @@ def kernel_forward(x: Tensor, *rest: Any) -> Tensor:
     return default_forward(x, *rest) if y is None else y
 
 
-def kernel_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """The gradients, by a kernel if there is one."""
+def kernel_gradients(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, Sequence[Tensor] | None]:
+    """The gradients of x and of the parameters, by a kernel if there is one; None for what was not asked for."""
     kernel = kernel_of(x)
     found = kernel and kernel.backward(grad, x, *rest)
-    return default_backward(grad, x, *rest) if found is None else gradients(x, *found)
+    if found is None:
+        grad_x, *grads = default_backward(grad, x, *rest)
+        found = grad_x, grads
+    return found
+
+
+def kernel_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """The gradients, by a kernel if there is one."""
+    return gradients(x, *kernel_gradients(grad, x, *rest))
 
 
 def kernel_lookup(x: Tensor, *rest: Any) -> Tensor:

@@ -99,19 +99,23 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         need_input, *needs = ctx.needs_input_grad  # where it is False, autograd does not look at what it gets
-        return (*_gradients(grad, ctx.saved_tensors, ctx.channel_dim, need_input, True in needs), None)
+        grad_x, grads = _gradients(grad, ctx.saved_tensors, ctx.channel_dim, need_input, True in needs)
+        return (grad_x, *(grads or (None,) * 5), None)
 
 
 def _gradients(
     grad: Tensor, saved: tuple[Tensor, ...], channel_dim: int, need_input: bool, need_parameters: bool
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, Sequence[Tensor] | None]:
     """``backward`` in a backward pass: gradients are enabled there only if a second derivative is wanted."""
+    arguments: tuple[Any, ...] = (grad, *saved, channel_dim, need_input, need_parameters)
     if torch.is_grad_enabled():
-        return backward(grad, *saved, channel_dim, need_input, need_parameters)
+        grad_x, *grads = backward(*arguments)
+        return grad_x, grads
     if plain(grad, saved):
-        return implementations.kernel_backward(grad, *saved, channel_dim, need_input, need_parameters)
+        return implementations.kernel_gradients(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
-        return backward(grad, *saved, channel_dim, need_input, need_parameters)
+        grad_x, *grads = backward(*arguments)
+    return grad_x, grads
 
 
 class _DirectForward(_Forward):
@@ -162,11 +166,11 @@ class _Observe(torch.autograd.Function):
 
 def _zeros(grad: Tensor, parameters: tuple[Tensor, ...]) -> list[Tensor]:
     """Gradients of zero: in plain eager mode with one launch for all of them."""
-    if not plain(grad, parameters) or len({p.dtype for p in parameters}) > 1:
+    if not plain(grad, parameters):
         return [torch.zeros_like(p) for p in parameters]
-    sizes = [p.numel() for p in parameters]
-    parts = parameters[0].new_zeros(sum(sizes)).split(sizes)
-    return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+    zeros = [torch.empty_like(p) for p in parameters]
+    torch._foreach_zero_(zeros)
+    return zeros
 
 
 class _DirectObserve(_Observe):

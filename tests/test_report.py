@@ -37,7 +37,7 @@ def small():
     [
         (small(), {}, r"nothing in Sequential was converted\.\n(.*\n)*1 +Tanh\(\) .*skipped +tanh is not in kinds"),
         (conv(), {}, "nothing in Conv2d was converted. No activation was seen: no call of relu, gelu, silu, ..."),
-        (nn.Sequential(conv(), pwlu.PWLU(4)), {}, "nothing in Sequential was converted. It has 1 PWLUs already"),
+        (nn.Sequential(conv(), pwlu.PWLU(4)), {}, "nothing in Sequential was converted. It has 1 PWLU already"),
         (nn.ReLU(), {}, r"the model is a single function, ReLU\(\), and cannot be replaced in place"),
         (nn.DataParallel(small()), {}, "the model is wrapped already, by DataParallel. Convert first, then wrap"),
         (torch.compile(small()), {}, "the model is wrapped already, by OptimizedModule"),

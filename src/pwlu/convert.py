@@ -17,6 +17,7 @@ from pwlu.conversion.tracing import Call, Runs, stateless_leaf, unshare
 from pwlu.conversion.unreached import unreached
 from pwlu.module import PWLU, units_of
 from pwlu.starts import STARTS, Start, best_bounds, find_start, start_error
+from pwlu.text import counted
 
 Factory = Callable[[int, Site], nn.Module]
 _REPLACED = "_pwlu_replaced"  # what stood there, by child, in the owner's __dict__; None for a call of a function
@@ -304,6 +305,6 @@ def _could_not_run(runs: Runs) -> RuntimeError:
 
 def _nothing_converted(report: Report, model: nn.Module) -> ValueError:
     units = len(units_of(model))
-    already = f" It has {units} PWLUs already." if units else ""
+    already = f" It has {counted(units, 'PWLU')} already." if units else ""
     seen = f"\n{report}" if report.sites else " No activation was seen: no call of relu, gelu, silu, ..."
     return ValueError(f"convert_: nothing in {report.model} was converted.{already}{seen}")

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from pwlu import statistics
 from pwlu.module import PWLU, units_of
 from pwlu.realignment import Realigned, realign_, some
+from pwlu.text import counted
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # the first: batch and instance norm
 
@@ -175,7 +176,8 @@ class TwoPhase:
 
     def __repr__(self) -> str:
         phase = ("removed", "Phase I", "Phase II")[self.phase]
-        return f"TwoPhase({len(self._units)} PWLUs, {phase}, {self.steps} of {self.realign_at} steps of Phase I taken)"
+        units = counted(len(self._units), "PWLU")
+        return f"TwoPhase({units}, {phase}, {self.steps} of {self.realign_at} steps of Phase I taken)"
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """No gradient, no change: a gradient of zero would still move a parameter by momentum or decay."""

@@ -1,4 +1,4 @@
-"""Tables for a terminal."""
+"""Tables for a terminal, and numbers of things."""
 
 from collections.abc import Sequence
 
@@ -15,3 +15,8 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = 
         return "  ".join(cells).rstrip()
 
     return [line(head), "  ".join("-" * width for width in widths), *(line(row) for row in rows)]
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """``1 image``, ``2,000 images``. `many`: where it is not `one` with an s."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"

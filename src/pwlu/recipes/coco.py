@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pwlu.recipes import masks
 from pwlu.recipes.settings import UserError
+from pwlu.text import counted
 
 # Objects that are left out, in the order in which an annotation is asked about it.
 UNKNOWN_IMAGE = "without an image in the file"
@@ -116,11 +117,6 @@ class Part:
             if counts.any():
                 parts.append(f"left out: {counted(int(counts.sum()), 'object')} {what}")
         return ", ".join(parts)
-
-
-def counted(number: int, one: str, many: str = "") -> str:
-    """``1 image``, ``2,000 images``."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def load(root: Path, with_masks: bool) -> tuple[Part, Part]:

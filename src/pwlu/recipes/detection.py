@@ -16,6 +16,7 @@ from pwlu.recipes.processes import Processes
 from pwlu.recipes.scenes import Scene, Scenes
 from pwlu.recipes.settings import Settings, UserError
 from pwlu.recipes.task import ImageTask
+from pwlu.text import counted
 
 # What torchvision's detectors return in training, each added to the loss with weight 1.
 LOSSES = {
@@ -74,9 +75,9 @@ class Detection(ImageTask):
 
     def _notes(self) -> list[str]:
         names = ", ".join(list(self.classes.values())[:100])
-        notes = [f"{coco.counted(len(self.classes), 'class', 'classes')}: {names}"]
+        notes = [f"{counted(len(self.classes), 'class', 'classes')}: {names}"]
         for name, scenes in (("training", self.train), ("measured on", self.test)):
-            unreadable = f", {coco.counted(scenes.unreadable, 'image')} cannot be read" if scenes.unreadable else ""
+            unreadable = f", {counted(scenes.unreadable, 'image')} cannot be read" if scenes.unreadable else ""
             notes.append(f"{name}: {scenes.part}{unreadable}")
         return notes
 

@@ -6,6 +6,7 @@ What such a process runs, and what of pwlu it imports, is its own affair: the on
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -53,17 +54,22 @@ def interpreter(*modules):
     command = [sys.executable, "-W", "ignore", "-c", SERVER.format(modules=", ".join(("torch", *modules)))]
     with (
         TemporaryDirectory() as folder,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as server,
     ):
 
         def run(command, environment, path=(SOURCES,)):
             files = [Path(folder, name) for name in ("stdout", "stderr")]
             job = {"command": [str(word) for word in command], "environment": environment, "path": [str(p) for p in path]}
             print(json.dumps(job | {file.name: str(file) for file in files}), file=server.stdin, flush=True)
-            if not select.select([server.stdout], [], [], MOST_SECONDS)[0]:
-                server.kill()
-                raise TimeoutError(f"{command} has not ended after {MOST_SECONDS} s")
-            status = int(server.stdout.readline())
+            try:
+                if not select.select([server.stdout], [], [], MOST_SECONDS)[0]:
+                    raise TimeoutError(f"{command} has not ended after {MOST_SECONDS} s")
+                line = server.stdout.readline()
+            except BaseException:
+                os.killpg(server.pid, signal.SIGKILL)  # the copy too
+                raise
+            assert line, f"the process to copy has ended: does it import {modules}?"
+            status = int(line)
             out, err = (file.read_text() for file in files)
             for file in files:
                 file.unlink()

@@ -15,7 +15,7 @@ CHANNELS = 24  # three groups
 
 def funnel(norm, channels=CHANNELS, channel_dim=1):
     """With thresholds of which some are above x and some below."""
-    act = FReLU(channels, channel_dim, norm, dtype=torch.float64)
+    act = FReLU(channels, channel_dim, dtype=torch.float64, norm=norm)
     if norm == "batch":
         act.norm.running_mean.normal_()
         act.norm.running_var.uniform_(0.001, 0.002)
@@ -201,7 +201,7 @@ def test_the_compiler_sees_through_group_norm():
 
 
 def test_names():
-    assert repr(FReLU(8, -1, "group")).startswith("FReLU(\n  channels=8, channel_dim=-1, norm='group'\n")
+    assert repr(FReLU(8, -1, norm="group")).startswith("FReLU(\n  channels=8, channel_dim=-1, norm='group'\n")
     assert repr(FReLU(8, -1)).startswith("FReLU(\n  channels=8, channel_dim=-1\n")
     for wrong in ("layer", None, nn.GroupNorm):
         with pytest.raises(

@@ -215,7 +215,7 @@ def _pass_all(kernel):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"heights": torch.zeros(3, 1)}, "at least 1 interval"),
+        ({"heights": torch.zeros(3, 1)}, "C and N of at least 1"),
         ({"heights": torch.zeros(1, 5)}, r"expected parameters of the shapes"),
         ({"left": torch.zeros(30_000)}, r"expected parameters of the shapes"),
         ({"x": torch.zeros(2, 4)}, r"does not have 3 channels in dimension 1"),

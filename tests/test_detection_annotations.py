@@ -207,7 +207,10 @@ def test_data_that_is_not_there(tmp_path):
         ("{", "does not hold annotations as COCO writes them: JSONDecodeError"),
         ("{}", "does not hold annotations as COCO writes them: KeyError\\('categories'\\)"),
         ('{"categories": [], "images": [{"id": 1}], "annotations": []}', "KeyError\\('file_name'\\)"),
-        ('{"categories": [], "images": [], "annotations": [{}]}', "KeyError\\('image_id'\\)"),
+        (
+            '{"categories": [], "images": [], "annotations": [{}]}',
+            "image_id must be a whole number of 64 bits, not None, in {}",
+        ),
     ],
 )
 def test_files_that_are_not_annotations(tmp_path, content, text):
@@ -220,8 +223,13 @@ def test_files_that_are_not_annotations(tmp_path, content, text):
 @pytest.mark.parametrize(
     ("what", "changes", "text"),
     [
-        ("images", {"height": 0}, r"height and width must be at least 1, not 0 and 96, in {'id': 1, 'file_name': '1\.png', "),
-        ("images", {"width": -5}, "height and width must be at least 1, not 64 and -5, in {'id': 1, "),
+        (
+            "images",
+            {"height": 0},
+            r"height and width must be from 1 to 1,048,576, not 0 and 96, in {'id': 1, 'file_name': '1\.png', ",
+        ),
+        ("images", {"width": 2**40}, "height and width must be from 1 to 1,048,576, not 64 and 1099511627776, in {'id': 1, "),
+        ("images", {"width": -5}, "height and width must be from 1 to 1,048,576, not 64 and -5, in {'id': 1, "),
         ("images", {"height": None}, "height must be a whole number of 64 bits, not None, in {'id': 1, "),
         ("images", {"height": 64.5}, r"height must be a whole number of 64 bits, not 64\.5, in {'id': 1, "),
         ("images", {"id": "one"}, "id must be a whole number of 64 bits, not 'one', in {'id': 'one', 'file_name': "),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import NAMES, unit
 
-from pwlu.functional import pwlu
+from pwlu.functional import observe, pwlu
 
 
 def broken(error, text, x, change=None, **keywords):
@@ -29,6 +29,44 @@ def test_shape_of_parameters(name):
     broken(ValueError, rf"{name} must have the shape \(3,\).*not \(2,\)", torch.ones(2, 3), {name: torch.ones(2)})
     broken(ValueError, rf"{name} must have the shape \(3,\).*not \(3, 1\)", torch.ones(2, 3), {name: torch.ones(3, 1)})
     broken(TypeError, rf"{name} must be of a floating-point type.*int64", torch.ones(2, 3), {name: torch.ones(3).long()})
+
+
+@pytest.mark.parametrize("x", [torch.ones(0, 3), torch.ones(2, 3, dtype=torch.float64)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float8_e4m3fn])
+def test_types_are_looked_at_whatever_x_is(x, dtype, device):
+    parameters = [p.to(device) for p in unit(3, 4)]
+    for position, name in enumerate(NAMES):
+        wrong = [*parameters[:position], parameters[position].to(dtype), *parameters[position + 1 :]]
+        for function in (pwlu, observe):
+            with pytest.raises(TypeError, match=f"{name} must be of a floating-point type"):
+                function(x.to(device), *wrong)
+
+
+def test_one_error_at_a_time():
+    """The kernel's own, which says less, is not shown beside it."""
+    with pytest.raises(ValueError, match="make the unit with channels=5") as found:
+        pwlu(torch.ones(2, 5), *unit(3, 4))
+    assert found.value.__context__ is None
+
+
+def test_no_memory(device):
+    x, parameters = torch.randn(2, 3, device=device), unit(3, 4, device=device)
+    for position in range(6):
+        for nothing in (freed, torch._efficientzerotensor):
+            arguments = [x, *parameters]
+            like = arguments[position]
+            arguments[position] = nothing(like.shape, device=device)
+            if position == 0 and nothing is torch._efficientzerotensor:
+                assert torch.equal(pwlu(*arguments), pwlu(torch.zeros_like(x), *parameters))  # torch makes it
+                continue
+            with pytest.raises(RuntimeError, match="has no memory: it was freed"):
+                pwlu(*arguments)
+
+
+def freed(shape, device):
+    tensor = torch.ones(shape, device=device)
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def test_channels():

@@ -101,6 +101,24 @@ def test_the_derivative_is_that_of_the_function_at_rest():
     assert all(not p.grad.any() for p in act.parameters())
 
 
+def test_nothing_comes_back():
+    """Where what follows has no gradient to give, the parameters still have theirs."""
+
+    class Silent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    act, x = watching(pwlu.PWLU(3)), torch.randn(4, 3, requires_grad=True)
+    Silent.apply(act(x)).sum().backward()
+    assert x.grad is None
+    assert all(not p.grad.any() for p in act.parameters())
+
+
 def test_a_penalty_on_gradients():
     """Derivatives of derivatives: one forward pass, counted once."""
     model = observing()

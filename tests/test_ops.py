@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import pwlu
 from pwlu import implementations, ops, reference
 from pwlu.functional import pwlu as function
-from pwlu.plain import plain
+from pwlu.plain import _ordinary_keys, plain
 
 
 @pytest.fixture
@@ -123,6 +123,13 @@ def test_inference_tensors(device):
         y = function(x, *parameters)
     assert y.is_inference()
     assert torch.equal(y.clone(), function(x.clone(), *(p.clone() for p in parameters)))
+
+
+def test_what_is_ordinary_does_not_depend_on_who_asks_first(device):
+    with torch.inference_mode():
+        keys = _ordinary_keys.__wrapped__(device.type)
+    assert keys == _ordinary_keys.__wrapped__(device.type)
+    assert len(keys) == 2
 
 
 def test_negative_views(device):

@@ -187,7 +187,7 @@ def _maker(
         if to == "frelu":  # it convolves, and so is of the type of its input
             norm = "group" if found.runs > 1 else "batch"  # one batch norm would mix the statistics of several runs
             site.reason = f"with group norm: it runs {found.runs} times in a pass" if norm == "group" else ""
-            return FReLU(site.channels, site.channel_dim, norm).to(call.device, call.dtype)
+            return FReLU(site.channels, site.channel_dim, norm=norm).to(call.device, call.dtype)
         if to == "pau":
             pau = PAU(fixed(site.start, site, "PAU"), call.device, _wide(call))
             site.reason = f"starts within {pau.start_error:.2g} of {pau.start} for |x| <= 3"

@@ -43,9 +43,10 @@ def pwlu(
     if ops.direct(x, left, right, heights, left_slope, right_slope):
         try:
             return ops.direct_forward(x, left, right, heights, left_slope, right_slope, channel_dim)
-        except (IndexError, TypeError, ValueError):  # kernels look at their arguments too, and say less about them
-            check(x, left, right, heights, left_slope, right_slope, channel_dim)
-            raise
+        except (IndexError, TypeError, ValueError) as error:  # kernels look at their arguments too, and say less about them
+            failure = error
+        check(x, left, right, heights, left_slope, right_slope, channel_dim)
+        raise failure
     if not torch.jit.is_tracing():  # sizes are then tensors, and comparing them would be recorded
         check(x, left, right, heights, left_slope, right_slope, channel_dim)
     return ops.forward(x, left, right, heights, left_slope, right_slope, channel_dim)
@@ -68,9 +69,10 @@ def observe(
     if ops.direct(x, left, right, heights, left_slope, right_slope):
         try:
             return ops.direct_observe(x, left, right, heights, left_slope, right_slope, channel_dim)
-        except (IndexError, TypeError, ValueError):
-            check(x, left, right, heights, left_slope, right_slope, channel_dim)
-            raise
+        except (IndexError, TypeError, ValueError) as error:
+            failure = error
+        check(x, left, right, heights, left_slope, right_slope, channel_dim)
+        raise failure
     check(x, left, right, heights, left_slope, right_slope, channel_dim)
     return ops.observe(x, left, right, heights, left_slope, right_slope, channel_dim)
 

@@ -39,9 +39,10 @@ class FusedPWLU(nn.Module):
         if ops.direct(x, *tables):
             try:
                 return ops.direct_lookup(x, *tables, self.channel_dim)
-            except (IndexError, TypeError, ValueError):  # kernels look at their arguments too, and say less about them
-                self._check(x)
-                raise
+            except (IndexError, TypeError, ValueError) as error:  # kernels look at their arguments too, and say less about them
+                failure = error
+            self._check(x)
+            raise failure
         if torch.jit.is_tracing():
             with warnings.catch_warnings():  # that the sizes of the tables are recorded as constants, as they should be
                 warnings.simplefilter("ignore", torch.jit.TracerWarning)

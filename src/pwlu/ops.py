@@ -160,7 +160,8 @@ class _Observe(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_moments: Any) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        grad_x = _gradients(grad, saved, ctx.channel_dim, True, False)[0] if ctx.needs_input_grad[0] else None
+        wanted = ctx.needs_input_grad[0] and grad is not None
+        grad_x = _gradients(grad, saved, ctx.channel_dim, True, False)[0] if wanted else None
         return (grad_x, *_zeros(grad, saved[1:]), None)
 
 

@@ -17,9 +17,11 @@ _known: set[int] = set()  # of what _ordinary_keys found so far
 @functools.cache
 def _ordinary_keys(device: str) -> frozenset[int]:
     """What the dispatcher knows of an ordinary tensor and of one made in inference mode."""
-    ordinary = torch.empty(0, device=device)
-    with torch.inference_mode():
-        return frozenset(torch._C._dispatch_keys(t).raw_repr() for t in (ordinary, torch.empty(0, device=device)))
+    keys = set()
+    for inference in (False, True):  # whatever the mode is in which this is asked first
+        with torch.inference_mode(inference):
+            keys.add(torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
+    return frozenset(keys)
 
 
 def _ordinary(x: Tensor) -> bool:

@@ -34,9 +34,9 @@ class FReLU(nn.Module):
         self,
         channels: int,
         channel_dim: int = 1,
-        norm: str = "batch",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        norm: str = "batch",
     ) -> None:
         super().__init__()
         self.channels, self.channel_dim = channels_and_dim("FReLU", channels, channel_dim)

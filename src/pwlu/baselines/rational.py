@@ -10,6 +10,7 @@ from pwlu.starts import Start
 
 _NEAR, _FAR, _FAR_WEIGHT = 3.0, 10.0, 1e-3
 _STEPS = 200
+_EXACT = 1e-20  # a loss below is rounding, and chooses nothing: any denominator will do for a straight line
 _DENOMINATORS = ((0.0, 0.1, 0.0, 0.001), (0.0, 1.0, 0.0, 0.1))  # to begin with: for smooth functions, and for those with kinks
 
 
@@ -37,7 +38,8 @@ def fit(start: Start) -> Fit:
     near = x.abs() <= _NEAR
     weight = torch.where(near, 1.0, _FAR_WEIGHT**0.5).to(x.dtype)
     problem = _Problem(x[:, None] ** torch.arange(6, dtype=x.dtype, device="cpu"), y, weight)
-    best = min((problem.descend(torch.tensor(b, dtype=x.dtype, device="cpu")) for b in _DENOMINATORS), key=lambda s: s.loss)
+    solutions = [problem.descend(torch.tensor(b, dtype=x.dtype, device="cpu")) for b in _DENOMINATORS]
+    best = min(solutions, key=lambda s: max(s.loss, _EXACT))
     denominator = best.denominator * (1 if best.inside.sum() >= 0 else -1)  # both are the same function
     error = (best.fitted - y)[near].abs().max().item()
     return Fit(tuple(best.numerator.tolist()), tuple(denominator.tolist()), error)

@@ -87,9 +87,9 @@ class Kernel:
         if not x.numel():
             return y
         x, parameters = layout.laid_out_as(y, x), _for_compute(x, parameters)
-        addresses = [p.data_ptr() for p in parameters]
+        source, *addresses = layout.addresses([x, *parameters])
         start, geometry = self._start(x), layout.geometry(x, channels, channel_dim)
-        _raise(function(*start, x.data_ptr(), y.data_ptr(), *geometry, intervals, *addresses))
+        _raise(function(*start, source, y.data_ptr(), *geometry, intervals, *addresses))
         return y
 
     def backward(self, grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, list[Tensor] | None]:
@@ -105,11 +105,11 @@ class Kernel:
         x, grad = layout.laid_out_as(like, x), layout.laid_out_as(like, grad.to(x.dtype))
         originals, parameters = parameters, _for_compute(x, parameters)
         gradients = [torch.empty_like(p) for p in parameters] if need_parameters else None
-        addresses = [p.data_ptr() for p in parameters]
+        of_grad, source, *addresses = layout.addresses([grad, x, *parameters])
         addresses += [g.data_ptr() for g in gradients] if gradients else [0] * 5
         start, geometry = self._start(x), layout.geometry(x, channels, channel_dim)
         target = 0 if grad_x is None else grad_x.data_ptr()
-        _raise(self._backward(*start, grad.data_ptr(), x.data_ptr(), target, *geometry, intervals, *addresses))
+        _raise(self._backward(*start, of_grad, source, target, *geometry, intervals, *addresses))
         if gradients and any(p.dtype != parameters[0].dtype for p in originals):
             gradients = [g.to(p.dtype) for g, p in zip(gradients, originals, strict=True)]
         return grad_x, gradients
@@ -136,7 +136,7 @@ class Kernel:
 def _for_compute(x: Tensor, parameters: list[Tensor]) -> list[Tensor]:
     """Parameters as C reads them: float64 for float64 x, else float32, and contiguous."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return [p if p.dtype == dtype and p.is_contiguous() else layout.floating(p).to(dtype).contiguous() for p in parameters]
+    return [p if p.dtype == dtype and p.is_contiguous() else p.to(dtype).contiguous() for p in parameters]
 
 
 def _raise(status: int) -> None:

@@ -30,7 +30,7 @@ def geometry(x: Tensor, channels: int, channel_dim: int) -> tuple[int, int, int]
 
 
 def check(x: Tensor, tables: Sequence[Tensor], intervals: int, channel_dim: int) -> int:
-    """The number of channels, once shapes are such that a kernel stays inside of its arrays, whoever called the operator."""
+    """The number of channels, once types and shapes are such that a kernel stays inside of its arrays, whoever called it."""
     one, device = tables[0].shape, x.device
     channels = one[0] if len(one) == 1 else 0
     expected: tuple[tuple[int, ...], ...] = (one, one, (channels, intervals + 1), one, one)
@@ -41,6 +41,8 @@ def check(x: Tensor, tables: Sequence[Tensor], intervals: int, channel_dim: int)
     for table, shape in zip(tables, expected, strict=True):
         if table.shape != shape or table.device != device:
             _refuse(x, tables)
+        if table.dtype not in FLOATS:
+            raise TypeError(f"pwlu: parameters must be of a floating-point type, not {table.dtype}")
     check_channels(x, channels, channel_dim)
     return channels
 
@@ -48,7 +50,9 @@ def check(x: Tensor, tables: Sequence[Tensor], intervals: int, channel_dim: int)
 def _refuse(x: Tensor, tables: Sequence[Tensor]) -> None:
     expected = "(C,), (C,), (C, N+1), (C,), (C,)" if len(tables) == 5 else "(C,), (C,), (C, N+2), (C, N+2)"
     found = ", ".join(f"{tuple(t.shape)} on {t.device}" for t in tables)
-    raise ValueError(f"pwlu: expected parameters of the shapes {expected} with at least 1 interval on {x.device}, not {found}")
+    raise ValueError(
+        f"pwlu: expected parameters of the shapes {expected} with C and N of at least 1 on {x.device}, not {found}"
+    )
 
 
 def check_channels(x: Tensor, channels: int, channel_dim: int) -> None:
@@ -59,11 +63,15 @@ def check_channels(x: Tensor, channels: int, channel_dim: int) -> None:
         raise ValueError(f"pwlu: x of shape {tuple(x.shape)} does not have {channels} channels in dimension {channel_dim}")
 
 
-def floating(parameter: Tensor) -> Tensor:
-    """Itself; TypeError unless it is of a type kernels know."""
-    if parameter.dtype not in FLOATS:
-        raise TypeError(f"pwlu: parameters must be of a floating-point type, not {parameter.dtype}")
-    return parameter
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Where they are in memory; RuntimeError for one that has none."""
+    found = [tensor.data_ptr() for tensor in tensors]
+    if 0 in found:
+        raise RuntimeError(
+            "pwlu: x or a parameter has no memory: it was freed (as fully sharded training does between uses), or never made "
+            "(torch's efficient zeros). Call the whole module that owns it, or write .clone()"
+        )
+    return found
 
 
 def check_grad(grad: Tensor, x: Tensor) -> None:

@@ -25,6 +25,7 @@ NO_AREA = "without a box of some area in the image"
 NO_MASK = "without a mask"
 _LEAST = 0.01  # pixels of height and width: with less, a box is a point in float32 after it is scaled with its image
 _LARGEST = 1e10  # pixels: COCO's evaluator takes no notice of an object with more
+_MOST_PIXELS = 2**20  # of a side: no image has more, and products of two such numbers stay small
 _LONGEST = 100  # times the shorter side: of images that are longer nothing is left when they are scaled to 64 x 107 pixels
 
 
@@ -180,10 +181,10 @@ def read(path: Path, with_masks: bool) -> Part:
         raise UserError(f"{path} does not hold annotations as COCO writes them: {error}") from None
     left_out = {what: [0] * max(1, len(images)) for what in (UNKNOWN_IMAGE, UNKNOWN_CATEGORY, NO_AREA, NO_MASK)}
     left_out[UNKNOWN_IMAGE][0] = len(lost)
-    numbers: list[list[float]] = []
+    values_of: list[list[float]] = []
     categories, crowds, codes, counts = [], [], [], []
     for place, (number, (_, height, width)) in enumerate(images.items()):
-        before = len(numbers)
+        before = len(values_of)
         for category, crowd, row in by_image[number]:
             wrong, values, code = UNKNOWN_CATEGORY, list[float](), b""
             if category in classes:
@@ -191,12 +192,12 @@ def read(path: Path, with_masks: bool) -> Part:
             if wrong:
                 left_out[wrong][place] += 1
                 continue
-            numbers.append(values)
+            values_of.append(values)
             categories.append(category)
             crowds.append(crowd)
             codes.append(code)
-        counts.append(len(numbers) - before)
-    columns = torch.tensor(numbers, dtype=torch.float64).reshape(-1, 5)
+        counts.append(len(values_of) - before)
+    columns = torch.tensor(values_of, dtype=torch.float64).reshape(-1, 5)
     return Part(
         folder=next((folder for folder in _folders(path) if folder.is_dir()), _folders(path)[-1]),
         names=[name for name, _, _ in images.values()],
@@ -216,7 +217,7 @@ def read(path: Path, with_masks: bool) -> Part:
 
 def whole(row: Any, name: str) -> int:
     """A whole number of a row of a file, also if it stands there as text."""
-    value = row[name]
+    value = row.get(name)
     try:
         number = int(value)
         if (not isinstance(value, str) and number != value) or not -(2**63) <= number < 2**63:
@@ -224,6 +225,13 @@ def whole(row: Any, name: str) -> int:
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be a whole number of 64 bits, not {_shown(value)}, in {_shown(row)}") from None
     return number
+
+
+def numbers(values: Any) -> list[float]:
+    """Those of a list in a file."""
+    if not isinstance(values, list):
+        raise TypeError(f"expected a list of numbers, not {_shown(values)}")
+    return [float(value) for value in values]
 
 
 def _shown(value: Any) -> str:
@@ -242,15 +250,15 @@ def _numbered(content: Any, what: str) -> dict[int, Any]:
 
 def _size(row: Any) -> tuple[int, int]:
     height, width = whole(row, "height"), whole(row, "width")
-    if min(height, width) < 1:
-        raise ValueError(f"height and width must be at least 1, not {height} and {width}, in {_shown(row)}")
+    if min(height, width) < 1 or max(height, width) > _MOST_PIXELS:
+        raise ValueError(f"height and width must be from 1 to {_MOST_PIXELS:,}, not {height} and {width}, in {_shown(row)}")
     return height, width
 
 
 def _checked(row: Any, height: int, width: int, with_masks: bool) -> tuple[str, list[float], bytes]:
     """What is wrong with an annotation, or "" with its box and its area; and its mask."""
     try:
-        x, y, w, h = (float(v) for v in row["bbox"])
+        x, y, w, h = numbers(row["bbox"])
     except (LookupError, TypeError, ValueError, OverflowError):
         return NO_AREA, [], b""
     inside = min(x + w, width) - max(x, 0), min(y + h, height) - max(y, 0)

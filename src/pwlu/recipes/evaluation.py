@@ -17,7 +17,7 @@ from faster_coco_eval import COCO, COCOeval_faster
 from faster_coco_eval import mask as rle
 from torch import Tensor
 
-from pwlu.recipes.coco import Part, whole
+from pwlu.recipes.coco import Part, numbers, whole
 from pwlu.recipes.masks import run_lengths
 from pwlu.recipes.settings import UserError
 
@@ -164,12 +164,12 @@ def _detection(row: Any, kinds: Sequence[str]) -> dict[str, Any]:
 
 def _numbers(name: str, values: Any, count: int) -> list[float]:
     try:
-        numbers = [float(value) for value in values]
+        found = numbers(values)
     except (TypeError, ValueError, OverflowError):
-        numbers = []
-    if len(numbers) != count or not all(map(math.isfinite, numbers)):
+        found = []
+    if len(found) != count or not all(map(math.isfinite, found)):
         raise ValueError(f"{name} must be {count} finite number{'s' * (count > 1)}, not {values}")
-    return numbers
+    return found
 
 
 def _mask(row: Any, height: int, width: int) -> dict[str, Any]:

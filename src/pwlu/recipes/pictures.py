@@ -27,5 +27,5 @@ def picture(path: str | Path) -> Image.Image:
             if file.mode in ("I", "F"):
                 raise Unreadable("its numbers have 32 bits, and no known range: save it with 8 or 16 bits")
             return file.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow raises for damaged files
+    except (OSError, SyntaxError, TypeError, ValueError, Image.DecompressionBombError) as error:  # Pillow's, of damaged files
         raise Unreadable(str(error)) from None

@@ -105,12 +105,13 @@ class Kernel:
             return (y, *(r.zero_() for r in results))
         kind, parameters = _for_kernel(parameters)
         x = layout.laid_out_as(y, x) if parameters else layout.dense(x)
-        source, target = x.data_ptr(), y.data_ptr() if parameters else 0
+        source, *addresses = layout.addresses([x, *parameters])
+        target = y.data_ptr() if parameters else 0
         aligned = not (source | target) & 15
         plan = self._map_plan(what, _NAMES[x.dtype], layout.geometry(x, channels, channel_dim), intervals, kind, aligned)
         if plan is None:
             return None
-        addresses = [source, 0, target, *[p.data_ptr() for p in parameters], *_NONE[len(parameters) :]]
+        addresses = [source, 0, target, *addresses, *_NONE[len(parameters) :]]
         if not results:
             self._launch(plan, addresses + _NO_MOMENTS)
             return (y,)
@@ -155,13 +156,12 @@ class Kernel:
         grad = layout.laid_out_as(x, grad if grad.dtype is x.dtype else grad.to(x.dtype))
         originals = parameters
         kind, parameters = _for_kernel(parameters)
-        addresses = [x.data_ptr(), grad.data_ptr(), grad_x.data_ptr()]
+        addresses = layout.addresses([x, grad, grad_x, *parameters])
         aligned = not (addresses[0] | addresses[1] | addresses[2]) & 15
         form = layout.geometry(x, channels, channel_dim)
         plan = self._backward_plan(need_parameters, _NAMES[x.dtype], form, intervals, kind, aligned)
         if plan is None:
             return None
-        addresses += [p.data_ptr() for p in parameters]
         if not need_parameters:
             self._launch(plan, [*addresses, *_NONE[5:], *_NO_MOMENTS])
             return grad_x, None
@@ -187,7 +187,7 @@ def _for_kernel(parameters: list[Tensor]) -> tuple[int, list[Tensor]]:
     kind = _KINDS.get(dtype)
     for parameter in parameters:
         if parameter.dtype is not dtype or kind is None or not parameter.is_contiguous():
-            return 0, [layout.floating(p).to(torch.float32).contiguous() for p in parameters]
+            return 0, [p.to(torch.float32).contiguous() for p in parameters]
     return kind or 0, parameters
 
 

@@ -122,6 +122,7 @@ def test_what_cannot_be_used_is_left_out_and_counted(tmp_path):
         (square(1, 0, 0, 9, bbox=[96, 5, 9, 9]), coco.NO_AREA),  # outside of the image
         (square(1, 0, 0, 9, bbox=[float("nan"), 5, 9, 9]), coco.NO_AREA),
         (square(1, 0, 0, 9, bbox=[5, 5]), coco.NO_AREA),
+        (square(1, 0, 0, 9, bbox="5599"), coco.NO_AREA),
         (square(1, 0, 0, 9, segmentation=None), coco.NO_MASK),
         (square(1, 0, 0, 9, segmentation={"size": [64, 96], "counts": "3"}), coco.NO_MASK),
         (

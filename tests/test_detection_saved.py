@@ -105,6 +105,7 @@ def test_masks_of_other_forms(three, tmp_path, capsys, mask):
         ({"bbox": [0, 0, 1]}, "bbox must be 4 finite numbers, not [0, 0, 1]"),
         ({"bbox": [0, 0, 1, float("nan")]}, "bbox must be 4 finite numbers, not [0, 0, 1, nan]"),
         ({"bbox": 5}, "bbox must be 4 finite numbers, not 5"),
+        ({"bbox": "0055"}, "bbox must be 4 finite numbers, not 0055"),
         ({"image_id": "one"}, "image_id must be a whole number of 64 bits, not 'one', in {'image_id': 'one', "),
     ],
 )

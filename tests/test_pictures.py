@@ -1,5 +1,7 @@
 """Image files of every kind, as classification and detection read them."""
 
+import struct
+
 import numpy as np
 import pytest
 import torch
@@ -61,6 +63,16 @@ def test_half_an_image(path, kind, dtype):
     Image.fromarray(GREY.astype(dtype)).save(path, kind)
     path.write_bytes(path.read_bytes()[:-150])
     with pytest.raises(Unreadable):
+        picture(path)
+
+
+def test_an_image_at_a_fraction_of_a_byte(path):
+    """A TIFF whose tag 273, where its numbers begin, is a floating-point number (type 11) instead of a whole one."""
+    Image.fromarray(GREY.astype(np.uint16)).save(path, "TIFF")
+    content = path.read_bytes()
+    place = content.index(struct.pack("<H", 273), struct.unpack("<I", content[4:8])[0])
+    path.write_bytes(content[: place + 2] + struct.pack("<H", 11) + content[place + 4 :])
+    with pytest.raises(Unreadable, match="cannot be interpreted as an integer"):
         picture(path)
 
 

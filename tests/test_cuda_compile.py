@@ -153,10 +153,8 @@ def one_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.delenv("PWLU_CUDA_KERNEL", raising=False)
     cuda.choose.cache_clear()
-    cuda.kernel.cache_clear()
     yield
     cuda.choose.cache_clear()
-    cuda.kernel.cache_clear()
 
 
 def info(capsys):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pwlu import reference
 from pwlu.module import PWLU, require_units, whole
 from pwlu.quantiles import Sketch
-from pwlu.text import columns
+from pwlu.text import columns, counted
 
 BARS = 32
 HEALTHY = 0.548  # IOU of normally distributed inputs and bounds at mu +- 3 sigma, where realignment puts them: 2 * 1.645 / 6
@@ -106,8 +106,8 @@ class Alignment:
         ]
         lines = columns(head, rows, numbers=True)
         lines.append(
-            f"{self.model}, {self.batches} batch{'es' * (self.batches != 1)}: median IOU {_median(self.iou)} over "
-            f"{len(self.iou):,} channel{'s' * (len(self.iou) != 1)}; {_outside(self.units)} of inputs outside of the bounds"
+            f"{self.model}, {counted(self.batches, 'batch', 'batches')}: median IOU {_median(self.iou)} over "
+            f"{counted(len(self.iou), 'channel')}; {_outside(self.units)} of inputs outside of the bounds"
         )
         if self.unreached:
             lines.append(f"Never reached: {', '.join(name or 'the model' for name in self.unreached)}")

@@ -21,6 +21,7 @@ from pwlu.onnx_check import Inputs, Largest, agreement, outputs
 from pwlu.onnx_file import finish, units_alone
 from pwlu.onnx_forms import FASTEST, FORMS, Form, write_as_
 from pwlu.onnx_units import UnitsChecked, calls_of, check_units
+from pwlu.text import counted
 
 _OLDEST_OPSET = 18  # what torch writes by itself; ONNX Runtime reads it since 1.14
 _LARGEST_FILE = 2**31 - 2**24  # of protobuf; larger models keep their weights in a second file
@@ -60,7 +61,7 @@ class OnnxReport:
 
     def __str__(self) -> str:
         batch = "any batch size" if self.any_batch else f"batches of {self.batches[0]}"
-        units = f"{len(self.units)} PWLU{'s' * (len(self.units) != 1)} as {self.form}"
+        units = f"{counted(len(self.units), 'PWLU')} as {self.form}"
         lines = [
             f"{self.path}: {self.size / 1e6:.2f} MB, opset {self.opset}, {batch}, {units}",
             "operators: " + ", ".join(f"{name} {count}" for name, count in self.operators.items()),

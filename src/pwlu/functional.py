@@ -1,6 +1,7 @@
 """The function: checks its arguments and calls the operator."""
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,12 +42,7 @@ def pwlu(
         y: shape, dtype and memory layout of x.
     """
     if ops.direct(x, left, right, heights, left_slope, right_slope):
-        try:
-            return ops.direct_forward(x, left, right, heights, left_slope, right_slope, channel_dim)
-        except (IndexError, TypeError, ValueError) as error:  # kernels look at their arguments too, and say less about them
-            failure = error
-        check(x, left, right, heights, left_slope, right_slope, channel_dim)
-        raise failure
+        return explained(ops.direct_forward, check, x, left, right, heights, left_slope, right_slope, channel_dim)
     if not torch.jit.is_tracing():  # sizes are then tensors, and comparing them would be recorded
         check(x, left, right, heights, left_slope, right_slope, channel_dim)
     return ops.forward(x, left, right, heights, left_slope, right_slope, channel_dim)
@@ -67,18 +63,23 @@ def observe(
     parameters are zero, but not missing.
     """
     if ops.direct(x, left, right, heights, left_slope, right_slope):
-        try:
-            return ops.direct_observe(x, left, right, heights, left_slope, right_slope, channel_dim)
-        except (IndexError, TypeError, ValueError) as error:
-            failure = error
-        check(x, left, right, heights, left_slope, right_slope, channel_dim)
-        raise failure
+        return explained(ops.direct_observe, check, x, left, right, heights, left_slope, right_slope, channel_dim)
     check(x, left, right, heights, left_slope, right_slope, channel_dim)
     return ops.observe(x, left, right, heights, left_slope, right_slope, channel_dim)
 
 
 # What fx.symbolic_trace records is the call itself; the checks below need real shapes.
 torch.fx.wrap("pwlu")
+
+
+def explained(call: Callable[..., Any], checks: Callable[..., None], *arguments: Any) -> Any:
+    """``call(*arguments)``, by a kernel, which looks at its arguments too and says less about them than `checks` does."""
+    try:
+        return call(*arguments)
+    except (IndexError, TypeError, ValueError) as error:
+        failure = error
+    checks(*arguments)
+    raise failure
 
 
 def check(

@@ -37,12 +37,7 @@ class FusedPWLU(nn.Module):
         buffers: dict[str, Any] = self._buffers  # by the way of attributes it would take microseconds
         tables = (buffers["left"], buffers["inv_step"], buffers["slopes"], buffers["offsets"])
         if ops.direct(x, *tables):
-            try:
-                return ops.direct_lookup(x, *tables, self.channel_dim)
-            except (IndexError, TypeError, ValueError) as error:  # kernels look at their arguments too, and say less about them
-                failure = error
-            self._check(x)
-            raise failure
+            return functional.explained(ops.direct_lookup, self._check, x, *tables, self.channel_dim)
         if torch.jit.is_tracing():
             with warnings.catch_warnings():  # that the sizes of the tables are recorded as constants, as they should be
                 warnings.simplefilter("ignore", torch.jit.TracerWarning)
@@ -52,7 +47,7 @@ class FusedPWLU(nn.Module):
         self._check(x)
         return ops.lookup(x, *tables, self.channel_dim)
 
-    def _check(self, x: Tensor) -> None:
+    def _check(self, x: Tensor, *_tables: Any) -> None:
         functional.check_input(x)
         functional.check_device("left", self.left, x)
         if self.channels > 1:

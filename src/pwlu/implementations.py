@@ -65,7 +65,7 @@ def default_pool(pool: Tensor, *moments: Tensor) -> None:
 # CPU and CUDA: a kernel where there is one and it takes such arguments (it returns None if it does not).
 
 
-@functools.cache
+@functools.cache  # so that a warning that there is none comes once
 def _serving(device: torch.device) -> Any:
     if device.type == "cuda":
         from pwlu.kernels import cuda

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pwlu.analysis import HEALTHY, Alignment, UnitAlignment
 from pwlu.curves import Curves, curves_of, inputs_of
 from pwlu.figures import COLOURS, STYLES, columns_of, grid, require_known, require_matplotlib
+from pwlu.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,7 +96,7 @@ def plot_alignment(alignments: Alignment | Mapping[str, Alignment], bars: int = 
         counts, edges = np.histogram(measured.iou, bars, (0.0, 1.0))
         shares = 100 * counts / len(measured.iou)
         colour, style = COLOURS[number % len(COLOURS)], STYLES[number % len(STYLES)]
-        number_of = f"{len(measured.iou):,} channel{'s' * (len(measured.iou) != 1)}"
+        number_of = counted(len(measured.iou), "channel")
         text = f"{label}: median {statistics.median(measured.iou):.2f}, {number_of}"
         axis.stairs(shares, edges, fill=True, color=colour, alpha=0.18)
         axis.stairs(shares, edges, color=colour, linestyle=style, linewidth=1.6, label=text)

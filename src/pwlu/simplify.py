@@ -15,7 +15,7 @@ from pwlu.fitting import PLAIN, Fit, fit
 from pwlu.module import PWLU, require_units, write
 from pwlu.realignment import some
 from pwlu.starts import find_start, fit_bounds
-from pwlu.text import columns
+from pwlu.text import columns, counted
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FSDPModule", "FullyShardedDataParallel", "OptimizedModule"}
 
@@ -99,16 +99,14 @@ class Simplification:
         rows = [
             (
                 *(u.name or "the model", str(u.channels), str(u.was)),
-                f"{u.intervals} interval{'s' * (u.intervals != 1)}" if u.became == "fewer" else u.became,
+                counted(u.intervals, "interval") if u.became == "fewer" else u.became,
                 *(f"{u.error:.2g}", f"{100 * u.relative:.2g} %", u.reason),
             )
             for u in self.units
         ]
         parts = [f"{n} {became}" for became in (*PLAIN, "fewer", "kept") if (n := len(self.of(became)))]
         removed = sum(unit.removed for unit in self.units)
-        return "\n".join(
-            [*columns(head, rows), f"{self.model}: {', '.join(parts)}; {removed:,} parameter{'s' * (removed != 1)} removed"]
-        )
+        return "\n".join([*columns(head, rows), f"{self.model}: {', '.join(parts)}; {counted(removed, 'parameter')} removed"])
 
 
 @torch.no_grad()

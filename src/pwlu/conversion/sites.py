@@ -11,6 +11,7 @@ from torch import nn
 from pwlu.conversion.report import Site
 from pwlu.conversion.rewrite import Edit
 from pwlu.conversion.tracing import Call
+from pwlu.text import counted
 
 
 @dataclass
@@ -119,7 +120,7 @@ def decide(found: Found, rules: Rules) -> None:
     elif all(call.feeds_gate for call in calls):
         site.reason = "it feeds a gate"
     elif site.positions is not None and site.positions < rules.min_positions:
-        site.reason = f"maps of {site.positions} position{'s' * (site.positions != 1)}"
+        site.reason = f"maps of {counted(site.positions, 'position')}"
     elif rules.where is not None and not rules.where(site):
         site.reason = "declined by where"
     elif any(call.arguments > 1 for call in calls):

@@ -191,9 +191,8 @@ def choose() -> tuple[Kernel | None, str]:
     return None, "; ".join(reasons)
 
 
-@functools.cache
 def kernel() -> Kernel | None:
-    """As :func:`choose`, saying once, in a warning, when there is none."""
+    """As :func:`choose`, with a warning when there is none."""
     chosen, why = choose()
     if chosen is None and "PWLU_CPU_KERNEL" not in os.environ:
         warnings.warn(

@@ -181,10 +181,10 @@ def read(path: Path, with_masks: bool) -> Part:
         raise UserError(f"{path} does not hold annotations as COCO writes them: {error}") from None
     left_out = {what: [0] * max(1, len(images)) for what in (UNKNOWN_IMAGE, UNKNOWN_CATEGORY, NO_AREA, NO_MASK)}
     left_out[UNKNOWN_IMAGE][0] = len(lost)
-    values_of: list[list[float]] = []
+    described: list[list[float]] = []
     categories, crowds, codes, counts = [], [], [], []
     for place, (number, (_, height, width)) in enumerate(images.items()):
-        before = len(values_of)
+        before = len(described)
         for category, crowd, row in by_image[number]:
             wrong, values, code = UNKNOWN_CATEGORY, list[float](), b""
             if category in classes:
@@ -192,12 +192,12 @@ def read(path: Path, with_masks: bool) -> Part:
             if wrong:
                 left_out[wrong][place] += 1
                 continue
-            values_of.append(values)
+            described.append(values)
             categories.append(category)
             crowds.append(crowd)
             codes.append(code)
-        counts.append(len(values_of) - before)
-    columns = torch.tensor(values_of, dtype=torch.float64).reshape(-1, 5)
+        counts.append(len(described) - before)
+    columns = torch.tensor(described, dtype=torch.float64).reshape(-1, 5)
     return Part(
         folder=next((folder for folder in _folders(path) if folder.is_dir()), _folders(path)[-1]),
         names=[name for name, _, _ in images.values()],

@@ -36,8 +36,8 @@ class Detection(ImageTask):
 
     def __init__(self, settings: Settings, processes: Processes) -> None:
         super().__init__(settings, processes)
-        self._check_settings()
         self.detector = self.row.network.partition("_")[0]
+        self._check_settings()
         self.kinds = ("box", "mask") if "mask_ap" in self.row.metrics else ("box",)
         train, test = coco.load(Path(settings.data), with_masks="mask" in self.kinds)
         self.measured_on = "validation images"
@@ -61,7 +61,7 @@ class Detection(ImageTask):
             raise UserError(f"--augmentation {s.augmentation} is for classification: write flip or none")
         if s.label_smoothing:
             raise UserError("--label-smoothing is for classification: leave it out")
-        if s.compile and self.row.network.startswith("maskrcnn"):
+        if s.compile and self.detector == "maskrcnn":
             raise UserError(
                 "--compile is of no use for Mask R-CNN: it is compiled anew for every number of boxes, for many minutes, and "
                 "then given up. Leave it out"

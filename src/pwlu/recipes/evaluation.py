@@ -20,6 +20,7 @@ from torch import Tensor
 from pwlu.recipes.coco import Part, numbers, whole
 from pwlu.recipes.masks import run_lengths
 from pwlu.recipes.settings import UserError
+from pwlu.text import counted
 
 _KINDS = {"box": "bbox", "mask": "segm"}
 _FIELDS = {"box": "bbox", "mask": "segmentation"}
@@ -168,7 +169,7 @@ def _numbers(name: str, values: Any, count: int) -> list[float]:
     except (TypeError, ValueError, OverflowError):
         found = []
     if len(found) != count or not all(map(math.isfinite, found)):
-        raise ValueError(f"{name} must be {count} finite number{'s' * (count > 1)}, not {values}")
+        raise ValueError(f"{name} must be {counted(count, 'finite number')}, not {values}")
     return found
 
 

@@ -181,14 +181,11 @@ class Kernel:
 
 def _for_kernel(parameters: list[Tensor]) -> tuple[int, list[Tensor]]:
     """Their type as a kernel knows it, and the parameters: themselves, wherever they are contiguous and of one such type."""
-    if not parameters:
-        return 0, parameters
-    dtype = parameters[0].dtype
-    kind = _KINDS.get(dtype)
+    dtype = parameters[0].dtype if parameters else torch.float32
     for parameter in parameters:
-        if parameter.dtype is not dtype or kind is None or not parameter.is_contiguous():
+        if parameter.dtype is not dtype or dtype not in _KINDS or not parameter.is_contiguous():
             return 0, [p.to(torch.float32).contiguous() for p in parameters]
-    return kind or 0, parameters
+    return _KINDS[dtype], parameters
 
 
 @functools.cache
@@ -238,9 +235,8 @@ def _try(index: int) -> Kernel:
     return kernel
 
 
-@functools.cache
 def kernel(index: int) -> Kernel | None:
-    """As :func:`choose`, saying once, in a warning, when there is none."""
+    """As :func:`choose`, with a warning when there is none."""
     chosen, why = choose(index)
     if chosen is None and not os.environ.get("PWLU_CUDA_KERNEL"):
         warnings.warn(

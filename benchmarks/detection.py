@@ -165,11 +165,15 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.networks) - set(CASES):
         parser.error(f"unknown network {', '.join(sorted(unknown))}: write some of {', '.join(CASES)}")
-    table = [row for name in options.networks or CASES for row in measured(name, options)]
+    output = options.output or RESULTS / f"detection-{options.device}.csv"
+    table: list[Row] = []
+    for name in options.networks or CASES:
+        table += measured(name, options)
+        write(output, table)  # what has been measured is not lost
     if options.device == "cuda":
         add_busy(table, options)
+        write(output, table)
     show(table)
-    write(options.output or RESULTS / f"detection-{options.device}.csv", table)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """What an eager call costs on a small tensor, where Python and the dispatcher take the time: microseconds, beside F.silu.
 
+A step of training, forward and backward, is timed for one call and for a chain of eight, divided by eight, which is nearer to
+networks: on a GPU, backward is another thread's work, and waking that up takes longer than the rest.
 Also timed: the same operator with derivatives registered by torch.library.register_autograd, which pwlu does not use.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,9 +41,15 @@ def registered() -> Callable[..., Tensor]:
     return operator
 
 
-def step(call: Callable[[], Tensor], leaves: list[Tensor], grad: Tensor) -> Any:
-    """One step of training."""
-    return torch.autograd.grad(call(), leaves, grad)
+CHAIN = 8
+
+
+def step(call: Callable[[Tensor], Tensor], length: int, x: Tensor, parameters: Sequence[Tensor], grad: Tensor) -> Any:
+    """One step of training, with so many calls one after the other."""
+    y = x
+    for _ in range(length):
+        y = call(y)
+    return torch.autograd.grad(y, [x, *parameters], grad)
 
 
 def main() -> None:
@@ -57,29 +65,25 @@ def main() -> None:
     parameters = act.unit_parameters()
     slow = registered()
     kernel = implementations.kernel_of(x)
-    calls: dict[str, Callable[[], Tensor]] = {
-        "F.silu": lambda: F.silu(x),
-        "PWLU": lambda: act(x),
-        "functional.pwlu": lambda: pwlu.functional.pwlu(x, *parameters),
-        "operator alone": lambda: ops.forward(x, *parameters, 1),
-        "operator with register_autograd": lambda: slow(x, *parameters, 1),
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        "F.silu": F.silu,
+        "PWLU": act,
+        "functional.pwlu": lambda x: pwlu.functional.pwlu(x, *parameters),
+        "operator alone": lambda x: ops.forward(x, *parameters, 1),
+        "operator with register_autograd": lambda x: slow(x, *parameters, 1),
     }
+    steps = {name: (call, () if name == "F.silu" else parameters) for name, call in calls.items()}
     if kernel is not None:
-        calls["kernel alone"] = lambda: kernel.forward(x.detach(), *parameters, 1)
-    time = partial(
-        interleaved, rounds=options.rounds, inner=200, wait=None if options.device == "cpu" else torch.cuda.synchronize
-    )
-    times = {"forward": time(calls)}
+        calls["kernel alone"] = lambda x: kernel.forward(x.detach(), *parameters, 1)
+    time = partial(interleaved, rounds=options.rounds, wait=None if options.device == "cpu" else torch.cuda.synchronize)
+    forward = {name: partial(call, x) for name, call in calls.items()}
+    times = {"forward": time(forward, inner=200)}
     with torch.no_grad():
-        times["forward, no gradient"] = time(calls)
-    leaves = {
-        name: [x, *(parameters if name != "F.silu" else [])]
-        for name in calls
-        if "alone" not in name or name == "operator alone"
-    }
-    grad = torch.randn_like(x)
-    training = {name: partial(step, calls[name], leaf, grad) for name, leaf in leaves.items()}
-    times["forward+backward"] = time(training)
+        times["forward, no gradient"] = time(forward, inner=200)
+    for length, what in ((1, "forward+backward"), (CHAIN, f"forward+backward, in a chain of {CHAIN}")):
+        training = {name: partial(step, call, length, x, leaves, torch.randn_like(x)) for name, (call, leaves) in steps.items()}
+        found = time(training, inner=200 // length)
+        times[what] = {name: [each / length for each in milliseconds] for name, milliseconds in found.items()}
     rows = []
     for what, found in times.items():
         base = percentiles(found["F.silu"])["p50_ms"]

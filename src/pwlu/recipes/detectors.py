@@ -16,6 +16,7 @@ from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredic
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool, LastLevelP6P7
 
 from pwlu.recipes import networks
+from pwlu.recipes.pasting import Transform
 
 SIZES = (32, 64, 128, 256, 512)  # of anchors, in pixels of the scaled image, from the finest level to the coarsest
 RATIOS = (0.5, 1.0, 2.0)
@@ -43,7 +44,7 @@ def build(network: str, classes: int, pixels: int, width: float, norm: str, anch
         return RetinaNet(backbone, classes, anchor_generator=generator, detections_per_img=detections, **common)
     backbone = _backbone(body, width, norm, p6_p7=False)
     channels, hidden = backbone.out_channels, max(1, round(1024 * width))
-    return MaskRCNN(
+    model = MaskRCNN(
         backbone,
         rpn_anchor_generator=AnchorGenerator(tuple((size,) for size in sizes), (RATIOS,) * len(sizes)),
         box_head=TwoMLPHead(channels * 7 * 7, hidden),
@@ -53,6 +54,9 @@ def build(network: str, classes: int, pixels: int, width: float, norm: str, anch
         mask_predictor=MaskRCNNPredictor(channels, channels, classes + 1),
         **common,
     )
+    given = model.transform
+    model.transform = Transform(**common, image_mean=given.image_mean, image_std=given.image_std)
+    return model
 
 
 def _backbone(body: str, width: float, norm: str, p6_p7: bool) -> Any:

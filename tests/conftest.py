@@ -1,5 +1,13 @@
 """Options and fixtures of all tests."""
 
+import os
+import shutil
+import sys
+
+# Before pwlu is imported, here and in all processes that tests start: eager.cpp is tested wherever it can be built.
+if sys.platform != "win32" and any(map(shutil.which, ("c++", "g++", "clang++"))):
+    os.environ.setdefault("PWLU_EAGER", "compiled")
+
 import helpers
 import pytest
 import torch

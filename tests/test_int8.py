@@ -17,7 +17,7 @@ from torch.ao.quantization.fx import _decomposed  # noqa: F401  the operators of
 
 import pwlu
 from pwlu import implementations, reference
-from pwlu.kernels import cpu
+from pwlu.kernels import cpu, eager
 from pwlu.tables import tabulate_
 
 pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.`:FutureWarning")  # torch's own, in 2.13
@@ -85,6 +85,7 @@ def assert_unchanged(model, q, tables=1):
 
 def use(code, monkeypatch):
     monkeypatch.setattr(implementations, "kernel_of", lambda x: None if code == "reference" else cpu.load(code))
+    eager.forget()
 
 
 def quantise(y, dtype):

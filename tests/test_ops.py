@@ -405,10 +405,11 @@ def test_forward_mode_and_hessian(device):
 
 
 def test_the_missing_kernel_is_said_once(monkeypatch):
-    from pwlu.kernels import cpu
+    from pwlu.kernels import cpu, eager
 
     monkeypatch.setattr(cpu, "choose", lambda: (None, "no C compiler was found"))
     implementations._serving.cache_clear()
+    eager.forget()
     x, parameters = torch.randn(4, 3), unit(3, 4)
     try:
         with pytest.warns(UserWarning, match="no C compiler was found.*pwlu info"):

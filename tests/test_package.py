@@ -26,14 +26,21 @@ ALLOWED = {
     "reference": set(),
     "kernels.build": set(),
     "kernels.layout": set(),
-    "kernels.cpu": {"kernels.build", "kernels.layout"},
+    "kernels.eager": {"kernels.build"},
+    "kernels.cpu": {"kernels.build", "kernels.eager", "kernels.layout"},
     "kernels.cuda.compile": {"kernels.build"},
     "kernels.cuda.plan": {"kernels.cuda.compile"},
     "kernels.cuda.driver": {"kernels.cuda.compile", "kernels.cuda.plan"},
-    "kernels.cuda": {"kernels.layout", "kernels.cuda.compile", "kernels.cuda.driver", "kernels.cuda.plan"},
-    "implementations": {"reference", "kernels.cpu", "kernels.cuda"},
+    "kernels.cuda": {
+        "kernels.eager",
+        "kernels.layout",
+        "kernels.cuda.compile",
+        "kernels.cuda.driver",
+        "kernels.cuda.plan",
+    },
+    "implementations": {"reference", "kernels.cpu", "kernels.cuda", "kernels.eager"},
     "plain": set(),
-    "ops": {"reference", "implementations", "plain"},
+    "ops": {"reference", "implementations", "kernels.eager", "plain"},
     "functional": {"ops"},
     "starts": {"reference"},
     "module": {"functional", "ops", "reference", "starts"},
@@ -127,7 +134,8 @@ ALLOWED = {
     "recipes.pictures": set(),
     "recipes.coco": {"recipes.masks", "recipes.settings", "text"},
     "recipes.scenes": {"recipes.coco", "recipes.draws", "recipes.masks", "recipes.pictures"},
-    "recipes.detectors": {"recipes.networks"},
+    "recipes.pasting": set(),
+    "recipes.detectors": {"recipes.networks", "recipes.pasting"},
     "recipes.evaluation": {"recipes.coco", "recipes.masks", "recipes.settings", "text"},
     "recipes.detection": {
         "recipes.coco",
@@ -286,7 +294,7 @@ ALLOWED = {
         "recipes.trained",
         "text",
     },
-    "cli.info": {"kernels.build", "kernels.cpu", "kernels.cuda", "version"},
+    "cli.info": {"kernels.build", "kernels.cpu", "kernels.cuda", "kernels.eager", "version"},
     "cli.evaluate": {
         "recipes.coco",
         "recipes.datasets",
@@ -428,7 +436,8 @@ FORWARD = (
 
 @pytest.fixture
 def bare(monkeypatch):
-    """As if nothing had been built at installation."""
+    """As if nothing had been built at installation, and nothing were built but cpu.c."""
+    monkeypatch.setenv("PWLU_EAGER", "python")
     code = "import pathlib; from pwlu.kernels import cpu; glob = pathlib.Path.glob;"
     return code + "pathlib.Path.glob = lambda s, p: iter(()) if p.startswith('_cpu_') else glob(s, p);"
 
@@ -521,7 +530,7 @@ def test_wheel(compiler, tmp_path):
     for item in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         (tmp_path / item).write_bytes((ROOT / item).read_bytes())
     for path in SOURCE.rglob("*"):
-        if path.suffix in (".py", ".c", ".cu", ".cuh", ".typed", ".html", ".css", ".js"):
+        if path.suffix in (".py", ".c", ".cpp", ".h", ".cu", ".cuh", ".typed", ".html", ".css", ".js"):
             copy = tmp_path / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(path.read_bytes())
@@ -533,6 +542,7 @@ def test_wheel(compiler, tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert {"pwlu/kernels/cpu.c", "pwlu/kernels/cuda/element.cuh", "pwlu/kernels/cuda/finish.cu"} <= set(names)
     assert {"pwlu/py.typed", "pwlu/integrations/hugging_face.py"} <= set(names)
+    assert {"pwlu/kernels/eager.cpp", "pwlu/kernels/eager_kernels.h"} <= set(names)
     assert {"pwlu/report/page.html", "pwlu/report/page.css", "pwlu/report/main.js"} <= set(names)
     assert "-py3-none-" in wheel.name
     built = {n for n in names if "_cpu_" in n}

@@ -67,13 +67,12 @@ def default_pool(pool: Tensor, *moments: Tensor) -> None:
 
 @functools.cache  # so that a warning that there is none comes once
 def _serving(device: torch.device) -> Any:
-    if device.type == "cuda":
-        from pwlu.kernels import cuda
+    from pwlu.kernels import cpu, cuda, eager
 
-        return cuda.kernel(device.index)
-    from pwlu.kernels import cpu
-
-    return cpu.kernel()
+    kernel = cuda.kernel(device.index) if device.type == "cuda" else cpu.kernel()
+    if kernel is not None:
+        eager.build_aside()
+    return kernel
 
 
 def kernel_of(x: Tensor) -> Any:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pwlu import implementations, reference
+from pwlu.kernels import eager
 from pwlu.plain import plain, transformed
 
 _PARAMETERS = "Tensor left, Tensor right, Tensor heights, Tensor left_slope, Tensor right_slope"
@@ -118,28 +119,9 @@ def _gradients(
     return grad_x, grads
 
 
-class _DirectForward(_Forward):
-    """The same for arguments that are known to be plain."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *inputs, ctx.channel_dim = arguments
-        ctx.save_for_backward(*inputs)
-        return implementations.kernel_forward(*arguments)
-
-
 def direct(x: Tensor, *parameters: Tensor) -> bool:
-    """Whether no one but autograd and a kernel takes part: the functions below are then a short way."""
+    """Whether no one but autograd and a kernel takes part, which looks at its arguments itself."""
     return plain(x, parameters) and implementations.kernel_of(x) is not None
-
-
-def direct_forward(
-    x: Tensor, left: Tensor, right: Tensor, heights: Tensor, left_slope: Tensor, right_slope: Tensor, channel_dim: int
-) -> Tensor:
-    """``torch.ops.pwlu.forward`` where :func:`direct` says so."""
-    if _wanted((x, left, right, heights, left_slope, right_slope)):
-        return _DirectForward.apply(x, left, right, heights, left_slope, right_slope, channel_dim)
-    return implementations.kernel_forward(x, left, right, heights, left_slope, right_slope, channel_dim)
 
 
 def _only_y_differentiable(ctx: Any, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -172,32 +154,6 @@ def _zeros(grad: Tensor, parameters: tuple[Tensor, ...]) -> list[Tensor]:
     zeros = [torch.empty_like(p) for p in parameters]
     torch._foreach_zero_(zeros)
     return zeros
-
-
-class _DirectObserve(_Observe):
-    """The same for arguments that are known to be plain."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        *inputs, ctx.channel_dim = arguments
-        ctx.save_for_backward(*inputs)
-        return _only_y_differentiable(ctx, implementations.kernel_observe(*arguments))
-
-
-def direct_observe(
-    x: Tensor, left: Tensor, right: Tensor, heights: Tensor, left_slope: Tensor, right_slope: Tensor, channel_dim: int
-) -> tuple[Tensor, ...]:
-    """``torch.ops.pwlu.observe`` where :func:`direct` says so."""
-    if _wanted((x, left, right, heights, left_slope, right_slope)):
-        return _DirectObserve.apply(x, left, right, heights, left_slope, right_slope, channel_dim)
-    return implementations.kernel_observe(x, left, right, heights, left_slope, right_slope, channel_dim)
-
-
-def direct_lookup(x: Tensor, left: Tensor, inv_step: Tensor, slopes: Tensor, offsets: Tensor, channel_dim: int) -> Tensor:
-    """``torch.ops.pwlu.lookup`` where :func:`direct` says so."""
-    if _wanted((x, left, inv_step, slopes, offsets)):
-        return lookup(x, left, inv_step, slopes, offsets, channel_dim)
-    return implementations.kernel_lookup(x, left, inv_step, slopes, offsets, channel_dim)
 
 
 class _Lookup(torch.autograd.Function):
@@ -266,13 +222,22 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "moments": (implementations.default_moments, _fake_moments, _autograd_moments),
     "observe": (implementations.default_observe, _fake_observe, _autograd_observe),
 }
-for (_name, (_default, _fake, _autograd)), _by_kernel in zip(_IMPLEMENTATIONS.items(), _BY_KERNEL.values(), strict=True):
+_compiled = eager.load()  # its kernels are those of the CPU and of CUDA, and come to these where they do not know what to do:
+_python = torch.library.Library("pwlu_python", "DEF")
+for _schema, (_name, (_default, _fake, _autograd)) in zip(_SCHEMAS, _IMPLEMENTATIONS.items(), strict=False):
+    _by_kernel = _BY_KERNEL[getattr(torch.ops.pwlu, _name).default]
     _library.impl(_name, _default, "CompositeExplicitAutograd")
-    _library.impl(_name, _by_kernel, "CPU")
-    _library.impl(_name, _by_kernel, "CUDA")
     _library.impl(_name, _autograd, "Autograd")
     _library.impl(_name, _default, "FuncTorchBatchedDecomposition")
     torch.library.register_fake(f"pwlu::{_name}", _fake, lib=_library)
+    if _compiled and _name in eager.OPERATORS:
+        _python.define(f"kernel_{_schema}")
+        _python.impl(f"kernel_{_name}", _by_kernel, "CompositeExplicitAutograd")
+        _python.define(f"autograd_{_schema}")
+        _python.impl(f"autograd_{_name}", _autograd, "CompositeImplicitAutograd")
+    else:
+        _library.impl(_name, _by_kernel, "CPU")
+        _library.impl(_name, _by_kernel, "CUDA")
 
 
 def run_again() -> bool:

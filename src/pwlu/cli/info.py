@@ -6,7 +6,7 @@ import platform
 
 import torch
 
-from pwlu.kernels import build, cpu, cuda
+from pwlu.kernels import build, cpu, cuda, eager
 from pwlu.version import __version__
 
 
@@ -14,7 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """None beyond --help."""
     parser.epilog = (
         "Environment: PWLU_CPU_KERNEL=avx512|avx2|portable|reference and PWLU_CUDA_KERNEL=cuda|reference choose the code by "
-        "name (an error if it cannot run); PWLU_CACHE is the folder for kernels built on first use; CC is the C compiler."
+        "name (an error if it cannot run); PWLU_EAGER=compiled|python does so for what calls them in eager mode; PWLU_CACHE is "
+        "the folder for what is built on first use; CC and CXX are the compilers."
     )
 
 
@@ -26,6 +27,7 @@ def run(_options: argparse.Namespace) -> int:
         ("python", f"{platform.python_version()}, {platform.platform()}"),
         ("processor", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
         ("CPU", _cpu()),
+        ("eager mode", f"{'compiled' if eager.library is not None else 'Python'} ({eager.why})"),
         *((f"cuda:{i}", _cuda(i)) for i in range(torch.cuda.device_count())),
         *((name, "plain torch (pwlu.reference): pwlu has no kernel for this device") for name in _others()),
     ]

@@ -1,4 +1,4 @@
-"""Compiling ``cpu.c``: the flags, and a build into a cache for a package that runs without having been installed.
+"""Compiling: the flags of ``cpu.c``, and builds into a cache, for a package that runs without having been installed, say.
 
 Imports the standard library alone, because ``setup.py`` loads this file before torch is there.
 """
@@ -53,39 +53,50 @@ def cache_folder() -> Path:
     return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "pwlu"
 
 
-def compiler() -> list[str] | None:
-    """The C compiler's command: ``$CC``, else the one Python was built with, else cc, gcc or clang.
+def compiler(variable: str = "CC", usual: tuple[str, ...] = ("cc", "gcc", "clang")) -> list[str] | None:
+    """The C compiler's command: ``$CC``, else the one Python was built with, else cc, gcc or clang. ("CXX", ...): for C++.
 
     OSError if ``$CC`` names none: what was asked for by name is not replaced in silence.
     """
-    if named := os.environ.get("CC"):
+    if named := os.environ.get(variable):
         try:
             command = [named] if shutil.which(named) else shlex.split(named)
         except ValueError:
             command = []
         if not command or not shutil.which(command[0]):
-            raise OSError(f"the compiler CC={named!r} was not found")
+            raise OSError(f"the compiler {variable}={named!r} was not found")
         return command
-    for candidate in (sysconfig.get_config_var("CC") or "cc", "cc", "gcc", "clang"):
+    for candidate in (sysconfig.get_config_var(variable) or usual[0], *usual):
         if shutil.which(shlex.split(candidate)[0]):
             return shlex.split(candidate)
     return None
 
 
 def build(variant: str, afresh: bool = False) -> Path:
-    """Compile ``cpu.c`` into the cache, unless it is there (and not to be made afresh), and return the library's path.
-
-    The file's name says what it was made from and for, and it appears by an atomic rename, so processes that start at once
-    cannot see half a library. Raises OSError, saying why, when it cannot be built.
-    """
+    """Compile ``cpu.c`` into the cache, unless it is there (and not to be made afresh), and return the library's path."""
     made_for = [*flags(variant), sysconfig.get_platform(), *platform.libc_ver()]
-    name = f"cpu-{variant}-{source_id():08x}-{hashlib.sha256(shlex.join(made_for).encode()).hexdigest()[:12]}.so"
-    folder = cache_folder()
-    if (folder / name).exists() and not afresh:
-        return folder / name
+    path = place(f"cpu-{variant}", SOURCE, made_for)
+    if path.exists() and not afresh:
+        return path
     command = compiler()
     if command is None:
         raise OSError("no C compiler was found (looked for $CC, cc, gcc, clang)")
+    return compile_into(path, [*command, *flags(variant), "-shared", "-fPIC"], SOURCE, ["-lm"])
+
+
+def place(name: str, source: Path, made_for: list[str]) -> Path:
+    """Where in the cache a library belongs: its name says what it was made from and for."""
+    parts = (source.read_bytes(), shlex.join(made_for).encode())
+    return cache_folder() / ("-".join([name, *(hashlib.sha256(part).hexdigest()[:10] for part in parts)]) + ".so")
+
+
+def compile_into(path: Path, command: list[str], source: Path, libraries: list[str]) -> Path:
+    """Run the compiler, and return where the library is: at that path, or elsewhere if nothing can be written there.
+
+    It appears by an atomic rename, so processes that start at once cannot see half a library. Raises OSError, saying why, when
+    it cannot be built.
+    """
+    folder = path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=folder))
@@ -93,12 +104,12 @@ def build(variant: str, afresh: bool = False) -> Path:
         folder = scratch = Path(tempfile.mkdtemp(prefix="pwlu-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
-        arguments = [*flags(variant), "-shared", "-fPIC", str(SOURCE), "-o", str(scratch / "library"), "-lm"]
-        done = subprocess.run([*command, *arguments], capture_output=True, text=True, errors="replace")
+        arguments = [*command, str(source), "-o", str(scratch / "library"), *libraries]
+        done = subprocess.run(arguments, capture_output=True, text=True, errors="replace")
         if done.returncode:
-            raise OSError(f"{command[0]} failed on {SOURCE.name}: {done.stderr.strip()[-500:]}")
-        os.replace(scratch / "library", folder / name)
+            raise OSError(f"{command[0]} failed on {source.name}: {done.stderr.strip()[-500:]}")
+        os.replace(scratch / "library", folder / path.name)
     finally:
         if scratch != folder:
             shutil.rmtree(scratch, ignore_errors=True)
-    return folder / name
+    return folder / path.name

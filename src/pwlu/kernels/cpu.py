@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pwlu.kernels import build, layout
+from pwlu.kernels import build, eager, layout
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _POINTER, _LONG, _UNSIGNED = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint
@@ -86,6 +86,7 @@ class Kernel:
         channels = layout.check(x, parameters, intervals, channel_dim)
         if not x.numel():
             return y
+        self._teach()
         x, parameters = layout.laid_out_as(y, x), _for_compute(x, parameters)
         source, *addresses = layout.addresses([x, *parameters])
         start, geometry = self._start(x), layout.geometry(x, channels, channel_dim)
@@ -101,6 +102,7 @@ class Kernel:
         grad_x = torch.empty_like(x) if need_input else None
         if not x.numel():
             return grad_x, [p.new_zeros(p.shape) for p in parameters] if need_parameters else None
+        self._teach()
         like = torch.empty_like(x, device="meta") if grad_x is None else grad_x
         x, grad = layout.laid_out_as(like, x), layout.laid_out_as(like, grad.to(x.dtype))
         originals, parameters = parameters, _for_compute(x, parameters)
@@ -128,6 +130,9 @@ class Kernel:
             start, geometry = self._start(x), layout.geometry(x, channels, channel_dim)
             _raise(self._moments(*start, x.data_ptr(), *geometry, mean.data_ptr(), m2.data_ptr()))
         return torch.tensor(x.numel() // channels, device="cpu"), mean, m2
+
+    def _teach(self) -> None:
+        eager.learn_cpu(self, self._parallel, [self._forward, self._lookup, self._backward, self._moments])
 
     def _start(self, x: Tensor) -> tuple[ctypes.c_void_p, int, int]:
         return self._parallel, torch.get_num_threads(), _DTYPES[x.dtype]

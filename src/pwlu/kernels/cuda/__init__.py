@@ -11,10 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pwlu.kernels import layout
+from pwlu.kernels import eager, layout
 from pwlu.kernels.cuda import compile as kernels
-from pwlu.kernels.cuda.driver import Loaded, refuse_during_capture
-from pwlu.kernels.cuda.plan import Gpu, Plan, Processor, plan_backward, plan_finish, plan_finish_moments, plan_map, plan_pool
+from pwlu.kernels.cuda.driver import Loaded, launcher, refuse_during_capture
+from pwlu.kernels.cuda.plan import (
+    Gpu,
+    Plan,
+    Processor,
+    plan_backward,
+    plan_finish,
+    plan_finish_moments,
+    plan_map,
+    plan_pool,
+)
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -69,6 +78,14 @@ class Kernel:
             with torch.cuda.device(self.index):
                 kernel(plan, addresses)
 
+    def _teach(self, key: tuple[Any, ...], plan: Plan, second: Plan | None) -> None:
+        """Later calls of this kind need no Python."""
+        if eager.new(key):
+            eager.learn_gpu(key, self._described(plan), second and self._described(second), plan.splits, launcher())
+
+    def _described(self, plan: Plan) -> eager.Launch:
+        return eager.Launch(self.load(plan.kernel).handle, plan.blocks, plan.threads, plan.shared, tuple(plan.numbers))
+
     def forward(self, x: Tensor, *rest: Any) -> Tensor | None:
         """As ``reference.forward``."""
         *parameters, channel_dim = rest
@@ -103,22 +120,27 @@ class Kernel:
         results = self._room_for_moments(x, channels) if what in ("observe", "moments") else ()
         if not x.numel():
             return (y, *(r.zero_() for r in results))
+        originals = parameters
         kind, parameters = _for_kernel(parameters)
         x = layout.laid_out_as(y, x) if parameters else layout.dense(x)
         source, *addresses = layout.addresses([x, *parameters])
         target = y.data_ptr() if parameters else 0
         aligned = not (source | target) & 15
-        plan = self._map_plan(what, _NAMES[x.dtype], layout.geometry(x, channels, channel_dim), intervals, kind, aligned)
+        form = layout.geometry(x, channels, channel_dim)
+        plan = self._map_plan(what, _NAMES[x.dtype], form, intervals, kind, aligned)
         if plan is None:
             return None
+        second = self._finish_moments_plan(plan, channels) if results else None
+        if parameters and parameters is originals:
+            self._teach((what, self.index, x.dtype, parameters[0].dtype, intervals, *form, aligned), plan, second)
         addresses = [source, 0, target, *addresses, *_NONE[len(parameters) :]]
-        if not results:
+        if second is None:
             self._launch(plan, addresses + _NO_MOMENTS)
             return (y,)
         partial = x.new_empty(plan.splits * channels * 3, dtype=torch.float32)
         addresses += [partial.data_ptr(), *[r.data_ptr() for r in results]]
         self._launch(plan, addresses)
-        self._launch(self._finish_moments_plan(plan, channels), addresses)
+        self._launch(second, addresses)
         return (y, *results)
 
     @staticmethod
@@ -162,18 +184,22 @@ class Kernel:
         plan = self._backward_plan(need_parameters, _NAMES[x.dtype], form, intervals, kind, aligned)
         if plan is None:
             return None
+        second = self._finish_plan(plan, channels, intervals) if need_parameters and plan.splits > 1 else None
+        if parameters is originals:
+            what = "backward" if need_parameters else "backward_input"
+            self._teach((what, self.index, x.dtype, parameters[0].dtype, intervals, *form, aligned), plan, second)
         if not need_parameters:
             self._launch(plan, [*addresses, *_NONE[5:], *_NO_MOMENTS])
             return grad_x, None
         gradients = [torch.empty_like(p) for p in parameters]
         addresses += [g.data_ptr() for g in gradients]
-        if plan.splits == 1:
+        if second is None:
             self._launch(plan, addresses + _NO_MOMENTS)
         else:
             partial = x.new_empty(plan.splits * channels * (intervals + 3) * 2, dtype=torch.float32)
             addresses += [partial.data_ptr(), 0, 0, 0]
             self._launch(plan, addresses)
-            self._launch(self._finish_plan(plan, channels, intervals), addresses)
+            self._launch(second, addresses)
         if parameters is not originals:
             gradients = [g.to(p.dtype) for g, p in zip(gradients, originals, strict=True)]
         return grad_x if need_input else None, gradients

@@ -33,6 +33,11 @@ def _library() -> Any:
     return library
 
 
+def launcher() -> Any:
+    """The driver's cuLaunchKernel."""
+    return _library().cuLaunchKernel
+
+
 class _Buffers(threading.local):
     """Room for the arguments of a launch, a thread's own; the driver copies them before it returns."""
 
@@ -75,9 +80,9 @@ class Loaded:
             bind(index)
             self._code = kernels.compile_functions([kernels.functions()[name]], architecture)  # unloaded with this object
             self._kernel = self._code.get_kernel(name)
-            self._handle = int(self._kernel.handle)
+            self.handle = int(self._kernel.handle)
             most = shared_of_block - self._kernel.attributes.shared_size_bytes
-            _check(_library().cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, most, self._handle, index), f"prepare {name}")
+            _check(_library().cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, most, self.handle, index), f"prepare {name}")
 
     def resident(self, threads: int, shared: int) -> int:
         """Blocks of it that a multiprocessor runs at a time."""
@@ -90,10 +95,10 @@ class Loaded:
         buffers = _buffers
         _PACK.pack_into(buffers.arguments, 0, *addresses, plan.numbers)
         stream = torch._C._cuda_getCurrentRawStream(self.index)
-        launch = _library().cuLaunchKernel
-        status = launch(self._handle, *plan.blocks, plan.threads, 1, 1, plan.shared, stream, buffers.pointers, None)
+        launch = launcher()
+        status = launch(self.handle, *plan.blocks, plan.threads, 1, 1, plan.shared, stream, buffers.pointers, None)
         if status == _INVALID_CONTEXT:
             bind(self.index)
-            status = launch(self._handle, *plan.blocks, plan.threads, 1, 1, plan.shared, stream, buffers.pointers, None)
+            status = launch(self.handle, *plan.blocks, plan.threads, 1, 1, plan.shared, stream, buffers.pointers, None)
         if status:
             _check(status, f"launch {plan.kernel} with {plan.blocks} blocks of {plan.threads} threads")

@@ -1,0 +1,107 @@
+"""The operators in eager mode without Python: what it launches, how it comes to be built, and what serves without it.
+
+All other tests run with it too, where it can be built: see conftest.py.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import unit
+
+from pwlu import ops
+from pwlu.kernels import build, eager
+
+HERE = Path(__file__).parent
+SOURCES = Path(eager.__file__).parents[2]
+pytestmark = pytest.mark.skipif(eager.library is None, reason="eager.cpp was not built here")
+
+
+def run(*arguments, **environment):
+    """Another process of Python; what it says."""
+    environment = os.environ | {"PYTHONPATH": str(SOURCES)} | environment
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, cwd=HERE)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_launches_are_those_of_python(tmp_path):
+    """Without a GPU: kernels, grids and arguments, for training, Phase I and the fused form; failed launches; many shapes."""
+    command = [*eager._compiler(), *eager._flags(), "-O1", "-DPWLU_PRETEND_GPU"]
+    libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
+    build.compile_into(tmp_path / eager.path().name, command, eager.SOURCE, libraries)
+    status, said = run("eager_launches.py", PWLU_CACHE=str(tmp_path), PWLU_EAGER="compiled")
+    assert status == 0, said
+    assert int(said) > 500
+
+
+@pytest.mark.slow
+def test_built_aside_for_later_processes(tmp_path):
+    program = "import pwlu, torch; from pwlu.kernels import eager; pwlu.PWLU(3)(torch.ones(2, 3)); print(eager.why)"
+    environment = {"PWLU_CACHE": str(tmp_path), "PWLU_EAGER": "auto"}
+    start = time.monotonic()
+    assert "not built yet" in run("-c", program, **environment)[1]
+    library = tmp_path / eager.path().name
+    while not library.exists():
+        assert time.monotonic() < start + 300, list(tmp_path.iterdir())
+        time.sleep(0.5)
+    assert run("-c", program, **environment)[1].strip() == str(library)
+    assert f"eager mode  compiled ({library})" in run("-m", "pwlu", "info", **environment)[1]
+
+
+def test_a_failure_is_noted(tmp_path):
+    """Not tried again by every process, and said by `pwlu info`."""
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho too old >&2\nexit 1\n")
+    broken.chmod(0o755)
+    environment = {"PWLU_CACHE": str(tmp_path), "PWLU_EAGER": "auto", "CXX": str(broken)}
+    assert run("-c", "from pwlu.kernels import eager; eager.try_to_build()", **environment)[0] == 0
+    status, said = run("-m", "pwlu", "info", **environment)
+    assert status == 0
+    assert f"eager mode  Python ({broken} failed on eager.cpp: too old)" in said
+    started = "from pwlu.kernels import eager; import subprocess; subprocess.Popen = lambda *a, **k: 1 / 0; eager.build_aside()"
+    assert run("-c", started, **environment)[0] == 0
+    (tmp_path / eager.path().with_suffix(".failed").name).unlink()
+    assert "ZeroDivisionError" in run("-c", started, **environment)[1]
+    status, said = run("-c", "import pwlu", **(environment | {"PWLU_EAGER": "compiled"}))
+    assert status == 1
+    assert "PWLU_EAGER=compiled, but" in said
+    assert "too old" in said
+
+
+def test_wishes(tmp_path):
+    assert "unknown PWLU_EAGER='fast': there are compiled and python" in run("-c", "import pwlu", PWLU_EAGER="fast")[1]
+    said = run("-m", "pwlu", "info", PWLU_EAGER="python", PWLU_CACHE=str(tmp_path))[1]
+    assert "eager mode  Python (PWLU_EAGER=python)" in said
+
+
+@pytest.mark.slow
+def test_operators_without_it():
+    """Where there is no C++ compiler, and in the first process."""
+    status, said = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_ops.py", "test_functional.py", PWLU_EAGER="python")
+    assert status == 0, said[-3000:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_same_bits_as_by_python(dtype, monkeypatch):
+    """What it has learned and what it leaves to Python."""
+    x = torch.randn(4, 5, 6, 7, dtype=dtype, requires_grad=True)
+    parameters = [p.requires_grad_() for p in unit(5, 4, torch.float64 if dtype == torch.float64 else torch.float32)]
+
+    def results():
+        y = ops.forward(x, *parameters, 1)
+        return [y, *torch.autograd.grad(y, [x, *parameters], torch.cos(x)), *ops.observe(x, *parameters, 1)]
+
+    results()
+    learned = results()
+    with monkeypatch.context() as patch:
+        patch.setattr(eager, "learn_cpu", lambda *_: None)
+        eager.forget()
+        taught = results()
+    assert "CppFunction" in str(learned[0].grad_fn)
+    for a, b in zip(learned, taught, strict=True):
+        assert torch.equal(a, b)

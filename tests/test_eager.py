@@ -66,11 +66,26 @@ def test_a_failure_is_noted(tmp_path):
     started = "from pwlu.kernels import eager; import subprocess; subprocess.Popen = lambda *a, **k: 1 / 0; eager.build_aside()"
     assert run("-c", started, **environment)[0] == 0
     (tmp_path / eager.path().with_suffix(".failed").name).unlink()
+    assert "ZeroDivisionError" in run("-c", started, **environment)[1]  # it would have tried
+    assert run("-c", started, **environment)[0] == 0  # another process is at it
+    os.utime(tmp_path / eager._note("building").name, (0, 0))  # but not for that long
     assert "ZeroDivisionError" in run("-c", started, **environment)[1]
     status, said = run("-c", "import pwlu", **(environment | {"PWLU_EAGER": "compiled"}))
     assert status == 1
     assert "PWLU_EAGER=compiled, but" in said
     assert "too old" in said
+
+
+def test_a_damaged_library(tmp_path):
+    library = tmp_path / eager.path().name
+    library.write_text("no library")
+    program = (
+        "import pwlu, torch; assert pwlu.PWLU(3)(torch.ones(2, 3)).sum() == 6; from pwlu.kernels import eager; print(eager.why)"
+    )
+    status, said = run("-c", program, PWLU_CACHE=str(tmp_path), PWLU_EAGER="auto")
+    assert status == 0
+    assert said.startswith(f"{library} cannot be loaded")
+    assert "delete it" in said
 
 
 def test_wishes(tmp_path):

@@ -11,6 +11,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ _WHATS = ("forward", "lookup", "observe", "backward", "backward_input")  # enum 
 _TYPES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}  # c10::ScalarType
 _KEY, _NUMBERS = ctypes.c_int64 * 9, ctypes.c_ubyte * 80  # Key, and the end of struct Arguments
 _MOST = 4096  # shapes remembered
+_PATIENCE = 600  # seconds that another process may take to build it
 
 
 class Launch(ctypes.Structure):
@@ -92,21 +94,28 @@ def load() -> bool:
         return False
     try:
         found = path()
+        if wish == "auto" and not found.exists():
+            why = _failure() or "not built yet: that is done aside, by the first process that uses a kernel, for later ones"
+            return False
         if not found.exists():
-            if wish == "auto":
-                why = _failure() or "not built yet: that is done aside, by the first process that uses a kernel, for later ones"
-                return False
             found = compile_library()
-        torch.ops.load_library(found)
-        library = ctypes.CDLL(str(found))
+        _open(found)
     except OSError as error:
         if wish == "compiled":
             raise OSError(f"PWLU_EAGER=compiled, but {error}") from error
         why = str(error)
         return False
+    library = ctypes.CDLL(str(found))
     library.pwlu_learn_gpu.argtypes = [_KEY, ctypes.POINTER(Launch), ctypes.POINTER(Launch), ctypes.c_int64, ctypes.c_void_p]
     why = str(found)
     return True
+
+
+def _open(found: Path) -> None:
+    try:
+        torch.ops.load_library(found)
+    except OSError as error:
+        raise OSError(f"{found} cannot be loaded ({error}): delete it, and it is built anew") from error
 
 
 @functools.cache
@@ -116,13 +125,21 @@ def build_aside() -> None:
         if library is not None or _wish() != "auto" or path().exists() or _failure():
             return
         _compiler()
-    except OSError:
+        path().parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _note("building").touch(exist_ok=False)
+        except FileExistsError:
+            if time.time() < _note("building").stat().st_mtime + _PATIENCE:  # another process is at it
+                return
+            _note("building").touch()
+    except OSError:  # no compiler, no cache
         return
     paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-c", "from pwlu.kernels import eager; eager.try_to_build()"]
-    nothing = subprocess.DEVNULL
     environment = os.environ | {"PYTHONPATH": paths, "PWLU_EAGER": "python"}
-    subprocess.Popen(command, env=environment, start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing)
+    command = [sys.executable, "-c", "from pwlu.kernels import eager; eager.try_to_build()"]
+    # By way of a shell that ends at once: so the process is nobody's child that would have to be waited for.
+    aside, nothing = ["/bin/sh", "-c", '"$@" &', "sh", *command], subprocess.DEVNULL
+    subprocess.run(aside, env=environment, start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing)
 
 
 def try_to_build() -> None:
@@ -130,12 +147,18 @@ def try_to_build() -> None:
     try:
         compile_library()
     except OSError as error:
-        path().with_suffix(".failed").write_text(str(error))
+        _note("failed").write_text(str(error))
+    finally:
+        _note("building").unlink(missing_ok=True)
+
+
+def _note(what: str) -> Path:
+    return path().with_suffix(f".{what}")
 
 
 def _failure() -> str | None:
     try:
-        return path().with_suffix(".failed").read_text()
+        return _note("failed").read_text()
     except OSError:
         return None
 

@@ -13,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import pwlu
+from pwlu.kernels import eager
 from pwlu.recipes.environment import processor, revision
 
 RESULTS = Path(__file__).parent / "results"
@@ -81,6 +82,7 @@ def machine(device: str = "cpu") -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "pwlu": pwlu.__version__,
+        "eager": "python" if eager.library is None else "compiled",
         "revision": revision(),
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import unit
 
-from pwlu import ops
+from pwlu import implementations, ops
 from pwlu.kernels import build, eager
 
 HERE = Path(__file__).parent
@@ -120,3 +120,30 @@ def test_same_bits_as_by_python(dtype, monkeypatch):
     assert "CppFunction" in str(learned[0].grad_fn)
     for a, b in zip(learned, taught, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("position", range(5))
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float64])
+def test_parameters_of_several_types(position, other, device):
+    """Are not for it: it knows kernels for those of one type."""
+    x, parameters = torch.randn(3, 5, 4, device=device), unit(5, 4, device=device)
+    ops.forward(x, *parameters, 1)
+    parameters[position] = parameters[position].to(other)
+    inputs = [t.requires_grad_() for t in (x, *parameters)]
+    for _ in range(2):
+        y = ops.forward(*inputs, 1)
+        assert torch.equal(y, implementations.kernel_forward(*inputs, 1))
+        expected = implementations.kernel_backward(torch.ones_like(y), *inputs, 1, True, True)
+        for found, wanted in zip(torch.autograd.grad(y.sum(), inputs), expected, strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_parameters_elsewhere(device):
+    if device.type == "cpu":
+        pytest.skip("needs a second device")
+    x, parameters = torch.randn(3, 5, device=device), unit(5, 4, device=device)
+    ops.forward(x, *parameters, 1)
+    for i in range(5):
+        wrong = [p.cpu() if i == j else p for j, p in enumerate(parameters)]
+        with pytest.raises(ValueError, match="on cpu"):
+            ops.forward(x, *wrong, 1)

@@ -110,10 +110,7 @@ variable_list gradients(const Tensor& grad, const variable_list& saved, int64_t 
   const Tensor& x = saved[0];
   const Tables tables{&saved[1], &saved[2], &saved[3], &saved[4], &saved[5]};
   if (!at::GradMode::is_enabled() && usual(x, tables) && usual(grad, {}))
-    if (auto found = run_backward(grad, x, tables, channel_dim, need_parameters)) {
-      if (!need_input) (*found)[0] = Tensor();
-      return *found;
-    }
+    if (auto found = run_backward(grad, x, tables, channel_dim, need_parameters)) return *found;
   static const auto op = operator_<Backward>("pwlu::backward");
   auto call = [&] {  // with derivatives of its own, if a second derivative is wanted
     return op.call(grad, x, saved[1], saved[2], saved[3], saved[4], saved[5], channel_dim, need_input, need_parameters);

@@ -109,12 +109,6 @@ std::optional<Problem> understand(const Tensor& x, const Tables& tables, int64_t
   return Problem{dtype, one.scalar_type(), x.numel() / (channels * inner), channels, inner, intervals};
 }
 
-// Tensors of x's layout: what is dense keeps its strides.
-std::optional<Tensor> like(const Tensor& x) {
-  Tensor found = at::empty_like(x);
-  return found.strides() == x.strides() ? std::optional(found) : std::nullopt;
-}
-
 // CUDA.
 
 struct Arguments {
@@ -170,23 +164,22 @@ CpuKernel on_cpu() {
 std::optional<Tensor> run_map(What what, const Tensor& x, const Tables& tables, int64_t channel_dim) {
   const auto p = understand(x, tables, channel_dim);
   if (!p) return std::nullopt;
-  const auto y = like(x);
-  if (!y) return std::nullopt;
-  Arguments arguments(x, nullptr, *y, tables);
+  const Tensor y = at::empty_like(x);  // x is dense: so it has the same strides
+  Arguments arguments(x, nullptr, y, tables);
   if (on_gpu(x)) {
     const auto plan = plan_of(p->key(what, x, arguments.aligned()));
-    return plan && launch(*plan, arguments, x) ? y : std::nullopt;
+    return plan && launch(*plan, arguments, x) ? std::optional(y) : std::nullopt;
   }
   const CpuKernel k = on_cpu();
   if (!k.parallel) return std::nullopt;
   const int threads = at::get_num_threads(), code = code_of(p->dtype);
   const void* const* t = arguments.addresses + 3;
-  void* target = y->mutable_data_ptr();
+  void* target = y.mutable_data_ptr();
   const int failed = what == kLookup ? k.lookup(k.parallel, threads, code, arguments.addresses[0], target, p->outer, p->channels,
                                                 p->inner, p->intervals, t[0], t[1], t[2], t[3])
                                      : k.forward(k.parallel, threads, code, arguments.addresses[0], target, p->outer,
                                                  p->channels, p->inner, p->intervals, t[0], t[1], t[2], t[3], t[4]);
-  return failed ? std::nullopt : y;
+  return failed ? std::nullopt : std::optional(y);
 }
 
 std::optional<Observed> run_observe(const Tensor& x, const Tables& tables, int64_t channel_dim) {
@@ -194,9 +187,8 @@ std::optional<Observed> run_observe(const Tensor& x, const Tables& tables, int64
   if (!p) return std::nullopt;
   const auto wide = x.options().dtype(p->dtype == at::kDouble ? at::kDouble : at::kFloat);
   if (on_gpu(x)) {
-    const auto y = like(x);
-    if (!y) return std::nullopt;
-    Arguments arguments(x, nullptr, *y, tables);
+    const Tensor y = at::empty_like(x);
+    Arguments arguments(x, nullptr, y, tables);
     const auto plan = plan_of(p->key(kObserve, x, arguments.aligned()));
     if (!plan) return std::nullopt;
     Tensor count = at::empty({}, x.options().dtype(at::kLong));
@@ -205,7 +197,7 @@ std::optional<Observed> run_observe(const Tensor& x, const Tables& tables, int64
     const Tensor* moments[] = {&partial, &count, &mean, &m2};
     for (size_t i = 0; i < 4; ++i) arguments.addresses[13 + i] = moments[i]->mutable_data_ptr();
     if (!launch(*plan, arguments, x)) return std::nullopt;
-    return Observed(*y, count, mean, m2);
+    return Observed(y, count, mean, m2);
   }
   const CpuKernel k = on_cpu();
   const auto y = run_map(kForward, x, tables, channel_dim);
@@ -225,9 +217,8 @@ std::optional<std::vector<Tensor>> run_backward(const Tensor& grad, const Tensor
   const auto p = understand(x, tables, channel_dim);
   if (!p || grad.scalar_type() != p->dtype || grad.device() != x.device() || grad.sizes() != x.sizes()) return std::nullopt;
   if (grad.strides() != x.strides() || !grad.const_data_ptr()) return std::nullopt;
-  const auto grad_x = like(x);
-  if (!grad_x) return std::nullopt;
-  Arguments arguments(x, &grad, *grad_x, tables);
+  const Tensor grad_x = at::empty_like(x);
+  Arguments arguments(x, &grad, grad_x, tables);
   std::optional<Plan> plan;
   const CpuKernel k = on_gpu(x) ? CpuKernel{} : on_cpu();
   if (on_gpu(x)) {
@@ -237,7 +228,7 @@ std::optional<std::vector<Tensor>> run_backward(const Tensor& grad, const Tensor
     return std::nullopt;
   }
   std::vector<Tensor> found(6);
-  found[0] = *grad_x;
+  found[0] = grad_x;
   for (size_t i = 0; need_parameters && i < 5; ++i) {
     found[1 + i] = at::empty_like(*tables[i]);
     arguments.addresses[8 + i] = found[1 + i].mutable_data_ptr();

@@ -404,6 +404,32 @@ def test_forward_mode_and_hessian(device):
     )
 
 
+def test_tangents_in_a_backward_pass():
+    """The gradient of a dual gradient: J^T of its tangent, without a graph for second derivatives."""
+    inputs = [t.requires_grad_() for t in (torch.randn(4, 3), *unit(3, 4))]
+    y = function(*inputs)
+    tangent = torch.randn_like(y)
+    expected = torch.autograd.grad(y, inputs, tangent, retain_graph=True)
+    with torch.autograd.forward_ad.dual_level():
+        grads = torch.autograd.grad(y, inputs, torch.autograd.forward_ad.make_dual(torch.ones_like(y), tangent))
+        found = [torch.autograd.forward_ad.unpack_dual(g).tangent for g in grads]
+    torch.testing.assert_close(found, list(expected))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", [ops.forward, ops.observe])
+def test_compiled_autograd(operator):
+    from torch._dynamo import compiled_autograd
+
+    inputs = [t.requires_grad_() for t in (torch.randn(4, 3), *unit(3, 4))]
+    loss = lambda: (operator(*inputs, 1) if operator is ops.forward else operator(*inputs, 1)[0]).square().sum()  # noqa: E731
+    expected = torch.autograd.grad(loss(), inputs)
+    with warnings.catch_warnings(), compiled_autograd._enable(torch.compile(backend="eager")):
+        warnings.simplefilter("ignore")  # torch's own
+        loss().backward()
+    torch.testing.assert_close([t.grad for t in inputs], list(expected))
+
+
 def test_the_missing_kernel_is_said_once(monkeypatch):
     from pwlu.kernels import cpu, eager
 

@@ -490,7 +490,7 @@ def test_a_compiler_that_does_not_work_is_named(python, bare, tmp_path, compiler
 
 def test_a_user_without_a_home(python, bare):
     code = bare + "import pathlib\ndef home(): raise RuntimeError('no home')\npathlib.Path.home = home\n"
-    done = python(["-c", code + FORWARD], XDG_CACHE_HOME="")
+    done = python(["-c", code + FORWARD], XDG_CACHE_HOME="", PWLU_CACHE="")
     assert done.stdout.split() == ["None", "None"], done.stderr
 
 

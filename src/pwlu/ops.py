@@ -109,7 +109,7 @@ def _gradients(
 ) -> tuple[Tensor | None, Sequence[Tensor] | None]:
     """``backward`` in a backward pass: gradients are enabled there only if a second derivative is wanted."""
     arguments: tuple[Any, ...] = (grad, *saved, channel_dim, need_input, need_parameters)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0:
         grad_x, *grads = backward(*arguments)
         return grad_x, grads
     if plain(grad, saved):
@@ -225,7 +225,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], ...]] = {
 _compiled = eager.load()  # its kernels are those of the CPU and of CUDA, and come to these where they do not know what to do:
 _python = torch.library.Library("pwlu_python", "DEF")
 for _schema, (_name, (_default, _fake, _autograd)) in zip(_SCHEMAS, _IMPLEMENTATIONS.items(), strict=False):
-    _by_kernel = _BY_KERNEL[getattr(torch.ops.pwlu, _name).default]
+    _by_kernel = torch._disable_dynamo(_BY_KERNEL[getattr(torch.ops.pwlu, _name).default])
     _library.impl(_name, _default, "CompositeExplicitAutograd")
     _library.impl(_name, _autograd, "Autograd")
     _library.impl(_name, _default, "FuncTorchBatchedDecomposition")

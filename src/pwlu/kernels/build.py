@@ -44,8 +44,10 @@ def flags(variant: str, msvc: bool = False) -> list[str]:
 
 def cache_folder() -> Path:
     """Where libraries built on first use are kept: ``$PWLU_CACHE``, else the user's cache folder."""
-    if named := os.environ.get("PWLU_CACHE") or os.environ.get("XDG_CACHE_HOME"):
-        return Path(named) if "PWLU_CACHE" in os.environ else Path(named) / "pwlu"
+    if named := os.environ.get("PWLU_CACHE"):
+        return Path(named).absolute()
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named).absolute() / "pwlu"
     try:
         home = Path.home()
     except RuntimeError as error:  # a user without a home

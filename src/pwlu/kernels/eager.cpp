@@ -4,9 +4,9 @@
 // (eager.py), and whatever is new to it, or unusual in any way, it leaves to that code: a mode, a transform, another type of
 // tensor, a layout that needs a copy, a wrong shape, a kernel that fails.
 
-#include <ATen/FuncTorchTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_foreach_zero.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -28,22 +28,16 @@ bool within(c10::DispatchKeySet keys, c10::DispatchKeySet allowed) {
   return (keys.raw_repr() & ~allowed.raw_repr()) == 0;
 }
 
-bool in_transform() {  // of torch.func
-  const auto& functorch = at::functorch::functorchTLSAccessor();
-  if (!functorch) return false;
-  try {
-    functorch->checkSupportsCppAutogradFunction();
-    return false;
-  } catch (const c10::Error&) {
-    return true;
-  }
-}
-
-bool transformed(const Tensor& x, const Tables& tables) {
-  if (in_transform() || x._fw_grad(0).defined()) return true;
+bool dual(const Tensor& x, const Tables& tables) {  // forward-mode differentiation
+  if (x._fw_grad(0).defined()) return true;
   for (const Tensor* table : tables)
     if (table && table->_fw_grad(0).defined()) return true;
   return false;
+}
+
+bool transformed(const Tensor& x, const Tables& tables) {  // by torch.func, or so
+  const auto modes = c10::impl::tls_local_dispatch_key_set().included_;
+  return modes.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) || dual(x, tables);
 }
 
 bool usual(const Tensor& x, const Tables& tables) {
@@ -109,13 +103,14 @@ Tensor lookup(const Tensor& x, const Tensor& left, const Tensor& inv_step, const
 variable_list gradients(const Tensor& grad, const variable_list& saved, int64_t channel_dim, bool need_input, bool need_parameters) {
   const Tensor& x = saved[0];
   const Tables tables{&saved[1], &saved[2], &saved[3], &saved[4], &saved[5]};
-  if (!at::GradMode::is_enabled() && usual(x, tables) && usual(grad, {}))
+  const bool differentiated = at::GradMode::is_enabled() || dual(x, tables) || dual(grad, {});
+  if (!differentiated && usual(x, tables) && usual(grad, {}))
     if (auto found = run_backward(grad, x, tables, channel_dim, need_parameters)) return *found;
   static const auto op = operator_<Backward>("pwlu::backward");
-  auto call = [&] {  // with derivatives of its own, if a second derivative is wanted
+  auto call = [&] {
     return op.call(grad, x, saved[1], saved[2], saved[3], saved[4], saved[5], channel_dim, need_input, need_parameters);
   };
-  auto all = at::GradMode::is_enabled() ? call() : [&] { at::AutoDispatchBelowAutograd guard; return call(); }();
+  auto all = differentiated ? call() : [&] { at::AutoDispatchBelowAutograd guard; return call(); }();
   variable_list found = std::apply([](auto&... each) { return variable_list{each...}; }, all);
   if (!need_input) found[0] = Tensor();
   for (size_t i = 1; !need_parameters && i < 6; ++i) found[i] = Tensor();
@@ -147,25 +142,29 @@ struct Forward : torch::autograd::Function<Forward> {
 };
 
 // y and the moments of x: the parameters stand still, so their gradients are zero, but not missing.
+// The moments leave by reference: of outputs that have no derivatives, compiled autograd knows nothing.
 struct ObserveFunction : torch::autograd::Function<ObserveFunction> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, PARAMETERS, int64_t channel_dim) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, PARAMETERS, int64_t channel_dim, Observed& found) {
     ctx->save_for_backward({x, left, right, heights, left_slope, right_slope});
     ctx->saved_data["channel_dim"] = channel_dim;
-    ctx->set_materialize_grads(false);  // or zeros would be made for the moments
+    ctx->set_materialize_grads(false);
     static const auto op = operator_<Observe>("pwlu::observe");
-    const auto [y, count, mean, m2] = usual(x, TABLES) ? ::observe(ARGUMENTS) : below_autograd(op, ARGUMENTS);
-    ctx->mark_non_differentiable({count, mean, m2});
-    return {y, count, mean, m2};
+    found = usual(x, TABLES) ? ::observe(ARGUMENTS) : below_autograd(op, ARGUMENTS);
+    return std::get<0>(found);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    variable_list found(7);
+    variable_list found(8);
     if (ctx->needs_input_grad(0) && grads[0].defined())
       found[0] = gradients(grads[0], saved, ctx->saved_data["channel_dim"].toInt(), true, false)[0];
+    const bool at_once = usual(saved[0], {&saved[1], &saved[2], &saved[3], &saved[4], &saved[5]});  // with one launch
     std::vector<Tensor> zeros;
-    for (size_t i = 1; i < 6; ++i)
-      if (ctx->needs_input_grad(i)) zeros.push_back(found[i] = at::empty_like(saved[i]));
+    for (size_t i = 1; i < 6; ++i) {
+      if (!ctx->needs_input_grad(i)) continue;
+      found[i] = at_once ? at::empty_like(saved[i]) : at::zeros_like(saved[i]);
+      if (at_once) zeros.push_back(found[i]);
+    }
     if (!zeros.empty()) at::_foreach_zero_(zeros);
     return found;
   }
@@ -182,8 +181,9 @@ Observed observe_autograd(const Tensor& x, PARAMETERS, int64_t channel_dim) {
   static const auto op = operator_<Observe>("pwlu::observe"), python = operator_<Observe>("pwlu_python::autograd_observe");
   if (transformed(x, TABLES)) return python.call(ARGUMENTS);
   if (wanted(x, TABLES)) {
-    auto found = ObserveFunction::apply(ARGUMENTS);
-    return {found[0], found[1], found[2], found[3]};
+    Observed found;
+    std::get<0>(found) = ObserveFunction::apply(ARGUMENTS, found);
+    return found;
   }
   return usual(x, TABLES) ? observe(ARGUMENTS) : below_autograd(op, ARGUMENTS);
 }

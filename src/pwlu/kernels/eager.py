@@ -9,6 +9,7 @@ import ctypes
 import functools
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -25,7 +26,17 @@ _WHATS = ("forward", "lookup", "observe", "backward", "backward_input")  # enum 
 _TYPES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}  # c10::ScalarType
 _KEY, _NUMBERS = ctypes.c_int64 * 9, ctypes.c_ubyte * 80  # Key, and the end of struct Arguments
 _MOST = 4096  # shapes remembered
-_PATIENCE = 600  # seconds that another process may take to build it
+_HOUR, _DAY = 3600, 86400  # after which a build is taken for dead, and one that failed is tried again
+# One process builds: the one that makes the folder. The shell ends at once, and what it started is nobody's child.
+_ASIDE = """
+library=$1; folder=$library.building; shift
+mkdir -p "${library%/*}" && mkdir "$folder" || exit 0
+( if "$@" -o "$folder/library" 2> "$folder/said"
+then mv "$folder/library" "$library"
+else { echo "$1 failed on eager.cpp:"; tail -c 500 "$folder/said"; } > "$folder/why"; mv "$folder/why" "${library%.so}.failed"
+fi
+rm -rf "$folder" ) &
+"""
 
 
 class Launch(ctypes.Structure):
@@ -77,8 +88,11 @@ def _compiler() -> list[str]:
 
 def compile_library() -> Path:
     """Compile it now; OSError says why that is impossible."""
-    libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
-    return build.compile_into(path(), [*_compiler(), *_flags()], SOURCE, libraries)
+    return build.compile_into(path(), [*_compiler(), *_flags()], SOURCE, _libraries())
+
+
+def _libraries() -> list[str]:
+    return [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
 
 
 def load() -> bool:
@@ -97,68 +111,52 @@ def load() -> bool:
         if wish == "auto" and not found.exists():
             why = _failure() or "not built yet: that is done aside, by the first process that uses a kernel, for later ones"
             return False
-        if not found.exists():
-            found = compile_library()
-        _open(found)
+        try:
+            library = _open(found if found.exists() else compile_library())
+        except OSError:  # damaged, or made on another machine that shares the cache: to be made anew
+            found.unlink(missing_ok=True)
+            if wish == "auto":
+                raise
+            library = _open(compile_library())
     except OSError as error:
         if wish == "compiled":
             raise OSError(f"PWLU_EAGER=compiled, but {error}") from error
         why = str(error)
         return False
-    library = ctypes.CDLL(str(found))
     library.pwlu_learn_gpu.argtypes = [_KEY, ctypes.POINTER(Launch), ctypes.POINTER(Launch), ctypes.c_int64, ctypes.c_void_p]
-    why = str(found)
+    why = library._name
     return True
 
 
-def _open(found: Path) -> None:
-    try:
-        torch.ops.load_library(found)
-    except OSError as error:
-        raise OSError(f"{found} cannot be loaded ({error}): delete it, and it is built anew") from error
+def _open(found: Path) -> Any:
+    """The library, whose kernels are registered by that."""
+    opened = ctypes.CDLL(str(found))
+    if not hasattr(opened, "pwlu_learn_gpu"):
+        raise OSError(f"{found.name} is no library of pwlu")
+    return opened
 
 
 @functools.cache
 def build_aside() -> None:
-    """Start a process that builds the library for those to come, unless it is there, is not wanted, or could not be built."""
+    """Start to build the library for processes to come, unless it is there, is not wanted, or could not be built."""
     try:
         if library is not None or _wish() != "auto" or path().exists() or _failure():
             return
-        _compiler()
-        path().parent.mkdir(parents=True, exist_ok=True)
-        try:
-            _note("building").touch(exist_ok=False)
-        except FileExistsError:
-            if time.time() < _note("building").stat().st_mtime + _PATIENCE:  # another process is at it
-                return
-            _note("building").touch()
-    except OSError:  # no compiler, no cache
+        command = [*_compiler(), *_flags(), str(SOURCE), *_libraries()]
+        folder, nothing = Path(f"{path()}.building"), subprocess.DEVNULL
+        if folder.exists() and time.time() - folder.stat().st_mtime > _HOUR:
+            shutil.rmtree(folder, ignore_errors=True)
+        arguments = ["/bin/sh", "-c", _ASIDE, "sh", str(path()), *command]
+        subprocess.run(arguments, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+    except OSError:  # it is not needed
         return
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": paths, "PWLU_EAGER": "python"}
-    command = [sys.executable, "-c", "from pwlu.kernels import eager; eager.try_to_build()"]
-    # By way of a shell that ends at once: so the process is nobody's child that would have to be waited for.
-    aside, nothing = ["/bin/sh", "-c", '"$@" &', "sh", *command], subprocess.DEVNULL
-    subprocess.run(aside, env=environment, start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing)
-
-
-def try_to_build() -> None:
-    """What that process does: a failure is noted, so that it is not tried again and again."""
-    try:
-        compile_library()
-    except OSError as error:
-        _note("failed").write_text(str(error))
-    finally:
-        _note("building").unlink(missing_ok=True)
-
-
-def _note(what: str) -> Path:
-    return path().with_suffix(f".{what}")
 
 
 def _failure() -> str | None:
+    """What the compiler said the last time, unless that is so long ago that it is asked again."""
+    note = path().with_suffix(".failed")
     try:
-        return _note("failed").read_text()
+        return note.read_text().strip() if time.time() - note.stat().st_mtime < _DAY else None
     except OSError:
         return None
 

@@ -87,7 +87,7 @@ std::optional<Problem> understand(const Tensor& x, const Tables& tables, int64_t
   const bool fused = !tables[4];
   if (one.dim() != 1 || wide.dim() != 2 || !x.numel()) return std::nullopt;
   const int64_t channels = one.size(0), columns = wide.size(1), intervals = columns - (fused ? 2 : 1);
-  if (channels < 1 || intervals < 1 || wide.size(0) != channels) return std::nullopt;
+  if (channels < 1 || intervals < 1) return std::nullopt;
   for (const Tensor* table : tables) {
     if (!table) continue;
     const bool two = table == tables[2] || (fused && table == tables[3]);

@@ -42,7 +42,7 @@ def pwlu(
         y: shape, dtype and memory layout of x.
     """
     if ops.direct(x, left, right, heights, left_slope, right_slope):
-        return explained(ops.forward, check, x, left, right, heights, left_slope, right_slope, channel_dim)
+        return explained(ops.direct_forward, check, x, left, right, heights, left_slope, right_slope, channel_dim)
     if not torch.jit.is_tracing():  # sizes are then tensors, and comparing them would be recorded
         check(x, left, right, heights, left_slope, right_slope, channel_dim)
     return ops.forward(x, left, right, heights, left_slope, right_slope, channel_dim)
@@ -63,7 +63,7 @@ def observe(
     parameters are zero, but not missing.
     """
     if ops.direct(x, left, right, heights, left_slope, right_slope):
-        return explained(ops.observe, check, x, left, right, heights, left_slope, right_slope, channel_dim)
+        return explained(ops.direct_observe, check, x, left, right, heights, left_slope, right_slope, channel_dim)
     check(x, left, right, heights, left_slope, right_slope, channel_dim)
     return ops.observe(x, left, right, heights, left_slope, right_slope, channel_dim)
 

@@ -37,7 +37,7 @@ class FusedPWLU(nn.Module):
         buffers: dict[str, Any] = self._buffers  # by the way of attributes it would take microseconds
         tables = (buffers["left"], buffers["inv_step"], buffers["slopes"], buffers["offsets"])
         if ops.direct(x, *tables):
-            return functional.explained(ops.lookup, self._check, x, *tables, self.channel_dim)
+            return functional.explained(ops.direct_lookup, self._check, x, *tables, self.channel_dim)
         if torch.jit.is_tracing():
             with warnings.catch_warnings():  # that the sizes of the tables are recorded as constants, as they should be
                 warnings.simplefilter("ignore", torch.jit.TracerWarning)

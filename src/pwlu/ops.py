@@ -240,6 +240,12 @@ for _schema, (_name, (_default, _fake, _autograd)) in zip(_SCHEMAS, _IMPLEMENTAT
         _library.impl(_name, _by_kernel, "CUDA")
 
 
+# Where `direct` says so. Without compiled operators: past the dispatcher, which takes longer than what it calls.
+direct_forward, direct_observe, direct_lookup = (
+    (forward, observe, lookup) if _compiled else (_autograd_forward, _autograd_observe, _autograd_lookup)
+)
+
+
 def run_again() -> bool:
     """Whether a backward pass is under way: what runs forward then is gradient checkpointing, whose input has been counted."""
     return torch._C._current_graph_task_id() != -1

@@ -111,8 +111,10 @@ def load() -> bool:
         if wish == "auto" and not found.exists():
             why = _failure() or "not built yet: that is done aside, by the first process that uses a kernel, for later ones"
             return False
+        if not found.exists():
+            found = compile_library()
         try:
-            library = _open(found if found.exists() else compile_library())
+            library = _open(found)
         except OSError:  # damaged, or made on another machine that shares the cache: to be made anew
             found.unlink(missing_ok=True)
             if wish == "auto":

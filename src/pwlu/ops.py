@@ -9,7 +9,8 @@
     pool(pool, count, mean, M2)                                     adds moments to those in `pool`, (3, C), in place
 
 Outputs have the memory layout of ``torch.empty_like(x)``. In ``backward`` an empty tensor stands for a gradient that
-was not asked for. What computes them on which device is in ``implementations.py``.
+was not asked for. What computes them on which device is in ``implementations.py``; where it could be compiled, ``eager.cpp``
+calls that, with derivatives of its own.
 
 The derivatives are registered under the Autograd key by hand: with ``torch.library.register_autograd`` a call on a small
 tensor takes half as long again (benchmarks/overhead.py).

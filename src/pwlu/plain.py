@@ -1,6 +1,6 @@
 """Whether a call is a plain one: nothing but autograd and a kernel could have a say in it.
 
-Such calls leave out the dispatcher, which would take some microseconds more (benchmarks/overhead.py).
+Such calls leave out checks that the kernel makes itself and, from Python, the dispatcher (benchmarks/overhead.py).
 """
 
 import functools

@@ -82,20 +82,20 @@ auto below_autograd(const c10::TypedOperatorHandle<Signature>& op, const Argumen
 Tensor forward(const Tensor& x, PARAMETERS, int64_t channel_dim) {
   if (auto y = run_map(kForward, x, TABLES, channel_dim)) return *y;
   static const auto python = operator_<Map>("pwlu_python::kernel_forward");
-  return python.call(ARGUMENTS);
+  return below_autograd(python, ARGUMENTS);
 }
 
 Observed observe(const Tensor& x, PARAMETERS, int64_t channel_dim) {
   if (auto found = run_observe(x, TABLES, channel_dim)) return *found;
   static const auto python = operator_<Observe>("pwlu_python::kernel_observe");
-  return python.call(ARGUMENTS);
+  return below_autograd(python, ARGUMENTS);
 }
 
 Tensor lookup(const Tensor& x, const Tensor& left, const Tensor& inv_step, const Tensor& slopes, const Tensor& offsets,
               int64_t channel_dim) {
   if (auto y = run_map(kLookup, x, {&left, &inv_step, &slopes, &offsets, nullptr}, channel_dim)) return *y;
   static const auto python = operator_<Lookup>("pwlu_python::kernel_lookup");
-  return python.call(x, left, inv_step, slopes, offsets, channel_dim);
+  return below_autograd(python, x, left, inv_step, slopes, offsets, channel_dim);
 }
 
 // Autograd.

@@ -88,9 +88,9 @@ std::optional<Problem> understand(const Tensor& x, const Tables& tables, int64_t
   if (one.dim() != 1 || wide.dim() != 2 || !x.numel()) return std::nullopt;
   const int64_t channels = one.size(0), columns = wide.size(1), intervals = columns - (fused ? 2 : 1);
   if (channels < 1 || intervals < 1) return std::nullopt;
-  for (const Tensor* table : tables) {
-    if (!table) continue;
-    const bool two = table == tables[2] || (fused && table == tables[3]);
+  for (size_t i = 0; i < (fused ? 4 : 5); ++i) {
+    const Tensor* table = tables[i];
+    const bool two = i == 2 || (fused && i == 3);
     if (table->dim() != (two ? 2 : 1) || table->size(0) != channels || (two && table->size(1) != columns)) return std::nullopt;
     if (table->device() != x.device() || table->scalar_type() != one.scalar_type()) return std::nullopt;
     if (!table->is_contiguous() || !table->const_data_ptr()) return std::nullopt;
@@ -213,7 +213,7 @@ std::optional<Observed> run_observe(const Tensor& x, const Tables& tables, int64
 
 // The gradients of x and of the parameters; the latter are missing unless they are needed.
 std::optional<std::vector<Tensor>> run_backward(const Tensor& grad, const Tensor& x, const Tables& tables, int64_t channel_dim,
-                                          bool need_parameters) {
+                                                bool need_parameters) {
   const auto p = understand(x, tables, channel_dim);
   if (!p || grad.scalar_type() != p->dtype || grad.device() != x.device() || grad.sizes() != x.sizes()) return std::nullopt;
   if (grad.strides() != x.strides() || !grad.const_data_ptr()) return std::nullopt;

@@ -1,7 +1,7 @@
 """Masks of detected objects put into their images, all of an image at once.
 
-torchvision puts one after the other, and asks a GPU for the corners of each: with 400 detections an image that takes many times
-as long as the network. The numbers are the same but for rounding.
+torchvision puts one after the other, and waits for the GPU to know the corners of each, of 400 in an image. The numbers are the
+same but for rounding.
 """
 
 import torch

@@ -542,7 +542,7 @@ def test_wheel(compiler, tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert {"pwlu/kernels/cpu.c", "pwlu/kernels/cuda/element.cuh", "pwlu/kernels/cuda/finish.cu"} <= set(names)
     assert {"pwlu/py.typed", "pwlu/integrations/hugging_face.py"} <= set(names)
-    assert {"pwlu/kernels/eager.cpp", "pwlu/kernels/eager_kernels.h"} <= set(names)
+    assert {"pwlu/kernels/eager.cpp", "pwlu/kernels/eager_calls.h", "pwlu/kernels/eager_kernels.h"} <= set(names)
     assert {"pwlu/report/page.html", "pwlu/report/page.css", "pwlu/report/main.js"} <= set(names)
     assert "-py3-none-" in wheel.name
     built = {n for n in names if "_cpu_" in n}

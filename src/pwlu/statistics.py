@@ -10,7 +10,6 @@ counted; one whose pool is empty keeps them as well.
 """
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -29,12 +28,12 @@ def advance_(units: Sequence[PWLU], group: "dist.ProcessGroup | None" = None) ->
     One collective call for all of them (one for each device and type, if there are several); every process ends with the same
     bits.
     """
-    for _, some in groupby(sorted(units, key=_type), key=_type):
-        _advance(list(some), group)
-
-
-def _type(unit: PWLU) -> str:
-    return f"{unit.running_mean.device} {unit.running_mean.dtype}"
+    alike: dict[tuple[torch.device, torch.dtype], list[PWLU]] = {}
+    for unit in units:
+        mean = unit.running_mean
+        alike.setdefault((mean.device, mean.dtype), []).append(unit)
+    for some in alike.values():
+        _advance(some, group)
 
 
 def _advance(units: list[PWLU], group: "dist.ProcessGroup | None") -> None:
@@ -51,7 +50,8 @@ def _advance(units: list[PWLU], group: "dist.ProcessGroup | None") -> None:
     sizes = [u.channels for u in units]
     results = {"running_mean": mu, "running_std": sigma, "updates": updates + good, "dropped": dropped + ~finite}
     for name, values in results.items():
-        torch._foreach_copy_([getattr(u, name) for u in units], list(values.split(sizes)))
+        targets = [getattr(u, name) for u in units]
+        torch._foreach_copy_(targets, list(values.to(targets[0].dtype).split(sizes)))  # of one type: one launch
     torch._foreach_add_([u.steps for u in units], 1)
     torch._foreach_zero_([u._pool for u in units])
 

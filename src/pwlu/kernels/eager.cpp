@@ -5,55 +5,16 @@
 // tensor, a layout that needs a copy, a wrong shape, a kernel that fails.
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/_foreach_zero.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
+#include "eager_calls.h"
 #include "eager_kernels.h"
 
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-// Whether a call is a usual one.
-
-constexpr auto kOrdinary = c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::ADInplaceOrView,
-                                                c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA,
-                                                c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA});
-constexpr auto kUsualModes = kOrdinary | c10::DispatchKeySet(c10::DispatchKey::BackendSelect);
-
-bool within(c10::DispatchKeySet keys, c10::DispatchKeySet allowed) {
-  return (keys.raw_repr() & ~allowed.raw_repr()) == 0;
-}
-
-bool dual(const Tensor& x, const Tables& tables) {  // forward-mode differentiation
-  if (x._fw_grad(0).defined()) return true;
-  for (const Tensor* table : tables)
-    if (table && table->_fw_grad(0).defined()) return true;
-  return false;
-}
-
-bool transformed(const Tensor& x, const Tables& tables) {  // by torch.func, or so
-  const auto modes = c10::impl::tls_local_dispatch_key_set().included_;
-  return modes.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) || dual(x, tables);
-}
-
-bool usual(const Tensor& x, const Tables& tables) {
-  if (!within(c10::impl::tls_local_dispatch_key_set().included_, kUsualModes) || !within(x.key_set(), kOrdinary)) return false;
-  for (const Tensor* table : tables)
-    if (table && !within(table->key_set(), kOrdinary)) return false;
-  return true;
-}
-
-bool wanted(const Tensor& x, const Tables& tables) {
-  if (!at::GradMode::is_enabled()) return false;
-  if (x.requires_grad()) return true;
-  for (const Tensor* table : tables)
-    if (table && table->requires_grad()) return true;
-  return false;
-}
 
 // The operators.
 
@@ -98,45 +59,71 @@ Tensor lookup(const Tensor& x, const Tensor& left, const Tensor& inv_step, const
   return below_autograd(python, x, left, inv_step, slopes, offsets, channel_dim);
 }
 
-// Autograd.
+// Autograd. A call has the gradients of x and of what learns: the parameters, or they as one.
 
-variable_list gradients(const Tensor& grad, const variable_list& saved, int64_t channel_dim, bool need_input, bool need_parameters) {
+template <class Function, class... More>
+Tensor differentiable(const Tensor& x, const Tables& tables, int64_t channel_dim, More&... more) {
+  const bool learning = usual(x, tables) && learn(tables) && understand(x, tables, channel_dim);
+  const Tensor one = learning ? as_one(tables) : Tensor();
+  variable_list learned{one};
+  if (!one.defined()) learned = {*tables[0], *tables[1], *tables[2], *tables[3], *tables[4]};
+  const Tensor y = Function::apply(x, at::TensorList(learned), tables, channel_dim, more...);
+  if (learning && !one.defined()) remember(tables, y);
+  return y;
+}
+
+void keep(AutogradContext* ctx, const Tensor& x, at::TensorList learned, const Tables& tables, int64_t channel_dim) {
+  ctx->save_for_backward({x, *tables[0], *tables[1], *tables[2], *tables[3], *tables[4]});
+  ctx->saved_data["channel_dim"] = channel_dim;
+  if (learned.size() == 1) ctx->saved_data["as_one"] = learned[0];
+}
+
+variable_list gradients(AutogradContext* ctx, const Tensor& grad, const variable_list& saved, bool need_parameters) {
   const Tensor& x = saved[0];
   const Tables tables{&saved[1], &saved[2], &saved[3], &saved[4], &saved[5]};
+  const int64_t channel_dim = ctx->saved_data["channel_dim"].toInt();
+  const bool one = ctx->saved_data.count("as_one");
   const bool differentiated = at::GradMode::is_enabled() || dual(x, tables) || dual(grad, {});
-  if (!differentiated && usual(x, tables) && usual(grad, {}))
-    if (auto found = run_backward(grad, x, tables, channel_dim, need_parameters)) return *found;
+  variable_list found(one ? 2 : 6);
+  if (!differentiated && usual(x, tables) && usual(grad, {})) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    if (const auto made = run_backward(grad, x, tables, channel_dim, need_parameters)) {
+      found[0] = made->first;
+      if (need_parameters && one) found[1] = made->second;
+      else if (need_parameters) std::ranges::move(parts(made->second, saved[1].size(0)), found.begin() + 1);
+      return found;
+    }
+  }
   static const auto op = operator_<Backward>("pwlu::backward");
+  const bool need_input = ctx->needs_input_grad(0);
   auto call = [&] {
     return op.call(grad, x, saved[1], saved[2], saved[3], saved[4], saved[5], channel_dim, need_input, need_parameters);
   };
-  auto all = differentiated ? call() : [&] { at::AutoDispatchBelowAutograd guard; return call(); }();
-  variable_list found = std::apply([](auto&... each) { return variable_list{each...}; }, all);
-  if (!need_input) found[0] = Tensor();
-  for (size_t i = 1; !need_parameters && i < 6; ++i) found[i] = Tensor();
+  const auto all = differentiated ? call() : [&] { at::AutoDispatchBelowAutograd guard; return call(); }();
+  const auto& [grad_x, left, right, heights, left_slope, right_slope] = all;
+  if (need_input) found[0] = grad_x;
+  if (need_parameters && one) found[1] = at::cat({heights.reshape({-1}), left, right, left_slope, right_slope});
+  else if (need_parameters) std::ranges::copy(variable_list{left, right, heights, left_slope, right_slope}, found.begin() + 1);
   return found;
-}
-
-bool any_parameter(const AutogradContext* ctx) {
-  for (size_t i = 1; i < 6; ++i)
-    if (ctx->needs_input_grad(i)) return true;
-  return false;
 }
 
 // y, keeping x and the parameters alone.
 struct Forward : torch::autograd::Function<Forward> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, PARAMETERS, int64_t channel_dim) {
-    ctx->save_for_backward({x, left, right, heights, left_slope, right_slope});
-    ctx->saved_data["channel_dim"] = channel_dim;
-    if (usual(x, TABLES)) return ::forward(ARGUMENTS);
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, at::TensorList learned, const Tables& tables,
+                        int64_t channel_dim) {
+    keep(ctx, x, learned, tables, channel_dim);
+    const at::AutoDispatchBelowAutograd guard;
+    const auto& [left, right, heights, left_slope, right_slope] = tables;
     static const auto op = operator_<Map>("pwlu::forward");
-    return below_autograd(op, ARGUMENTS);
+    return usual(x, tables) ? ::forward(x, *left, *right, *heights, *left_slope, *right_slope, channel_dim)
+                            : op.call(x, *left, *right, *heights, *left_slope, *right_slope, channel_dim);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const int64_t channel_dim = ctx->saved_data["channel_dim"].toInt();
-    auto found = gradients(grads[0], ctx->get_saved_variables(), channel_dim, ctx->needs_input_grad(0), any_parameter(ctx));
-    found.emplace_back();
+    bool need_parameters = false;
+    for (size_t i = 1; i < (ctx->saved_data.count("as_one") ? 2 : 6); ++i) need_parameters |= ctx->needs_input_grad(i);
+    auto found = gradients(ctx, grads[0], ctx->get_saved_variables(), need_parameters);
+    found.resize(found.size() + 2);  // none of tables and channel_dim
     return found;
   }
 };
@@ -144,28 +131,32 @@ struct Forward : torch::autograd::Function<Forward> {
 // y and the moments of x: the parameters stand still, so their gradients are zero, but not missing.
 // The moments leave by reference: of outputs that have no derivatives, compiled autograd knows nothing.
 struct ObserveFunction : torch::autograd::Function<ObserveFunction> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, PARAMETERS, int64_t channel_dim, Observed& found) {
-    ctx->save_for_backward({x, left, right, heights, left_slope, right_slope});
-    ctx->saved_data["channel_dim"] = channel_dim;
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, at::TensorList learned, const Tables& tables,
+                        int64_t channel_dim, Observed& found) {
+    keep(ctx, x, learned, tables, channel_dim);
     ctx->set_materialize_grads(false);
+    const at::AutoDispatchBelowAutograd guard;
+    const auto& [left, right, heights, left_slope, right_slope] = tables;
     static const auto op = operator_<Observe>("pwlu::observe");
-    found = usual(x, TABLES) ? ::observe(ARGUMENTS) : below_autograd(op, ARGUMENTS);
+    found = usual(x, tables) ? ::observe(x, *left, *right, *heights, *left_slope, *right_slope, channel_dim)
+                             : op.call(x, *left, *right, *heights, *left_slope, *right_slope, channel_dim);
     return std::get<0>(found);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    variable_list found(8);
-    if (ctx->needs_input_grad(0) && grads[0].defined())
-      found[0] = gradients(grads[0], saved, ctx->saved_data["channel_dim"].toInt(), true, false)[0];
-    const bool at_once = usual(saved[0], {&saved[1], &saved[2], &saved[3], &saved[4], &saved[5]});  // with one launch
-    std::vector<Tensor> zeros;
-    for (size_t i = 1; i < 6; ++i) {
-      if (!ctx->needs_input_grad(i)) continue;
-      found[i] = at_once ? at::empty_like(saved[i]) : at::zeros_like(saved[i]);
-      if (at_once) zeros.push_back(found[i]);
+    const Tensor &x = saved[0], &heights = saved[3];
+    const bool one = ctx->saved_data.count("as_one");
+    variable_list found(one ? 2 : 6);
+    if (ctx->needs_input_grad(0) && grads[0].defined()) found[0] = gradients(ctx, grads[0], saved, false)[0];
+    if (one || usual(x, {&saved[1], &saved[2], &heights, &saved[4], &saved[5]})) {  // with one launch
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      const Tensor zeros = at::zeros({length(heights)}, heights.options());
+      std::ranges::move(one ? variable_list{zeros} : parts(zeros, heights.size(0)), found.begin() + 1);
+    } else {
+      for (size_t i = 1; i < 6; ++i) found[i] = at::zeros_like(saved[i]);
     }
-    if (!zeros.empty()) at::_foreach_zero_(zeros);
+    found.resize(found.size() + 3);
     return found;
   }
 };
@@ -173,7 +164,7 @@ struct ObserveFunction : torch::autograd::Function<ObserveFunction> {
 Tensor forward_autograd(const Tensor& x, PARAMETERS, int64_t channel_dim) {
   static const auto op = operator_<Map>("pwlu::forward"), python = operator_<Map>("pwlu_python::autograd_forward");
   if (transformed(x, TABLES)) return python.call(ARGUMENTS);
-  if (wanted(x, TABLES)) return Forward::apply(ARGUMENTS);
+  if (wanted(x, TABLES)) return differentiable<Forward>(x, TABLES, channel_dim);
   return usual(x, TABLES) ? forward(ARGUMENTS) : below_autograd(op, ARGUMENTS);
 }
 
@@ -182,7 +173,7 @@ Observed observe_autograd(const Tensor& x, PARAMETERS, int64_t channel_dim) {
   if (transformed(x, TABLES)) return python.call(ARGUMENTS);
   if (wanted(x, TABLES)) {
     Observed found;
-    std::get<0>(found) = ObserveFunction::apply(ARGUMENTS, found);
+    std::get<0>(found) = differentiable<ObserveFunction>(x, TABLES, channel_dim, found);
     return found;
   }
   return usual(x, TABLES) ? observe(ARGUMENTS) : below_autograd(op, ARGUMENTS);

@@ -20,7 +20,7 @@ import torch
 
 from pwlu.kernels import build
 
-SOURCE, HEADER = (Path(__file__).with_name(name) for name in ("eager.cpp", "eager_kernels.h"))
+SOURCE, *HEADERS = (Path(__file__).with_name(name) for name in ("eager.cpp", "eager_calls.h", "eager_kernels.h"))
 OPERATORS = ("forward", "observe", "lookup")  # that it has
 _WHATS = ("forward", "lookup", "observe", "backward", "backward_input")  # enum What
 _TYPES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}  # c10::ScalarType
@@ -68,7 +68,7 @@ def _wish() -> str:
 def path() -> Path:
     """Where the library for this torch is, once it has been built."""
     here = [torch.__version__, str(torch.version.git_version), platform.machine(), *platform.libc_ver()]
-    return build.place("eager", SOURCE, [HEADER.read_text(), *_flags(), *here])
+    return build.place("eager", SOURCE, [*(header.read_text() for header in HEADERS), *_flags(), *here])
 
 
 def _flags() -> list[str]:

@@ -1,0 +1,249 @@
+"""A unit that is called several times in one pass, as the heads of detectors are: gradients add up, whoever adds them.
+
+Compiled operators hand them to autograd in one piece from the second call on. Expected is in each test what calls of copies of
+the unit give, one call each.
+"""
+
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import pwlu
+from pwlu.kernels import eager
+
+
+@pytest.fixture(params=[1, 3], ids=["layer", "channel"])
+def act(request, device):
+    act = pwlu.PWLU(request.param, intervals=5, init="silu", device=device)
+    with torch.no_grad():
+        for parameter in act.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return act
+
+
+@pytest.fixture
+def inputs(device):
+    return [torch.randn(2, 3, size, size, device=device) for size in (8, 4, 3, 1)]
+
+
+def loss(y):
+    return y.square().sum()
+
+
+def separately(act, inputs, of=loss):
+    """The gradients of the parameters, call by call, added up in float64."""
+    gradients = []
+    for x in inputs:
+        parameters = [p.detach().clone().requires_grad_() for p in act.unit_parameters()]
+        gradients.append(torch.autograd.grad(of(pwlu.functional.pwlu(x, *parameters)), parameters))
+    return [sum(each.double() for each in of_one).float() for of_one in zip(*gradients, strict=True)]
+
+
+def assert_gradients(act, expected):
+    """Equal but for the order of four additions."""
+    found = [p.grad for p in act.unit_parameters()]
+    scale = max(e.abs().max().item() for e in expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=8 * torch.finfo(torch.float32).eps * scale)
+
+
+def test_gradients_add_up(act, inputs):
+    expected = separately(act, inputs)
+    for _ in range(3):  # each with a graph of its own
+        act.zero_grad()
+        sum(loss(act(x)) for x in inputs).backward()
+        assert_gradients(act, expected)
+
+
+def test_over_backward_passes_too(act, inputs):
+    for _ in range(2):
+        sum(loss(act(x)) for x in inputs).backward()
+    assert_gradients(act, [2 * e for e in separately(act, inputs)])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_with_another_use_of_the_parameters(act, inputs, first):
+    expected = separately(act, inputs)
+    terms = [lambda: sum(loss(act(x)) for x in inputs), lambda: 3 * act.heights.sum() + act.left.square().sum()]
+    sum(term() for term in (terms if first else terms[::-1])).backward()
+    expected[2] += 3
+    expected[0] += 2 * act.left.detach()
+    assert_gradients(act, expected)
+
+
+def test_only_some_are_asked_for(act, inputs):
+    expected = separately(act, inputs)
+    inputs[1].requires_grad_()
+    total = sum(loss(act(x)) for x in inputs)
+    grad_x, heights = torch.autograd.grad(total, (inputs[1], act.heights), retain_graph=True)
+    assert grad_x.shape == inputs[1].shape
+    torch.testing.assert_close(heights, expected[2])
+    torch.testing.assert_close(torch.autograd.grad(total, (act.left,), retain_graph=True), (expected[0],))
+    total.backward(inputs=[act.right])
+    assert act.left.grad is None and act.heights.grad is None and inputs[1].grad is None
+    torch.testing.assert_close(act.right.grad, expected[1])
+
+
+def test_only_some_learn(act, inputs):
+    expected = separately(act, inputs)
+    act.left.requires_grad_(False)
+    act.right_slope.requires_grad_(False)
+    sum(loss(act(x)) for x in inputs).backward()
+    assert act.left.grad is None and act.right_slope.grad is None
+    torch.testing.assert_close([act.right.grad, act.heights.grad, act.left_slope.grad], expected[1:4])
+    act.requires_grad_(False)
+    inputs[0].requires_grad_()
+    sum(loss(act(x)) for x in inputs).backward()
+    torch.testing.assert_close(act.right.grad, expected[1])
+    assert inputs[0].grad is not None
+
+
+def test_graphs_that_live_on(act, inputs):
+    """Two of the same parameters, which meanwhile have changed in place; each is asked for its gradients, one twice."""
+    first = [loss(act(x)) for x in inputs]
+    expected = separately(act, inputs)
+    sum(first).backward(retain_graph=True)
+    assert_gradients(act, expected)
+    second = [loss(act(x)) for x in inputs[:2]]
+    act.zero_grad()
+    sum(first).backward()
+    assert_gradients(act, expected)
+    act.zero_grad()
+    sum(second).backward()
+    assert_gradients(act, separately(act, inputs[:2]))
+    with torch.no_grad():
+        act.heights *= 2
+    act.zero_grad()
+    third = [loss(act(x)) for x in inputs]
+    sum(third).backward()
+    assert_gradients(act, separately(act, inputs))
+    assert first and second  # still there
+
+
+def test_a_parameter_that_is_replaced(act, inputs):
+    """While graphs of the old one live."""
+    old = act.left
+    graphs = [loss(act(x)) for x in inputs]
+    act.left = torch.nn.Parameter(old.detach() - 0.5)
+    expected = separately(act, inputs)
+    sum(loss(act(x)) for x in inputs).backward()
+    assert old.grad is None
+    assert_gradients(act, expected)
+    assert graphs
+
+
+def test_parameters_that_are_computed(act, inputs):
+    """By a parametrization: no leaves, and new ones at every call."""
+
+    class Double(torch.nn.Module):
+        def forward(self, raw):
+            return 2 * raw
+
+    plain = separately(act, inputs)
+    with torch.no_grad():
+        act.heights /= 2
+    torch.nn.utils.parametrize.register_parametrization(act, "heights", Double())
+    sum(loss(act(x)) for x in inputs).backward()
+    torch.testing.assert_close(act.parametrizations.heights.original.grad, 2 * plain[2])
+    torch.testing.assert_close(act.left.grad, plain[0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(act, inputs, reentrant):
+    expected = separately(act, inputs)
+    for x in inputs:
+        x.requires_grad_()
+    sum(loss(checkpoint(act, x, use_reentrant=reentrant)) for x in inputs).backward()
+    assert_gradients(act, expected)
+
+
+def test_second_derivatives(act, inputs):
+    parameters = [p.detach().clone().requires_grad_() for p in act.unit_parameters()]
+    separate = sum(loss(pwlu.reference.forward(x, *parameters, 1)) for x in inputs)
+    results = []
+    for total, leaves in ((separate, parameters), (sum(loss(act(x)) for x in inputs), list(act.unit_parameters()))):
+        gradients = torch.autograd.grad(total, leaves, create_graph=True)
+        results.append(torch.autograd.grad(sum(g.square().sum() for g in gradients), leaves))
+    scale = max(r.abs().max().item() for r in results[0])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5 * scale)
+
+
+def test_batches_of_gradients(act, inputs):
+    outputs = [act(x) for x in inputs]
+    total = torch.cat([y.flatten() for y in outputs])
+    directions = torch.randn(3, len(total), device=total.device)
+    leaves = list(act.unit_parameters())
+    batched = torch.autograd.grad(total, leaves, directions, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(total, leaves, d, retain_graph=True) for d in directions]
+    torch.testing.assert_close(batched, tuple(torch.stack(of_one) for of_one in zip(*each, strict=True)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's own
+def test_compiled_autograd(inputs):
+    from torch._dynamo import compiled_autograd
+
+    act = pwlu.PWLU(3, intervals=5, init="silu", device=inputs[0].device)
+    expected = separately(act, inputs)
+    with warnings.catch_warnings(), compiled_autograd._enable(torch.compile(backend="eager")):
+        warnings.simplefilter("ignore")
+        sum(loss(act(x)) for x in inputs).backward()
+    assert_gradients(act, expected)
+
+
+def test_hooks_see_the_sum(act, inputs):
+    seen = []
+    act.heights.register_hook(seen.append)
+    act.left.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    expected = separately(act, inputs)
+    sum(loss(act(x)) for x in inputs).backward()
+    assert len(seen) == 2
+    torch.testing.assert_close({s.ndim: s for s in seen}, {2: expected[2], 1: expected[0]})
+
+
+def test_phase_one_gives_zeros(act, inputs):
+    """Not missing, however often it is called; and the gradients of inputs."""
+    optimizer = torch.optim.SGD(act.parameters(), lr=0.1)
+    controller = pwlu.TwoPhase(act, optimizer, realign_at=5)
+    for count in (1, 4, 2):
+        for x in inputs:
+            x.grad = None
+            x.requires_grad_()
+        sum(loss(act(x)) for x in inputs[:count]).backward()
+        for parameter in act.unit_parameters():
+            assert parameter.grad.shape == parameter.shape and not parameter.grad.any()
+        for x in inputs[:count]:
+            torch.testing.assert_close(x.grad, torch.autograd.grad(loss(pwlu.functional.pwlu(x, *act.unit_parameters())), x)[0])
+        optimizer.step()
+        act.zero_grad()
+    assert controller.steps == 3
+
+
+def test_nothing_is_kept_alive(device, inputs):
+    act = pwlu.PWLU(3, device=device)
+    total = sum(loss(act(x)) for x in inputs)
+    watched = [weakref.ref(p) for p in act.unit_parameters()]
+    total.backward()
+    del total, act
+    gc.collect()
+    assert not any(w() for w in watched)
+
+
+@pytest.mark.skipif(eager.library is None, reason="eager.cpp was not built here")
+def test_additions_in_one_piece(device, inputs):
+    """Each later call adds one tensor to the others, and not five."""
+    act = pwlu.PWLU(3, device=device)
+
+    def additions(calls):
+        terms = [loss(act(inputs[0])) for _ in range(calls)]
+        with torch.profiler.profile(acc_events=True) as profiled:
+            torch.autograd.backward(terms)
+        return sum(event.count for event in profiled.key_averages() if event.key in ("aten::add", "aten::add_"))
+
+    additions(2)  # learned
+    counts = [additions(calls) for calls in (2, 3, 6)]
+    act.zero_grad()
+    assert [b - a for a, b in zip(counts, counts[1:], strict=False)] == [1, 3]

@@ -1,7 +1,6 @@
 """A unit that is called several times in one pass, as the heads of detectors are: gradients add up, whoever adds them.
 
-Compiled operators hand them to autograd in one piece from the second call on. Expected is in each test what calls of copies of
-the unit give, one call each.
+Compiled operators hand them to autograd in one piece from the second call on.
 """
 
 import gc
@@ -35,20 +34,23 @@ def loss(y):
     return y.square().sum()
 
 
-def separately(act, inputs, of=loss):
-    """The gradients of the parameters, call by call, added up in float64."""
+def separately(act, inputs):
+    """The gradients of the parameters, call by call by the reference in float64, added up."""
     gradients = []
     for x in inputs:
-        parameters = [p.detach().clone().requires_grad_() for p in act.unit_parameters()]
-        gradients.append(torch.autograd.grad(of(pwlu.functional.pwlu(x, *parameters)), parameters))
-    return [sum(each.double() for each in of_one).float() for of_one in zip(*gradients, strict=True)]
+        parameters = [p.detach().double().requires_grad_() for p in act.unit_parameters()]
+        gradients.append(torch.autograd.grad(loss(pwlu.reference.forward(x.detach().double(), *parameters, 1)), parameters))
+    return [sum(of_one).float() for of_one in zip(*gradients, strict=True)]
 
 
 def assert_gradients(act, expected):
-    """Equal but for the order of four additions."""
-    found = [p.grad for p in act.unit_parameters()]
+    close([p.grad for p in act.unit_parameters()], expected)
+
+
+def close(found, expected):
+    """To the rounding of sums of up to 540 numbers, of either sign, that are at most some times as large as the largest sum."""
     scale = max(e.abs().max().item() for e in expected)
-    torch.testing.assert_close(found, expected, rtol=0, atol=8 * torch.finfo(torch.float32).eps * scale)
+    torch.testing.assert_close(list(found), list(expected), rtol=0, atol=50 * torch.finfo(torch.float32).eps * scale)
 
 
 def test_gradients_add_up(act, inputs):
@@ -81,11 +83,11 @@ def test_only_some_are_asked_for(act, inputs):
     total = sum(loss(act(x)) for x in inputs)
     grad_x, heights = torch.autograd.grad(total, (inputs[1], act.heights), retain_graph=True)
     assert grad_x.shape == inputs[1].shape
-    torch.testing.assert_close(heights, expected[2])
-    torch.testing.assert_close(torch.autograd.grad(total, (act.left,), retain_graph=True), (expected[0],))
+    close([heights], [expected[2]])
+    close(torch.autograd.grad(total, (act.left,), retain_graph=True), [expected[0]])
     total.backward(inputs=[act.right])
     assert [p.grad for p in (act.left, act.heights, inputs[1])] == [None] * 3
-    torch.testing.assert_close(act.right.grad, expected[1])
+    close([act.right.grad], [expected[1]])
 
 
 def test_only_some_learn(act, inputs):
@@ -94,11 +96,11 @@ def test_only_some_learn(act, inputs):
     act.right_slope.requires_grad_(False)
     sum(loss(act(x)) for x in inputs).backward()
     assert [act.left.grad, act.right_slope.grad] == [None, None]
-    torch.testing.assert_close([act.right.grad, act.heights.grad, act.left_slope.grad], expected[1:4])
+    close([act.right.grad, act.heights.grad, act.left_slope.grad], expected[1:4])
     act.requires_grad_(False)
     inputs[0].requires_grad_()
     sum(loss(act(x)) for x in inputs).backward()
-    torch.testing.assert_close(act.right.grad, expected[1])
+    close([act.right.grad], [expected[1]])
     assert inputs[0].grad is not None
 
 
@@ -148,8 +150,7 @@ def test_parameters_that_are_computed(act, inputs):
         act.heights /= 2
     torch.nn.utils.parametrize.register_parametrization(act, "heights", Double())
     sum(loss(act(x)) for x in inputs).backward()
-    torch.testing.assert_close(act.parametrizations.heights.original.grad, 2 * plain[2])
-    torch.testing.assert_close(act.left.grad, plain[0])
+    close([act.parametrizations.heights.original.grad, act.left.grad], [2 * plain[2], plain[0]])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -202,7 +203,7 @@ def test_hooks_see_the_sum(act, inputs):
     expected = separately(act, inputs)
     sum(loss(act(x)) for x in inputs).backward()
     assert len(seen) == 2
-    torch.testing.assert_close({s.ndim: s for s in seen}, {2: expected[2], 1: expected[0]})
+    close(sorted(seen, key=torch.Tensor.dim), [expected[0], expected[2]])
 
 
 def test_phase_one_gives_zeros(act, inputs):

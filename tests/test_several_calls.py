@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import pwlu
@@ -186,14 +187,62 @@ def test_batches_of_gradients(act, inputs):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's own
 def test_compiled_autograd(inputs):
+    """In a loop in which the last loss, and with it the last graph, lives on."""
     from torch._dynamo import compiled_autograd
 
     act = pwlu.PWLU(3, intervals=5, init="silu", device=inputs[0].device)
     expected = separately(act, inputs)
     with warnings.catch_warnings(), compiled_autograd._enable(torch.compile(backend="eager")):
         warnings.simplefilter("ignore")
-        sum(loss(act(x)) for x in inputs).backward()
-    assert_gradients(act, expected)
+        for _ in range(3):
+            total = sum(loss(act(x)) for x in inputs)
+            act.zero_grad()
+            total.backward()
+            assert_gradients(act, expected)
+
+
+def test_gradients_with_tangents(act, device):
+    """What comes behind the unit has a tangent, and so its gradients have: against differences."""
+    x, weight, tangent = (torch.randn(shape, device=device) for shape in ((2, 3, 4, 4), (3, 3, 1, 1), (3, 3, 1, 1)))
+    parameters = list(act.unit_parameters())
+
+    def gradients(weight, of):
+        return torch.autograd.grad(loss(torch.nn.functional.conv2d(sum(act(x * k) for k in (1, 2, 3)), weight)), of)
+
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(weight, tangent)
+        tangents = [forward_ad.unpack_dual(g).tangent.clone() for g in gradients(dual, parameters)]
+    step = 0.01  # the gradients are quadratic in the weight: central differences are exact but for rounding
+    ahead, behind = (gradients(weight + sign * step * tangent, parameters) for sign in (1, -1))
+    differences = [(a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True)]
+    scale = max(d.abs().max().item() for d in differences)
+    torch.testing.assert_close(tangents, differences, rtol=0, atol=50 / step * torch.finfo(torch.float32).eps * scale)
+
+
+def test_each_gradient_has_a_version(act, inputs):
+    """What is done to one of them in place does not spoil the others."""
+    for create_graph in (False, True):
+        total = sum(loss(act(x)) for x in inputs)
+        left, _, heights, *_ = torch.autograd.grad(total, list(act.unit_parameters()), create_graph=create_graph)
+        before, version = heights.detach().clone(), heights._version
+        with torch.no_grad():
+            left.mul_(2)
+        assert heights._version == version
+        assert torch.equal(heights, before)
+
+
+def test_gradients_come_in_order(device):
+    """Those of a head before those of the layers below it, also where the last graph lives on: others wait for them."""
+    body = torch.nn.Sequential(*(torch.nn.Conv2d(3, 3, 1, device=device) for _ in range(3)))
+    head, x, order = pwlu.PWLU(3, device=device), torch.randn(1, 3, 8, 8, device=device), []
+    for name, parameter in (("0", body[0].weight), ("1", body[1].weight), ("2", body[2].weight), ("head", head.heights)):
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    for _ in range(3):
+        order.clear()
+        features = body(x)
+        total = loss(head(features)) + loss(head(features[:, :, ::2, ::2]))
+        total.backward()
+        assert order == ["head", "2", "1", "0"]
 
 
 def test_hooks_see_the_sum(act, inputs):
@@ -234,7 +283,23 @@ def test_nothing_is_kept_alive(device, inputs):
     assert not any(w() for w in watched)
 
 
-@pytest.mark.skipif(eager.library is None, reason="eager.cpp was not built here")
+compiled = pytest.mark.skipif(eager.library is None, reason="eager.cpp was not built here")
+
+
+@compiled
+def test_from_the_second_call_on(device, inputs):
+    """x and five parameters, or x and all of them as one; a new graph begins anew, whether the old one lives or not."""
+    act = pwlu.PWLU(3, device=device)
+    for _ in range(3):
+        outputs = [act(x) for x in inputs]
+        assert [len(y.grad_fn.next_functions) for y in outputs] == [6, 2, 2, 2]
+        total = sum(map(loss, outputs))
+        total.backward()
+    for x in inputs:  # nobody keeps a graph
+        assert len(act(x).grad_fn.next_functions) == 6
+
+
+@compiled
 def test_additions_in_one_piece(device, inputs):
     """Each later call adds one tensor to the others, and not five."""
     act = pwlu.PWLU(3, device=device)

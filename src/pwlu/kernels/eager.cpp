@@ -59,23 +59,30 @@ Tensor lookup(const Tensor& x, const Tensor& left, const Tensor& inv_step, const
   return below_autograd(python, x, left, inv_step, slopes, offsets, channel_dim);
 }
 
-// Autograd. A call has the gradients of x and of what learns: the parameters, or they as one.
+// Autograd. A call has gradients of x and of its parameters, or of all of them as one.
 
 template <class Function, class... More>
 Tensor differentiable(const Tensor& x, const Tables& tables, int64_t channel_dim, More&... more) {
-  const bool learning = usual(x, tables) && learn(tables) && understand(x, tables, channel_dim);
-  const Tensor one = learning ? as_one(tables) : Tensor();
-  variable_list learned{one};
-  if (!one.defined()) learned = {*tables[0], *tables[1], *tables[2], *tables[3], *tables[4]};
-  const Tensor y = Function::apply(x, at::TensorList(learned), tables, channel_dim, more...);
-  if (learning && !one.defined()) remember(tables, y);
+  const bool counts = usual(x, tables) && trained(tables) && understand(x, tables, channel_dim);
+  const Tensor one = counts ? as_one(tables) : Tensor();
+  variable_list parameters{one};
+  if (!one.defined()) parameters = {*tables[0], *tables[1], *tables[2], *tables[3], *tables[4]};
+  const Tensor y = Function::apply(x, at::TensorList(parameters), tables, channel_dim, more...);
+  if (counts && !one.defined()) remember(tables, y);
   return y;
 }
 
-void keep(AutogradContext* ctx, const Tensor& x, at::TensorList learned, const Tables& tables, int64_t channel_dim) {
+void keep(AutogradContext* ctx, const Tensor& x, at::TensorList parameters, const Tables& tables, int64_t channel_dim) {
   ctx->save_for_backward({x, *tables[0], *tables[1], *tables[2], *tables[3], *tables[4]});
   ctx->saved_data["channel_dim"] = channel_dim;
-  if (learned.size() == 1) ctx->saved_data["as_one"] = learned[0];
+  // So that it lives on for the unit's next call. Not saved: saving would run hooks, and checkpointing counts what is saved.
+  if (parameters.size() == 1) ctx->saved_data["as_one"] = parameters[0];
+}
+
+bool parameters_needed(const AutogradContext* ctx) {
+  for (size_t i = 1; i < (ctx->saved_data.count("as_one") ? 2 : 6); ++i)
+    if (ctx->needs_input_grad(i)) return true;
+  return false;
 }
 
 variable_list gradients(AutogradContext* ctx, const Tensor& grad, const variable_list& saved, bool need_parameters) {
@@ -109,9 +116,9 @@ variable_list gradients(AutogradContext* ctx, const Tensor& grad, const variable
 
 // y, keeping x and the parameters alone.
 struct Forward : torch::autograd::Function<Forward> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, at::TensorList learned, const Tables& tables,
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, at::TensorList parameters, const Tables& tables,
                         int64_t channel_dim) {
-    keep(ctx, x, learned, tables, channel_dim);
+    keep(ctx, x, parameters, tables, channel_dim);
     const at::AutoDispatchBelowAutograd guard;
     const auto& [left, right, heights, left_slope, right_slope] = tables;
     static const auto op = operator_<Map>("pwlu::forward");
@@ -120,9 +127,8 @@ struct Forward : torch::autograd::Function<Forward> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    bool need_parameters = false;
-    for (size_t i = 1; i < (ctx->saved_data.count("as_one") ? 2 : 6); ++i) need_parameters |= ctx->needs_input_grad(i);
-    auto found = gradients(ctx, grads[0], ctx->get_saved_variables(), need_parameters);
+    ++steps_back;
+    auto found = gradients(ctx, grads[0], ctx->get_saved_variables(), parameters_needed(ctx));
     found.resize(found.size() + 2);  // none of tables and channel_dim
     return found;
   }
@@ -131,9 +137,9 @@ struct Forward : torch::autograd::Function<Forward> {
 // y and the moments of x: the parameters stand still, so their gradients are zero, but not missing.
 // The moments leave by reference: of outputs that have no derivatives, compiled autograd knows nothing.
 struct ObserveFunction : torch::autograd::Function<ObserveFunction> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, at::TensorList learned, const Tables& tables,
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, at::TensorList parameters, const Tables& tables,
                         int64_t channel_dim, Observed& found) {
-    keep(ctx, x, learned, tables, channel_dim);
+    keep(ctx, x, parameters, tables, channel_dim);
     ctx->set_materialize_grads(false);
     const at::AutoDispatchBelowAutograd guard;
     const auto& [left, right, heights, left_slope, right_slope] = tables;
@@ -144,16 +150,18 @@ struct ObserveFunction : torch::autograd::Function<ObserveFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    ++steps_back;
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &heights = saved[3];
     const bool one = ctx->saved_data.count("as_one");
     variable_list found(one ? 2 : 6);
     if (ctx->needs_input_grad(0) && grads[0].defined()) found[0] = gradients(ctx, grads[0], saved, false)[0];
-    if (one || usual(x, {&saved[1], &saved[2], &heights, &saved[4], &saved[5]})) {  // with one launch
+    const bool needed = parameters_needed(ctx);
+    if (needed && (one || usual(x, {&saved[1], &saved[2], &heights, &saved[4], &saved[5]}))) {  // with one launch
       const at::AutoDispatchBelowADInplaceOrView guard;
       const Tensor zeros = at::zeros({length(heights)}, heights.options());
       std::ranges::move(one ? variable_list{zeros} : parts(zeros, heights.size(0)), found.begin() + 1);
-    } else {
+    } else if (needed) {
       for (size_t i = 1; i < 6; ++i) found[i] = at::zeros_like(saved[i]);
     }
     found.resize(found.size() + 3);

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <atomic>
 #include <unordered_map>
 
 #include "eager_kernels.h"
@@ -43,18 +44,18 @@ bool usual(const Tensor& x, const Tables& tables) {
   return true;
 }
 
-bool learn(const Tables& tables) {
+bool trained(const Tables& tables) {
   for (const Tensor* table : tables)
     if (table && table->requires_grad()) return true;
   return false;
 }
 
 bool wanted(const Tensor& x, const Tables& tables) {
-  return at::GradMode::is_enabled() && (x.requires_grad() || learn(tables));
+  return at::GradMode::is_enabled() && (x.requires_grad() || trained(tables));
 }
 
-// The parameters of a unit as one: where it is called several times, as the heads of detectors are, autograd has one gradient
-// to add up, and not five.
+// The parameters of a unit as one: where it is called several times in a graph, as the heads of detectors are, autograd has one
+// gradient to add up from the second call on, and not five.
 
 variable_list parts(const Tensor& one, int64_t channels) {
   const int64_t wide = one.numel() - 4 * channels;
@@ -70,9 +71,14 @@ struct AsOne : torch::autograd::Function<AsOne> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    std::optional<at::AutoDispatchBelowADInplaceOrView> guard;  // parts are no views then: each has a version of its own
-    if (!at::GradMode::is_enabled() && usual(grads[0], {})) guard.emplace();
-    return parts(grads[0], ctx->saved_data["channels"].toInt());
+    const int64_t channels = ctx->saved_data["channels"].toInt();
+    if (!at::GradMode::is_enabled() && usual(grads[0], {}) && !dual(grads[0], {})) {
+      const at::AutoDispatchBelowADInplaceOrView guard;  // they are no views for autograd: each has a version of its own
+      return parts(grads[0], channels);
+    }
+    variable_list found = parts(grads[0], channels);
+    for (Tensor& each : found) each = each.clone();
+    return found;
   }
 };
 
@@ -84,29 +90,34 @@ template <class T> c10::weak_intrusive_ptr<T> weak(const c10::intrusive_ptr<T>& 
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
+std::atomic<int64_t> steps_back = 0;  // calls whose gradients were asked for
+
 struct Called {
-  decltype(weak(Tensor().grad_fn())) first;  // a call, which lives as long as its graph
-  WeakTensor as_one;                         // made for the second call, kept by that and all later ones
+  decltype(weak(Tensor().grad_fn())) first;       // the node of the first call: while it lives, its graph does
+  WeakTensor as_one{Tensor().getIntrusivePtr()};  // made for the second call, kept by that and all later ones
+  int64_t when = steps_back;                      // what follows a backward pass is another graph, even if the old one lives
 };
 
-thread_local std::unordered_map<const c10::TensorImpl*, Called> called;  // by heights
+// By heights, in the thread that calls. If the address is another tensor's by now, the edges tell (below).
+thread_local std::unordered_map<const c10::TensorImpl*, Called> called;
 
 void remember(const Tables& tables, const Tensor& y) {
-  if (called.size() >= 4096) called.clear();
-  called.insert_or_assign(tables[2]->unsafeGetTensorImpl(), Called{weak(y.grad_fn()), WeakTensor(Tensor().getIntrusivePtr())});
+  if (called.size() >= 4096) called.clear();  // most of them dead, and the others begin anew
+  called.insert_or_assign(tables[2]->unsafeGetTensorImpl(), Called{weak(y.grad_fn())});
 }
 
 Tensor as_one(const Tables& tables) {  // undefined for a first call
-  const auto place = called.find(tables[2]->unsafeGetTensorImpl());
-  if (place == called.end()) return {};
-  const Tensor found(place->second.as_one.lock());
+  const auto* key = tables[2]->unsafeGetTensorImpl();
+  const auto place = called.find(key);
+  if (place == called.end() || place->second.when != steps_back || place->second.first.expired()) return {};
+  const Called known = place->second;
+  const Tensor found(known.as_one.lock());
   size_t same = 0;
   if (found.defined())
     while (same < 5 && found.grad_fn()->next_edge(same) == torch::autograd::impl::gradient_edge(*tables[same])) ++same;
   if (same == 5) return found;
-  if (place->second.first.expired()) return {};
-  const Tensor made = AsOne::apply(*tables[0], *tables[1], *tables[2], *tables[3], *tables[4]);
-  place->second.as_one = WeakTensor(made.getIntrusivePtr());
+  const Tensor made = AsOne::apply(*tables[0], *tables[1], *tables[2], *tables[3], *tables[4]);  // may run hooks: anything
+  called.insert_or_assign(key, Called{known.first, WeakTensor(made.getIntrusivePtr()), known.when});
   return made;
 }
 

@@ -59,8 +59,8 @@ bool wanted(const Tensor& x, const Tables& tables) {
 
 variable_list parts(const Tensor& one, int64_t channels) {
   const int64_t wide = one.numel() - 4 * channels;
-  auto part = [&](int64_t place) { return one.narrow(0, wide + (place - 1) * channels, channels); };
-  return {part(1), part(2), one.narrow(0, 0, wide).view({channels, wide / channels}), part(3), part(4)};
+  const auto found = one.split_with_sizes({wide, channels, channels, channels, channels});
+  return {found[1], found[2], found[0].view({channels, wide / channels}), found[3], found[4]};
 }
 
 struct AsOne : torch::autograd::Function<AsOne> {

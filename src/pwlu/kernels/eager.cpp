@@ -5,6 +5,7 @@
 // tensor, a layout that needs a copy, a wrong shape, a kernel that fails.
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_foreach_zero.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
@@ -91,15 +92,9 @@ variable_list gradients(AutogradContext* ctx, const Tensor& grad, const variable
   const int64_t channel_dim = ctx->saved_data["channel_dim"].toInt();
   const bool one = ctx->saved_data.count("as_one");
   const bool differentiated = at::GradMode::is_enabled() || dual(x, tables) || dual(grad, {});
-  variable_list found(one ? 2 : 6);
   if (!differentiated && usual(x, tables) && usual(grad, {})) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    if (const auto made = run_backward(grad, x, tables, channel_dim, need_parameters)) {
-      found[0] = made->first;
-      if (need_parameters && one) found[1] = made->second;
-      else if (need_parameters) std::ranges::move(parts(made->second, saved[1].size(0)), found.begin() + 1);
-      return found;
-    }
+    if (auto found = run_backward(grad, x, tables, channel_dim, need_parameters, one)) return *found;
   }
   static const auto op = operator_<Backward>("pwlu::backward");
   const bool need_input = ctx->needs_input_grad(0);
@@ -108,6 +103,7 @@ variable_list gradients(AutogradContext* ctx, const Tensor& grad, const variable
   };
   const auto all = differentiated ? call() : [&] { at::AutoDispatchBelowAutograd guard; return call(); }();
   const auto& [grad_x, left, right, heights, left_slope, right_slope] = all;
+  variable_list found(one ? 2 : 6);
   if (need_input) found[0] = grad_x;
   if (need_parameters && one) found[1] = at::cat({heights.reshape({-1}), left, right, left_slope, right_slope});
   else if (need_parameters) std::ranges::copy(variable_list{left, right, heights, left_slope, right_slope}, found.begin() + 1);
@@ -134,6 +130,15 @@ struct Forward : torch::autograd::Function<Forward> {
   }
 };
 
+variable_list zeros(const variable_list& saved, bool one) {
+  if (one) return {at::zeros({length(saved[3])}, saved[3].options())};
+  const bool at_once = usual(saved[0], {&saved[1], &saved[2], &saved[3], &saved[4], &saved[5]});  // with one launch
+  variable_list found;
+  for (size_t i = 1; i < 6; ++i) found.push_back(at_once ? at::empty_like(saved[i]) : at::zeros_like(saved[i]));
+  if (at_once) at::_foreach_zero_(found);
+  return found;
+}
+
 // y and the moments of x: the parameters stand still, so their gradients are zero, but not missing.
 // The moments leave by reference: of outputs that have no derivatives, compiled autograd knows nothing.
 struct ObserveFunction : torch::autograd::Function<ObserveFunction> {
@@ -152,18 +157,10 @@ struct ObserveFunction : torch::autograd::Function<ObserveFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     ++steps_back;
     const variable_list saved = ctx->get_saved_variables();
-    const Tensor &x = saved[0], &heights = saved[3];
     const bool one = ctx->saved_data.count("as_one");
     variable_list found(one ? 2 : 6);
     if (ctx->needs_input_grad(0) && grads[0].defined()) found[0] = gradients(ctx, grads[0], saved, false)[0];
-    const bool needed = parameters_needed(ctx);
-    if (needed && (one || usual(x, {&saved[1], &saved[2], &heights, &saved[4], &saved[5]}))) {  // with one launch
-      const at::AutoDispatchBelowADInplaceOrView guard;
-      const Tensor zeros = at::zeros({length(heights)}, heights.options());
-      std::ranges::move(one ? variable_list{zeros} : parts(zeros, heights.size(0)), found.begin() + 1);
-    } else if (needed) {
-      for (size_t i = 1; i < 6; ++i) found[i] = at::zeros_like(saved[i]);
-    }
+    if (parameters_needed(ctx)) std::ranges::move(zeros(saved, one), found.begin() + 1);
     found.resize(found.size() + 3);
     return found;
   }

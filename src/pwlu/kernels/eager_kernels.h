@@ -14,7 +14,7 @@
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
-#include <utility>
+#include <vector>
 
 namespace {
 
@@ -211,16 +211,16 @@ std::optional<Observed> run_observe(const Tensor& x, const Tables& tables, int64
   return Observed(*y, count, mean, m2);
 }
 
-// The gradients of the parameters are one piece of memory: heights, left, right, left_slope, right_slope.
+// The gradients of all parameters in one piece: heights, left, right, left_slope, right_slope.
 int64_t length(const Tensor& heights) { return heights.numel() + 4 * heights.size(0); }
 
-// The gradient of x, and those of the parameters, which are missing unless they are needed.
-std::optional<std::pair<Tensor, Tensor>> run_backward(const Tensor& grad, const Tensor& x, const Tables& tables,
-                                                      int64_t channel_dim, bool need_parameters) {
+// The gradient of x, and those of the parameters, in one piece or in five; the latter are missing unless they are needed.
+std::optional<std::vector<Tensor>> run_backward(const Tensor& grad, const Tensor& x, const Tables& tables, int64_t channel_dim,
+                                                bool need_parameters, bool in_one) {
   const auto p = understand(x, tables, channel_dim);
   if (!p || grad.scalar_type() != p->dtype || grad.device() != x.device() || grad.sizes() != x.sizes()) return std::nullopt;
   if (grad.strides() != x.strides() || !grad.const_data_ptr()) return std::nullopt;
-  const Tensor grad_x = at::empty_like(x), &heights = *tables[2];
+  const Tensor grad_x = at::empty_like(x);
   Arguments arguments(x, &grad, grad_x, tables);
   std::optional<Plan> plan;
   const CpuKernel k = on_gpu(x) ? CpuKernel{} : on_cpu();
@@ -230,13 +230,19 @@ std::optional<std::pair<Tensor, Tensor>> run_backward(const Tensor& grad, const 
   } else if (!k.parallel) {
     return std::nullopt;
   }
-  Tensor all;
-  if (need_parameters) {
-    all = at::empty({length(heights)}, heights.options());
-    auto* memory = static_cast<char*>(all.mutable_data_ptr());
+  std::vector<Tensor> found(in_one ? 2 : 6);
+  found[0] = grad_x;
+  if (need_parameters && in_one) {
+    found[1] = at::empty({length(*tables[2])}, tables[2]->options());
+    auto* memory = static_cast<char*>(found[1].mutable_data_ptr());
     for (size_t i : {2, 0, 1, 3, 4}) {
       arguments.addresses[8 + i] = memory;
       memory += tables[i]->nbytes();
+    }
+  } else if (need_parameters) {
+    for (size_t i = 0; i < 5; ++i) {
+      found[1 + i] = at::empty_like(*tables[i]);
+      arguments.addresses[8 + i] = found[1 + i].mutable_data_ptr();
     }
   }
   if (plan) {
@@ -245,13 +251,13 @@ std::optional<std::pair<Tensor, Tensor>> run_backward(const Tensor& grad, const 
       partial = partial_sums(x, plan->splits * p->channels * (p->intervals + 3) * 2);
       arguments.addresses[13] = partial.mutable_data_ptr();
     }
-    return launch(*plan, arguments, x) ? std::optional(std::pair(grad_x, all)) : std::nullopt;
+    return launch(*plan, arguments, x) ? std::optional(found) : std::nullopt;
   }
   const void* const* a = arguments.addresses;
   auto to = [&](size_t i) { return const_cast<void*>(a[i]); };
   const int failed = k.backward(k.parallel, at::get_num_threads(), code_of(p->dtype), a[1], a[0], to(2), p->outer, p->channels,
                                 p->inner, p->intervals, a[3], a[4], a[5], a[6], a[7], to(8), to(9), to(10), to(11), to(12));
-  return failed ? std::nullopt : std::optional(std::pair(grad_x, all));
+  return failed ? std::nullopt : std::optional(found);
 }
 
 }  // namespace

@@ -49,9 +49,9 @@ def assert_gradients(act, expected):
 
 
 def close(found, expected):
-    """To the rounding of sums of up to 540 numbers, of either sign, that are at most some times as large as the largest sum."""
+    """To rounding: 540 numbers are added up, whose errors grow like a random walk, to 23 of one; twice that."""
     scale = max(e.abs().max().item() for e in expected)
-    torch.testing.assert_close(list(found), list(expected), rtol=0, atol=50 * torch.finfo(torch.float32).eps * scale)
+    torch.testing.assert_close(list(found), list(expected), rtol=0, atol=46 * torch.finfo(expected[0].dtype).eps * scale)
 
 
 def test_gradients_add_up(act, inputs):
@@ -164,14 +164,14 @@ def test_checkpointing(act, inputs, reentrant):
 
 
 def test_second_derivatives(act, inputs):
+    act, inputs = act.double(), [x.double() for x in inputs]
     parameters = [p.detach().clone().requires_grad_() for p in act.unit_parameters()]
     separate = sum(loss(pwlu.reference.forward(x, *parameters, 1)) for x in inputs)
     results = []
     for total, leaves in ((separate, parameters), (sum(loss(act(x)) for x in inputs), list(act.unit_parameters()))):
         gradients = torch.autograd.grad(total, leaves, create_graph=True)
         results.append(torch.autograd.grad(sum(g.square().sum() for g in gradients), leaves))
-    scale = max(r.abs().max().item() for r in results[0])
-    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5 * scale)
+    close(results[1], results[0])
 
 
 def test_batches_of_gradients(act, inputs):
@@ -181,11 +181,10 @@ def test_batches_of_gradients(act, inputs):
     leaves = list(act.unit_parameters())
     batched = torch.autograd.grad(total, leaves, directions, is_grads_batched=True, retain_graph=True)
     each = [torch.autograd.grad(total, leaves, d, retain_graph=True) for d in directions]
-    torch.testing.assert_close(batched, tuple(torch.stack(of_one) for of_one in zip(*each, strict=True)), rtol=1e-4, atol=1e-4)
+    close(batched, [torch.stack(of_one) for of_one in zip(*each, strict=True)])
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch's own
 def test_compiled_autograd(inputs):
     """In a loop in which the last loss, and with it the last graph, lives on."""
     from torch._dynamo import compiled_autograd
@@ -193,7 +192,7 @@ def test_compiled_autograd(inputs):
     act = pwlu.PWLU(3, intervals=5, init="silu", device=inputs[0].device)
     expected = separately(act, inputs)
     with warnings.catch_warnings(), compiled_autograd._enable(torch.compile(backend="eager")):
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # torch's own
         for _ in range(3):
             total = sum(loss(act(x)) for x in inputs)
             act.zero_grad()
@@ -267,7 +266,7 @@ def test_phase_one_gives_zeros(act, inputs):
         for parameter in act.unit_parameters():
             assert torch.equal(parameter.grad, torch.zeros_like(parameter))
         for x in inputs[:count]:
-            torch.testing.assert_close(x.grad, torch.autograd.grad(loss(pwlu.functional.pwlu(x, *act.unit_parameters())), x)[0])
+            close([x.grad], torch.autograd.grad(loss(pwlu.reference.forward(x, *act.unit_parameters(), 1)), x))
         optimizer.step()
         act.zero_grad()
     assert controller.steps == 3
@@ -312,5 +311,4 @@ def test_additions_in_one_piece(device, inputs):
 
     additions(2)  # learned
     counts = [additions(calls) for calls in (2, 3, 6)]
-    act.zero_grad()
     assert [b - a for a, b in pairwise(counts)] == [1, 3]

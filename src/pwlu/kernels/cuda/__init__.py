@@ -14,16 +14,7 @@ from torch import Tensor
 from pwlu.kernels import eager, layout
 from pwlu.kernels.cuda import compile as kernels
 from pwlu.kernels.cuda.driver import Loaded, launcher, refuse_during_capture
-from pwlu.kernels.cuda.plan import (
-    Gpu,
-    Plan,
-    Processor,
-    plan_backward,
-    plan_finish,
-    plan_finish_moments,
-    plan_map,
-    plan_pool,
-)
+from pwlu.kernels.cuda.plan import Gpu, Plan, Processor, plan_backward, plan_finish, plan_finish_moments, plan_map, plan_pool
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

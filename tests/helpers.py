@@ -13,6 +13,7 @@ from pwlu import ops, reference
 from pwlu.kernels import cpu, cuda
 
 NAMES = ("left", "right", "heights", "left_slope", "right_slope")
+OPERATORS = ("forward", "backward", "lookup", "observe", "moments")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CPU_VARIANTS = cpu.usable_variants()
 
@@ -25,52 +26,76 @@ def unit(channels, intervals, dtype=torch.float32, device="cpu", generator=None)
     return [v.to(device, dtype) for v in values]
 
 
+def weight_of(parameters):
+    """As the operators take them: the weight, and the number of intervals."""
+    return reference.pack(*parameters), parameters[2].shape[1] - 1
+
+
 def parameter_dtype(dtype):
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def implementations(device):
     """Every code that computes the operators on that device, by name, each with the functions of reference.py."""
-    default = SimpleNamespace(
-        forward=served.default_forward,
-        backward=lambda grad, x, *rest: _optional(served.default_backward(grad, x, *rest), *rest[-2:]),
-        lookup=served.default_lookup,
-        moments=served.default_moments,
-        observe=served.default_observe,
-    )
-    operator = SimpleNamespace(
-        forward=ops.forward,
-        backward=lambda grad, x, *rest: _optional(ops.backward(grad, x, *rest), *rest[-2:]),
-        lookup=ops.lookup,
-        moments=ops.moments,
-        observe=ops.observe,
-    )
-    found = {"reference": default, "operator": operator}
+    plain = SimpleNamespace(**{name: getattr(served, f"plain_{name}") for name in OPERATORS})
+    found = {"reference": plain, "operator": ops}
     if device.type == "cpu":
         found |= {variant: cpu.load(variant) for variant in CPU_VARIANTS}
     if device.type == "cuda":
         kernel = cuda.kernel(torch.cuda.current_device())
-        found["cuda"] = SimpleNamespace(**{name: _but_for_float64(kernel, default, name) for name in vars(default)})
-    return found
+        found["cuda"] = SimpleNamespace(**{name: _but_for_float64(kernel, plain, name) for name in OPERATORS})
+    return {name: Unpacked(code) for name, code in found.items()}
 
 
 def names_of_implementations(device):
     return ["reference", "operator", *{"cpu": CPU_VARIANTS, "cuda": ["cuda"]}.get(device.type, [])]
 
 
-def _but_for_float64(kernel, default, name):
+def _but_for_float64(kernel, plain, name):
     """The CUDA kernels leave float64 to plain torch, and nothing else that is tested here."""
 
     def call(*arguments):
         result = getattr(kernel, name)(*arguments)
-        assert (result is None) == (arguments[0].dtype == torch.float64)
-        return getattr(default, name)(*arguments) if result is None else result
+        assert (result is NotImplemented) == (arguments[0].dtype == torch.float64)
+        return getattr(plain, name)(*arguments) if result is NotImplemented else result
 
     return call
 
 
-def _optional(gradients, need_input, need_parameters):
-    return (gradients[0] if need_input else None), (list(gradients[1:]) if need_parameters else None)
+class Unpacked:
+    """The operators of some code, with the arguments of reference.py: five parameters, and moments as results."""
+
+    def __init__(self, code):
+        self.code = code
+        self.lookup = code.lookup
+
+    def forward(self, x, *rest):
+        *parameters, dim = rest
+        return self.code.forward(x, reference.pack(*parameters), parameters[2].shape[1] - 1, dim)
+
+    def backward(self, grad, x, *rest):
+        *parameters, dim, need_input, need_weight = rest
+        intervals = parameters[2].shape[1] - 1
+        found = self.code.backward(grad, x, reference.pack(*parameters), intervals, dim, need_input, need_weight)
+        empty = [not g.numel() for g in found]
+        assert need_input or empty[0]
+        assert need_weight or empty[1]
+        return (found[0] if need_input else None), (list(reference.unpack(found[1], intervals)) if need_weight else None)
+
+    def moments(self, x, channels, dim):
+        pool = self._pool(x, channels)
+        assert self.code.moments(x, dim, pool) is None
+        return tuple(pool)
+
+    def observe(self, x, *rest):
+        *parameters, dim = rest
+        pool = self._pool(x, parameters[0].shape[0])
+        y = self.code.observe(x, reference.pack(*parameters), parameters[2].shape[1] - 1, dim, pool)
+        return (y, *pool)
+
+    @staticmethod
+    def _pool(x, channels):
+        return torch.zeros(3, channels, dtype=reference.compute_dtype(x), device=x.device)
 
 
 def oracle(x, parameters, channel_dim, grad=None, double_sums=False):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from helpers import NAMES, unit
+from helpers import NAMES, unit, weight_of
 
-from pwlu.functional import observe, pwlu
-from pwlu.kernels import eager
+from pwlu import ops
+from pwlu.functional import packed, pwlu
 
 
 def broken(error, text, x, change=None, **keywords):
@@ -38,31 +38,65 @@ def test_types_are_looked_at_whatever_x_is(x, dtype, device):
     parameters = [p.to(device) for p in unit(3, 4)]
     for position, name in enumerate(NAMES):
         wrong = [*parameters[:position], parameters[position].to(dtype), *parameters[position + 1 :]]
-        for function in (pwlu, observe):
-            with pytest.raises(TypeError, match=f"{name} must be of a floating-point type"):
-                function(x.to(device), *wrong)
+        with pytest.raises(TypeError, match=f"{name} must be of a floating-point type"):
+            pwlu(x.to(device), *wrong)
+    weight, intervals = weight_of(parameters)
+    with pytest.raises(TypeError, match="weight must be of a floating-point type"):
+        packed(x.to(device), weight.to(dtype), intervals)
 
 
-def test_one_error_at_a_time():
-    """The kernel's own, which says less, is not shown beside it."""
-    with pytest.raises(ValueError, match="make the unit with channels=5") as found:
-        pwlu(torch.ones(2, 5), *unit(3, 4))
-    assert found.value.__context__ is None
+@pytest.mark.parametrize("operator", ["forward", "observe", "backward"])
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"x": torch.ones(2, 5)}, ValueError, "make the unit with channels=5"),
+        ({"x": torch.ones(2, 3).int()}, TypeError, "x must be float32, bfloat16, float16 or float64, not torch.int32"),
+        ({"weight": torch.ones(26)}, ValueError, r"\(channels \* \(intervals \+ 5\),\).*not \(26,\) with intervals=4.*pack"),
+        ({"weight": torch.ones(27, 1)}, ValueError, r"not \(27, 1\) with intervals=4"),
+        ({"weight": torch.ones(0)}, ValueError, r"at least 1 channel and 1 interval, not \(0,\)"),
+        ({"intervals": 0}, ValueError, "with intervals=0"),
+        ({"weight": torch.ones(27, device="meta")}, ValueError, r"weight is on meta and x on cpu.*act\.to\('cpu'\)"),
+        ({"grad": torch.ones(3, 3)}, ValueError, r"grad must have the shape \(2, 3\)"),
+        ({"pool": torch.zeros(3, 4)}, ValueError, "4 channels|pool must have 3 channels"),
+        ({"pool": torch.zeros(2, 3)}, ValueError, r"pool must have the shape \(3, channels\).*not \(2, 3\)"),
+    ],
+)
+def test_operators_check_on_every_call(operator, change, error, text):
+    """The first call teaches eager.cpp; a wrong one after it gets the same error, and only that."""
+    weight, intervals = weight_of(unit(3, 4))
+    right = {
+        "x": torch.ones(2, 3),
+        "weight": weight,
+        "intervals": intervals,
+        "grad": torch.ones(2, 3),
+        "pool": torch.zeros(3, 3),
+    }
+
+    def call(x, weight, intervals, grad, pool):
+        arguments = (x, weight, intervals, 1)
+        if operator == "backward":
+            return ops.backward(grad, *arguments, True, True)
+        return ops.forward(*arguments) if operator == "forward" else ops.observe(*arguments, pool)
+
+    call(**right)
+    if change.keys() <= {"forward": {"grad", "pool"}, "observe": {"grad"}, "backward": {"pool"}}[operator]:
+        return
+    for _ in range(2):
+        with pytest.raises(error, match=text) as found:
+            call(**right | change)
+        assert found.value.__context__ is None
+
+
+def test_x_that_is_no_tensor():
+    with pytest.raises(TypeError, match=r"x must be a tensor, not list\. Write torch\.as_tensor\(x\)"):
+        packed([1.0, 2.0], *weight_of(unit(1, 4)))
 
 
 def test_no_memory(device):
-    x, parameters = torch.randn(2, 3, device=device), unit(3, 4, device=device)
-    for position in range(6):
-        for nothing in (freed, torch._efficientzerotensor):
-            arguments = [x, *parameters]
-            like = arguments[position]
-            arguments[position] = nothing(like.shape, device=device)
-            if nothing is torch._efficientzerotensor and (position == 0 or eager.library is not None):  # torch makes it
-                expected = pwlu(*arguments[:position], torch.zeros_like(like), *arguments[position + 1 :])
-                assert torch.equal(pwlu(*arguments), expected)
-                continue
-            with pytest.raises(RuntimeError, match="has no memory: it was freed"):
-                pwlu(*arguments)
+    x, (weight, intervals) = torch.randn(2, 3, device=device), weight_of(unit(3, 4, device=device))
+    for arguments in ((freed(x.shape, device), weight), (x, freed(weight.shape, device))):
+        with pytest.raises(RuntimeError, match="has no memory: it was freed"):
+            packed(*arguments, intervals)
 
 
 def freed(shape, device):
@@ -79,7 +113,7 @@ def test_channels():
     broken(ValueError, r"channel_dim is 1, but x has 1 dimensions \(3,\).*channel_dim=-1", torch.ones(3))
     broken(ValueError, r"channel_dim is 5", torch.ones(2, 3), channel_dim=5)
     broken(ValueError, r"channel_dim is -3", torch.ones(2, 3), channel_dim=-3)
-    broken(ValueError, r"0 dimensions \(\)\. A number takes a unit of 1 channel", torch.ones(()))
+    broken(ValueError, r"0 dimensions \(\)\. A 0-d tensor needs PWLU\(channels=1\)", torch.ones(()))
 
 
 def test_mixed_devices():

@@ -112,7 +112,7 @@ def test_any_input_people_have(problem, code, device):
 
 def check_moments(code, x, channels, dim):
     count, mean, m2 = code.moments(x, channels, dim)
-    assert count.item() == x.numel() // channels
+    assert count.tolist() == [x.numel() // channels] * channels
     assert mean.dtype == m2.dtype == reference.compute_dtype(x)
     values = (x.reshape(1, -1) if channels == 1 else x.movedim(dim, 0).reshape(channels, -1)).double()
     if not values.numel():

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import DTYPES, parameter_dtype, unit
+from helpers import DTYPES, parameter_dtype, unit, weight_of
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 import pwlu
 from pwlu import implementations, ops, reference
 from pwlu.functional import pwlu as function
-from pwlu.plain import _ordinary_keys, plain
 
 
 @pytest.fixture
@@ -44,16 +43,19 @@ torchs_own_warning = pytest.mark.filterwarnings("ignore:The .grad attribute of a
 @torchs_own_warning
 def test_opcheck(shape, dim, channels, dtype, device):
     x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
-    parameters = [p.requires_grad_() for p in unit(channels, 4, device=device)]
-    opcheck(ops.forward, (x, *parameters, dim))
-    fixed = [p.detach() for p in parameters]
-    x = x.detach()
-    opcheck(ops.backward, (torch.randn_like(x), x, *fixed, dim, True, True))
-    opcheck(ops.backward, (torch.randn_like(x), x, *fixed, dim, True, False))
-    opcheck(ops.backward, (torch.randn_like(x), x, *fixed, dim, False, True))
-    opcheck(ops.lookup, (x, fixed[0], *reference.tables(*fixed), dim))
-    opcheck(ops.moments, (x, channels, dim))
-    opcheck(ops.observe, (x, *fixed, dim))
+    check_operators(x, unit(channels, 4, device=device), dim)
+
+
+def check_operators(x, parameters, dim):
+    weight, intervals = weight_of(parameters)
+    pool = torch.zeros(3, parameters[0].shape[0], device=x.device)
+    opcheck(ops.forward, (x, weight.requires_grad_(), intervals, dim))
+    opcheck(ops.observe, (x, weight, intervals, dim, pool))
+    x, weight = x.detach(), weight.detach()
+    for needs in ((True, True), (True, False), (False, True)):
+        opcheck(ops.backward, (torch.randn_like(x), x, weight, intervals, dim, *needs))
+    opcheck(ops.lookup, (x, parameters[0], *reference.tables(*parameters), dim))
+    opcheck(ops.moments, (x, dim, pool))
 
 
 @torchs_own_warning
@@ -61,22 +63,16 @@ def test_opcheck_of_plain_torch(monkeypatch):
     """What serves devices without a kernel keeps the same contract."""
     monkeypatch.setattr(implementations, "kernel_of", lambda x: None)
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    parameters = unit(3, 4)
-    opcheck(ops.forward, (x.requires_grad_(), *(p.requires_grad_() for p in parameters), 1))
-    x, parameters = x.detach(), [p.detach() for p in parameters]
-    opcheck(ops.backward, (torch.randn_like(x), x, *parameters, 1, True, True))
-    opcheck(ops.lookup, (x, parameters[0], *reference.tables(*parameters), 1))
-    opcheck(ops.moments, (x, 3, 1))
-    opcheck(ops.observe, (x, *parameters, 1))
+    check_operators(x.requires_grad_(), unit(3, 4), 1)
 
 
 @torchs_own_warning
 @pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last])
 def test_opcheck_layouts(fmt, device):
     x = torch.randn(2, 3, 4, 5, device=device).contiguous(memory_format=fmt)
-    parameters = unit(3, 4, device=device)
-    opcheck(ops.forward, (x.requires_grad_(), *(p.requires_grad_() for p in parameters), 1))
-    opcheck(ops.forward, (x.detach()[:, :, ::2], *(p.detach() for p in parameters), 1))
+    weight, intervals = weight_of(unit(3, 4, device=device))
+    opcheck(ops.forward, (x.requires_grad_(), weight.requires_grad_(), intervals, 1))
+    opcheck(ops.forward, (x.detach()[:, :, ::2], weight.detach(), intervals, 1))
 
 
 @pytest.mark.parametrize(("shape", "dim", "channels"), [((5, 3, 2), 1, 3), ((4, 3), -1, 3), ((6,), 0, 1), ((), 1, 1)])
@@ -87,23 +83,29 @@ def test_gradcheck_of_every_parameter(shape, dim, channels, device):
     assert torch.autograd.gradgradcheck(lambda *a: function(*a, dim), inputs)
 
 
-@pytest.mark.parametrize("wanted", range(6))
-def test_only_the_gradient_that_is_asked_for(wanted, device, monkeypatch):
-    inputs = [torch.randn(4, 3, device=device), *unit(3, 4, device=device)]
+@pytest.mark.parametrize("wanted", range(2))
+def test_only_the_gradient_that_is_asked_for(wanted, device):
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, call, types, arguments=(), keywords=None):
+            if call is ops.backward:
+                asked.append(arguments[-2:])
+            return call(*arguments, **(keywords or {}))
+
+    weight, intervals = weight_of(unit(3, 4, device=device))
+    inputs, asked = [torch.randn(4, 3, device=device), weight], []
     inputs[wanted].requires_grad_()
-    asked = []
-    by_kernel = implementations.kernel_gradients
-    monkeypatch.setattr(implementations, "kernel_gradients", lambda *a: asked.append(a[-2:]) or by_kernel(*a))
-    function(*inputs).sum().backward()
-    assert set(asked) == {(wanted == 0, wanted > 0)}
-    assert [t.grad is not None for t in inputs] == [i == wanted for i in range(6)]
+    with Log():
+        ops.forward(*inputs, intervals, 1).sum().backward()
+    assert asked == [(wanted == 0, wanted == 1)]
+    assert [t.grad is not None for t in inputs] == [i == wanted for i in range(2)]
 
 
 def test_nothing_but_the_inputs_is_held(device):
-    inputs = [torch.randn(4, 3, device=device, requires_grad=True), *(p.requires_grad_() for p in unit(3, 4, device=device))]
+    weight, intervals = weight_of(unit(3, 4, device=device))
+    inputs = [torch.randn(4, 3, device=device, requires_grad=True), weight.requires_grad_()]
     held = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.data_ptr()), lambda t: t):
-        function(*inputs)
+        ops.forward(*inputs, intervals, 1)
     assert held == [t.data_ptr() for t in inputs]
 
 
@@ -123,13 +125,6 @@ def test_inference_tensors(device):
         y = function(x, *parameters)
     assert y.is_inference()
     assert torch.equal(y.clone(), function(x.clone(), *(p.clone() for p in parameters)))
-
-
-def test_what_is_ordinary_does_not_depend_on_who_asks_first(device):
-    with torch.inference_mode():
-        keys = _ordinary_keys.__wrapped__(device.type)
-    assert keys == _ordinary_keys.__wrapped__(device.type)
-    assert len(keys) == 2
 
 
 def test_negative_views(device):
@@ -229,8 +224,7 @@ def test_meta():
     x = torch.empty(2, 5, 7, 8, device="meta").to(memory_format=torch.channels_last)
     y = act(x)
     assert (y.shape, y.stride(), y.device.type) == (x.shape, x.stride(), "meta")
-    count, mean, m2 = ops.moments(x, 5, 1)
-    assert (count.shape, mean.shape, m2.shape) == ((), (5,), (5,))
+    assert ops.moments(x, 1, torch.zeros(3, 5, device="meta")) is None
 
 
 def test_fx(network, device):
@@ -239,46 +233,53 @@ def test_fx(network, device):
 
 
 def test_moments_have_no_gradient(device):
-    x = torch.randn(4, 3, device=device, requires_grad=True)
-    count, mean, m2 = ops.moments(x, 3, 1)
-    assert count.item() == 4
-    assert not mean.requires_grad
-    assert not m2.requires_grad
+    x, pool = torch.randn(4, 3, device=device, requires_grad=True), torch.zeros(3, 3, device=device)
+    version = pool._version
+    ops.moments(x, 1, pool)
+    assert pool[0].tolist() == [4.0] * 3
+    assert not pool.requires_grad
+    assert pool._version > version
 
 
 def test_observe_is_forward_with_moments_and_parameters_at_rest(device):
     x = torch.randn(4, 3, 5, device=device, requires_grad=True)
-    parameters = [p.requires_grad_() for p in unit(3, 4, device=device)]
-    y, count, mean, m2 = ops.observe(x, *parameters, 1)
-    assert torch.equal(y, function(x, *parameters))
-    for found, expected in zip((count, mean, m2), ops.moments(x, 3, 1), strict=True):
-        torch.testing.assert_close(found, expected)
-        assert not found.requires_grad
+    weight, intervals = weight_of(unit(3, 4, device=device))
+    weight.requires_grad_()
+    pool, expected = torch.zeros(3, 3, device=device), torch.zeros(3, 3, device=device)
+    for count in (1, 2):  # the second adds to the first
+        version = pool._version
+        y = ops.observe(x, weight, intervals, 1, pool)
+        ops.moments(x, 1, expected)
+        torch.testing.assert_close(pool, expected)
+        assert pool[0].tolist() == [20.0 * count] * 3
+        assert pool._version > version
+        assert not pool.requires_grad
+    assert torch.equal(y, ops.forward(x, weight, intervals, 1))
     grad = torch.randn_like(y)
-    of_x, *others = torch.autograd.grad(y, [x, *parameters], grad)
-    assert torch.equal(of_x, torch.autograd.grad(function(x, *parameters), x, grad)[0])
-    assert all(g.shape == p.shape and not g.any() for g, p in zip(others, parameters, strict=True))
-    frozen = [p.detach() for p in parameters]
-    assert not ops.observe(x.detach(), *frozen, 1)[0].requires_grad
+    of_x, of_weight = torch.autograd.grad(y, [x, weight], grad)
+    assert torch.equal(of_x, torch.autograd.grad(ops.forward(x, weight, intervals, 1), x, grad)[0])
+    assert torch.equal(of_weight, torch.zeros_like(weight))
+    assert not ops.observe(x.detach(), weight.detach(), intervals, 1, pool).requires_grad
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_observe_under_compile(backend, device):
     torch._dynamo.reset()
     x = torch.randn(4, 3, 5, device=device, requires_grad=True)
-    parameters = [p.requires_grad_() for p in unit(3, 4, device=device)]
+    weight, intervals = weight_of(unit(3, 4, device=device))
+    weight.requires_grad_()
+    pools = [torch.zeros(3, 3, device=device) for _ in range(2)]
 
-    def step(x):
-        y, _, mean, m2 = ops.observe(x * 2, *parameters, 1)
-        return y, mean + m2
+    def step(x, pool):
+        return ops.observe(x * 2, weight, intervals, 1, pool)
 
     compiled = torch.compile(step, fullgraph=True, backend=backend)
-    for found, expected in zip(compiled(x), step(x), strict=True):
-        torch.testing.assert_close(found, expected)
-    leaves = [x, *parameters]
-    found, expected = (torch.autograd.grad(f(x)[0].square().sum(), leaves) for f in (compiled, step))
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x, pools[0]), step(x, pools[1]))
+        torch.testing.assert_close(*pools)
+    leaves = [x, weight]
+    found, expected = (torch.autograd.grad(f(x, pools[0]).square().sum(), leaves) for f in (compiled, step))
+    torch.testing.assert_close(found, expected)
 
 
 # The short way around the dispatcher is taken only where nobody else takes part.
@@ -358,10 +359,7 @@ def test_dispatch_modes_see_the_operators(device):
 def test_tracing_before_dispatch_sees_the_operator(device):
     traced = make_fx(lambda *a: function(*a), pre_dispatch=True)
     graph = traced(torch.randn(4, 3, device=device), *unit(3, 4, device=device))
-    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [ops.forward]
-    assert plain(torch.randn(3, device=device), ())
-    with torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.PreDispatch):
-        assert not plain(torch.randn(3, device=device), ())
+    assert [node.target for node in graph.graph.nodes if node.target is ops.forward] == [ops.forward]
 
 
 # torch.func: plain torch does the work, and does it right.
@@ -421,8 +419,10 @@ def test_tangents_in_a_backward_pass():
 def test_compiled_autograd(operator):
     from torch._dynamo import compiled_autograd
 
-    inputs = [t.requires_grad_() for t in (torch.randn(4, 3), *unit(3, 4))]
-    loss = lambda: (operator(*inputs, 1) if operator is ops.forward else operator(*inputs, 1)[0]).square().sum()  # noqa: E731
+    weight, intervals = weight_of(unit(3, 4))
+    inputs = [t.requires_grad_() for t in (torch.randn(4, 3), weight)]
+    pool = [torch.zeros(3, 3)] if operator is ops.observe else []
+    loss = lambda: operator(*inputs, intervals, 1, *pool).square().sum()  # noqa: E731
     expected = torch.autograd.grad(loss(), inputs)
     with warnings.catch_warnings(), compiled_autograd._enable(torch.compile(backend="eager")):
         warnings.simplefilter("ignore")  # torch's own
@@ -446,6 +446,8 @@ def test_the_missing_kernel_is_said_once(monkeypatch):
         assert torch.equal(y, reference.forward(x, *parameters, 1))
         x.requires_grad_()
         function(x, *parameters).sum().backward()
-        assert ops.moments(x, 3, 1)[0].item() == 4
+        pool = torch.zeros(3, 3)
+        ops.moments(x, 1, pool)
+        assert pool[0].tolist() == [4.0] * 3
     finally:
         implementations._serving.cache_clear()

@@ -1,12 +1,8 @@
-"""A unit that is called several times in one pass, as the heads of detectors are: gradients add up, whoever adds them.
-
-Compiled operators hand them to autograd in one piece from the second call on.
-"""
+"""A unit that is called several times in one pass, as the heads of detectors are: gradients add up, whoever adds them."""
 
 import gc
 import warnings
 import weakref
-from itertools import pairwise
 
 import pytest
 import torch
@@ -14,7 +10,6 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import pwlu
-from pwlu.kernels import eager
 
 
 @pytest.fixture(params=[1, 3], ids=["layer", "channel"])
@@ -36,16 +31,17 @@ def loss(y):
 
 
 def separately(act, inputs):
-    """The gradients of the parameters, call by call by the reference in float64, added up."""
+    """The gradient of the weight, call by call by the reference in float64, added up."""
     gradients = []
     for x in inputs:
-        parameters = [p.detach().double().requires_grad_() for p in act.unit_parameters()]
-        gradients.append(torch.autograd.grad(loss(pwlu.reference.forward(x.detach().double(), *parameters, 1)), parameters))
-    return [sum(of_one).float() for of_one in zip(*gradients, strict=True)]
+        weight = act.weight.detach().double().requires_grad_()
+        blocks = pwlu.reference.unpack(weight, act.intervals)
+        gradients.append(torch.autograd.grad(loss(pwlu.reference.forward(x.detach().double(), *blocks, 1)), weight)[0])
+    return sum(gradients).float()
 
 
 def assert_gradients(act, expected):
-    close([p.grad for p in act.unit_parameters()], expected)
+    close([act.weight.grad], [expected])
 
 
 def close(found, expected):
@@ -65,7 +61,7 @@ def test_gradients_add_up(act, inputs):
 def test_over_backward_passes_too(act, inputs):
     for _ in range(2):
         sum(loss(act(x)) for x in inputs).backward()
-    assert_gradients(act, [2 * e for e in separately(act, inputs)])
+    assert_gradients(act, 2 * separately(act, inputs))
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -73,8 +69,9 @@ def test_with_another_use_of_the_parameters(act, inputs, first):
     expected = separately(act, inputs)
     terms = [lambda: sum(loss(act(x)) for x in inputs), lambda: 3 * act.heights.sum() + act.left.square().sum()]
     sum(term() for term in (terms if first else terms[::-1])).backward()
-    expected[2] += 3
-    expected[0] += 2 * act.left.detach()
+    blocks = pwlu.reference.unpack(expected, act.intervals)
+    blocks.heights.add_(3)
+    blocks.left.add_(2 * act.left.detach())
     assert_gradients(act, expected)
 
 
@@ -82,26 +79,30 @@ def test_only_some_are_asked_for(act, inputs):
     expected = separately(act, inputs)
     inputs[1].requires_grad_()
     total = sum(loss(act(x)) for x in inputs)
-    grad_x, heights = torch.autograd.grad(total, (inputs[1], act.heights), retain_graph=True)
+    grad_x, weight = torch.autograd.grad(total, (inputs[1], act.weight), retain_graph=True)
     assert grad_x.shape == inputs[1].shape
-    close([heights], [expected[2]])
-    close(torch.autograd.grad(total, (act.left,), retain_graph=True), [expected[0]])
-    total.backward(inputs=[act.right])
-    assert [p.grad for p in (act.left, act.heights, inputs[1])] == [None] * 3
-    close([act.right.grad], [expected[1]])
+    close([weight], [expected])
+    total.backward(inputs=[act.weight], retain_graph=True)
+    assert inputs[1].grad is None
+    assert_gradients(act, expected)
+    total.backward(inputs=[inputs[1]])
+    assert_gradients(act, expected)  # as it was
+    assert torch.equal(inputs[1].grad, grad_x)
 
 
 def test_only_some_learn(act, inputs):
+    """A block that stands still, and then all of them."""
     expected = separately(act, inputs)
-    act.left.requires_grad_(False)
-    act.right_slope.requires_grad_(False)
+    act.scale_gradients(left=0.0, right_slope=0.5)
     sum(loss(act(x)) for x in inputs).backward()
-    assert [act.left.grad, act.right_slope.grad] == [None, None]
-    close([act.right.grad, act.heights.grad, act.left_slope.grad], expected[1:4])
+    blocks = pwlu.reference.unpack(expected, act.intervals)
+    blocks.left.zero_()
+    blocks.right_slope.mul_(0.5)
+    assert_gradients(act, expected)
     act.requires_grad_(False)
     inputs[0].requires_grad_()
     sum(loss(act(x)) for x in inputs).backward()
-    close([act.right.grad], [expected[1]])
+    assert_gradients(act, expected)  # as it was
     assert inputs[0].grad is not None
 
 
@@ -129,9 +130,9 @@ def test_graphs_that_live_on(act, inputs):
 
 def test_a_parameter_that_is_replaced(act, inputs):
     """While graphs of the old one live."""
-    old = act.left
+    old = act.weight
     graphs = [loss(act(x)) for x in inputs]
-    act.left = torch.nn.Parameter(old.detach() - 0.5)
+    act.weight = torch.nn.Parameter(old.detach() - 0.5)
     expected = separately(act, inputs)
     sum(loss(act(x)) for x in inputs).backward()
     assert old.grad is None
@@ -148,10 +149,10 @@ def test_parameters_that_are_computed(act, inputs):
 
     plain = separately(act, inputs)
     with torch.no_grad():
-        act.heights /= 2
-    torch.nn.utils.parametrize.register_parametrization(act, "heights", Double())
+        act.weight /= 2
+    torch.nn.utils.parametrize.register_parametrization(act, "weight", Double())
     sum(loss(act(x)) for x in inputs).backward()
-    close([act.parametrizations.heights.original.grad, act.left.grad], [2 * plain[2], plain[0]])
+    close([act.parametrizations.weight.original.grad], [2 * plain])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -165,10 +166,11 @@ def test_checkpointing(act, inputs, reentrant):
 
 def test_second_derivatives(act, inputs):
     act, inputs = act.double(), [x.double() for x in inputs]
-    parameters = [p.detach().clone().requires_grad_() for p in act.unit_parameters()]
-    separate = sum(loss(pwlu.reference.forward(x, *parameters, 1)) for x in inputs)
+    weight = act.weight.detach().clone().requires_grad_()
+    blocks = pwlu.reference.unpack(weight, act.intervals)
+    separate = sum(loss(pwlu.reference.forward(x, *blocks, 1)) for x in inputs)
     results = []
-    for total, leaves in ((separate, parameters), (sum(loss(act(x)) for x in inputs), list(act.unit_parameters()))):
+    for total, leaves in ((separate, [weight]), (sum(loss(act(x)) for x in inputs), [act.weight])):
         gradients = torch.autograd.grad(total, leaves, create_graph=True)
         results.append(torch.autograd.grad(sum(g.square().sum() for g in gradients), leaves))
     close(results[1], results[0])
@@ -178,7 +180,7 @@ def test_batches_of_gradients(act, inputs):
     outputs = [act(x) for x in inputs]
     total = torch.cat([y.flatten() for y in outputs])
     directions = torch.randn(3, len(total), device=total.device)
-    leaves = list(act.unit_parameters())
+    leaves = [act.weight]
     batched = torch.autograd.grad(total, leaves, directions, is_grads_batched=True, retain_graph=True)
     each = [torch.autograd.grad(total, leaves, d, retain_graph=True) for d in directions]
     close(batched, [torch.stack(of_one) for of_one in zip(*each, strict=True)])
@@ -203,7 +205,7 @@ def test_compiled_autograd(inputs):
 def test_gradients_with_tangents(act, device):
     """What comes behind the unit has a tangent, and so its gradients have: against differences."""
     x, weight, tangent = (torch.randn(shape, device=device) for shape in ((2, 3, 4, 4), (3, 3, 1, 1), (3, 3, 1, 1)))
-    parameters = list(act.unit_parameters())
+    parameters = [act.weight]
 
     def gradients(weight, of):
         return torch.autograd.grad(loss(torch.nn.functional.conv2d(sum(act(x * k) for k in (1, 2, 3)), weight)), of)
@@ -218,23 +220,11 @@ def test_gradients_with_tangents(act, device):
     torch.testing.assert_close(tangents, differences, rtol=0, atol=50 / step * torch.finfo(torch.float32).eps * scale)
 
 
-def test_each_gradient_has_a_version(act, inputs):
-    """What is done to one of them in place does not spoil the others."""
-    for create_graph in (False, True):
-        total = sum(loss(act(x)) for x in inputs)
-        left, _, heights, *_ = torch.autograd.grad(total, list(act.unit_parameters()), create_graph=create_graph)
-        before, version = heights.detach().clone(), heights._version
-        with torch.no_grad():
-            left.mul_(2)
-        assert heights._version == version
-        assert torch.equal(heights, before)
-
-
 def test_gradients_come_in_order(device):
     """Those of a head before those of the layers below it, also where the last graph lives on: others wait for them."""
     body = torch.nn.Sequential(*(torch.nn.Conv2d(3, 3, 1, device=device) for _ in range(3)))
     head, x, order = pwlu.PWLU(3, device=device), torch.randn(1, 3, 8, 8, device=device), []
-    for name, parameter in (("0", body[0].weight), ("1", body[1].weight), ("2", body[2].weight), ("head", head.heights)):
+    for name, parameter in (("0", body[0].weight), ("1", body[1].weight), ("2", body[2].weight), ("head", head.weight)):
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
     for _ in range(3):
         order.clear()
@@ -246,12 +236,12 @@ def test_gradients_come_in_order(device):
 
 def test_hooks_see_the_sum(act, inputs):
     seen = []
-    act.heights.register_hook(seen.append)
-    act.left.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    act.weight.register_hook(seen.append)
+    act.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
     expected = separately(act, inputs)
     sum(loss(act(x)) for x in inputs).backward()
     assert len(seen) == 2
-    close(sorted(seen, key=torch.Tensor.dim), [expected[0], expected[2]])
+    close(seen, [expected, expected])
 
 
 def test_phase_one_gives_zeros(act, inputs):
@@ -263,10 +253,9 @@ def test_phase_one_gives_zeros(act, inputs):
             x.grad = None
             x.requires_grad_()
         sum(loss(act(x)) for x in inputs[:count]).backward()
-        for parameter in act.unit_parameters():
-            assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+        assert torch.equal(act.weight.grad, torch.zeros_like(act.weight))
         for x in inputs[:count]:
-            close([x.grad], torch.autograd.grad(loss(pwlu.reference.forward(x, *act.unit_parameters(), 1)), x))
+            close([x.grad], torch.autograd.grad(loss(pwlu.reference.forward(x, *act.blocks(), 1)), x))
         optimizer.step()
         act.zero_grad()
     assert controller.steps == 3
@@ -275,40 +264,8 @@ def test_phase_one_gives_zeros(act, inputs):
 def test_nothing_is_kept_alive(device, inputs):
     act = pwlu.PWLU(3, device=device)
     total = sum(loss(act(x)) for x in inputs)
-    watched = [weakref.ref(p) for p in act.unit_parameters()]
+    watched = [weakref.ref(act.weight)]
     total.backward()
     del total, act
     gc.collect()
     assert not any(w() for w in watched)
-
-
-compiled = pytest.mark.skipif(eager.library is None, reason="eager.cpp was not built here")
-
-
-@compiled
-def test_from_the_second_call_on(device, inputs):
-    """x and five parameters, or x and all of them as one; a new graph begins anew, whether the old one lives or not."""
-    act = pwlu.PWLU(3, device=device)
-    for _ in range(3):
-        outputs = [act(x) for x in inputs]
-        assert [len(y.grad_fn.next_functions) for y in outputs] == [6, 2, 2, 2]
-        total = sum(map(loss, outputs))
-        total.backward()
-    for x in inputs:  # nobody keeps a graph
-        assert len(act(x).grad_fn.next_functions) == 6
-
-
-@compiled
-def test_additions_in_one_piece(device, inputs):
-    """Each later call adds one tensor to the others, and not five."""
-    act = pwlu.PWLU(3, device=device)
-
-    def additions(calls):
-        terms = [loss(act(inputs[0])) for _ in range(calls)]
-        with torch.profiler.profile(acc_events=True) as profiled:
-            torch.autograd.backward(terms)
-        return sum(event.count for event in profiled.key_averages() if event.key in ("aten::add", "aten::add_"))
-
-    additions(2)  # learned
-    counts = [additions(calls) for calls in (2, 3, 6)]
-    assert [b - a for a, b in pairwise(counts)] == [1, 3]

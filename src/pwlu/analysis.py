@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pwlu import reference
-from pwlu.module import PWLU, require_units, whole
+from pwlu.module import PWLU, require_units
 from pwlu.quantiles import Sketch
 from pwlu.text import columns, counted
 
@@ -170,7 +170,7 @@ class _Watch:
 
     def __init__(self, unit: PWLU) -> None:
         self.unit = unit
-        self.left, self.right = (whole(p).to(reference.compute_dtype(p)) for p in (unit.left, unit.right))
+        self.left, self.right = (bound.detach().to(reference.compute_dtype(bound)) for bound in unit.blocks()[:2])
         self.sketch: Sketch | None = None
 
     def __call__(self, unit: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Tensor], output: Tensor) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pwlu import functional, reference
 from pwlu.analysis import Alignment, UnitAlignment
-from pwlu.module import require_units, whole
+from pwlu.module import require_units
 from pwlu.starts import Start, find_start
 
 _PARAMETERS = ("left", "right", "heights", "left_slope", "right_slope")
@@ -63,7 +63,7 @@ def curves_of(model: Any, caller: str) -> dict[str, Curves]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}: expected a model, or the parameters of its PWLUs by name, not {type(model).__name__}")
     units = require_units(caller, model)
-    return {name: _drawn(unit.unit_parameters(), find_start(unit.init)) for name, unit in units.items()}
+    return {name: _drawn(unit.blocks(), find_start(unit.init)) for name, unit in units.items()}
 
 
 def inputs_of(units: Mapping[str, Curves], alignment: Alignment | None, caller: str) -> dict[str, UnitAlignment]:
@@ -94,7 +94,7 @@ def inputs_of(units: Mapping[str, Curves], alignment: Alignment | None, caller: 
 
 
 def _drawn(parameters: Iterable[Tensor], start: Start | None) -> Curves:
-    left, right, heights, left_slope, right_slope = (whole(p).to("cpu", torch.float64) for p in parameters)
+    left, right, heights, left_slope, right_slope = (p.detach().to("cpu", torch.float64) for p in parameters)
     return Curves(left, right, heights, left_slope, right_slope, start)
 
 
@@ -107,7 +107,7 @@ def _saved(name: str, values: Any, caller: str) -> Curves:
     curves = _drawn((torch.as_tensor(values[key]) for key in _PARAMETERS), start)
     rows = curves.heights.shape[:1]  # none if it is a number: the check says so
     try:
-        functional.check(torch.zeros(rows, dtype=torch.float64, device="cpu"), *curves[:5], channel_dim=0)
+        functional.check(torch.zeros(rows, dtype=torch.float64, device="cpu"), *curves[:5])
     except ValueError as error:
         raise ValueError(f"{caller}: {name!r}: {error}") from None
     return curves

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from pwlu import functional, ops, reference
+from pwlu import checks, ops, reference
 from pwlu.module import PWLU, units_of
 
 
@@ -36,28 +36,21 @@ class FusedPWLU(nn.Module):
             )
         buffers: dict[str, Any] = self._buffers  # by the way of attributes it would take microseconds
         tables = (buffers["left"], buffers["inv_step"], buffers["slopes"], buffers["offsets"])
-        if ops.direct(x, *tables):
-            return functional.explained(ops.direct_lookup, self._check, x, *tables, self.channel_dim)
         if torch.jit.is_tracing():
             with warnings.catch_warnings():  # that the sizes of the tables are recorded as constants, as they should be
                 warnings.simplefilter("ignore", torch.jit.TracerWarning)
                 return reference.lookup(x, *tables, self.channel_dim)
         if _recorded(x):
             return reference.lookup(x, *tables, self.channel_dim)
-        self._check(x)
+        if not isinstance(x, Tensor):  # else the operator checks
+            checks.check_input(x)
         return ops.lookup(x, *tables, self.channel_dim)
-
-    def _check(self, x: Tensor, *_tables: Any) -> None:
-        functional.check_input(x)
-        functional.check_device("left", self.left, x)
-        if self.channels > 1:
-            functional.check_channels(x, self.channels, self.channel_dim)
 
     def extra_repr(self) -> str:
         return f"channels={self.channels}, intervals={self.intervals}, channel_dim={self.channel_dim}"
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        if any(prefix + name in state_dict for name in ("right", "heights", "left_slope", "right_slope")):
+        if any(prefix + name in state_dict for name in ("weight", "heights")):
             *_, error_msgs = rest
             error_msgs.append(
                 f"{prefix or 'the state'} holds the parameters of a PWLU, this model is fused. Load them into the model "
@@ -101,17 +94,16 @@ def fuse_(model: nn.Module) -> list[str]:
 
 
 def _tables(unit: PWLU) -> dict[str, Tensor]:
-    device, dtype = unit.heights.device, reference.compute_dtype(unit.heights)
-    left, *others = (p.detach().to("cpu", torch.float64) for p in unit.unit_parameters())
+    device, dtype = unit.weight.device, reference.compute_dtype(unit.weight)
+    left, *others = (block.detach().to("cpu", torch.float64) for block in unit.blocks())
     inv_step, slopes, offsets = reference.tables(left, *others)
     tables = {"left": left, "inv_step": inv_step, "slopes": slopes, "offsets": offsets}
     return {name: table.to(device, dtype) for name, table in tables.items()}
 
 
 def _fuse(unit: PWLU, tables: dict[str, Tensor]) -> None:
-    state = ("running_mean", "running_std", "updates", "dropped", "steps", "realigned", "_pool", "_pending", "phase", "loaded")
-    for name in ("left", "right", "heights", "left_slope", "right_slope", "bounds", "init", *state):
+    for name in ("weight", "statistics", "gradient_scale", "bounds", "init"):
         delattr(unit, name)
+    unit.__class__ = FusedPWLU  # type: ignore[assignment]
     for name, table in tables.items():
         unit.register_buffer(name, table)
-    unit.__class__ = FusedPWLU  # type: ignore[assignment]

@@ -1,18 +1,18 @@
-"""Which code serves which device: plain torch everywhere, and kernels where there are some.
+"""Which code serves which device: a kernel where there is one and it takes the arguments, else plain torch.
 
 The functions take and return what the operators of the same names do; see ``ops.py``.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pwlu import reference
+from pwlu import checks, reference
 
-# Every device: plain torch.
+# Plain torch, on every device.
 
 
 def _laid_out(x: Tensor, y: Tensor) -> Tensor:
@@ -20,114 +20,91 @@ def _laid_out(x: Tensor, y: Tensor) -> Tensor:
     return y if y.stride() == like.stride() else like.copy_(y)
 
 
-def gradients(x: Tensor, grad_x: Tensor | None, grads: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
-    """In the form of the schema."""
-    grad_x = x.new_empty(0) if grad_x is None else grad_x
-    return (grad_x, *(grads or (x.new_empty(0) for _ in range(5))))
+def plain_forward(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
+    """Return y."""
+    return _laid_out(x, reference.forward(x, *reference.unpack(weight, intervals), channel_dim))
 
 
-def default_forward(x: Tensor, *rest: Any) -> Tensor:
-    """y, in plain torch."""
-    return _laid_out(x, reference.forward(x, *rest))
+def plain_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the weight; an empty tensor for one that is not needed."""
+    blocks = reference.unpack(weight, intervals)
+    grad_x, grads = reference.backward(grad, x, *blocks, channel_dim, need_input, need_weight)
+    none = x.new_empty(0)
+    return none if grad_x is None else _laid_out(x, grad_x), none.clone() if grads is None else reference.pack(*grads)
 
 
-def default_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """The gradients, in plain torch."""
-    grad_x, grads = reference.backward(grad, x, *rest)
-    grads = grads and [g.clone() for g in grads]  # some are views of one tensor; outputs must not share memory
-    return gradients(x, None if grad_x is None else _laid_out(x, grad_x), grads)
-
-
-def default_lookup(x: Tensor, *rest: Any) -> Tensor:
-    """y of the fused form, in plain torch."""
+def plain_lookup(x: Tensor, *rest: Any) -> Tensor:
+    """Return y of the fused form."""
     return _laid_out(x, reference.lookup(x, *rest))
 
 
-def _count(x: Tensor, channels: int) -> Tensor:
-    return torch.full((), x.numel() // channels, dtype=torch.int64, device=x.device)
+def plain_moments(x: Tensor, channel_dim: int, pool: Tensor) -> None:
+    """Add the moments of x to a pool."""
+    channels = pool.shape[1]
+    count = torch.full((), x.numel() // channels, dtype=torch.int64, device=x.device)
+    pool.copy_(reference.merge(pool, count, *reference.moments(x, channels, channel_dim)))
 
 
-def default_moments(x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, ...]:
-    """Count, mean and M2, in plain torch."""
-    return (_count(x, channels), *reference.moments(x, channels, channel_dim))
+def plain_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
+    """Return y and add the moments of x to a pool."""
+    plain_moments(x, channel_dim, pool)
+    return plain_forward(x, weight, intervals, channel_dim)
 
 
-def default_observe(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """y and the moments, in plain torch."""
-    return (default_forward(x, *rest), *default_moments(x, rest[0].shape[0], rest[-1]))
-
-
-def default_pool(pool: Tensor, *moments: Tensor) -> None:
-    """Moments added to a pool, in plain torch."""
-    pool.copy_(reference.merge(pool, *moments))
-
-
-# CPU and CUDA: a kernel where there is one and it takes such arguments (it returns None if it does not).
+# Kernels.
 
 
 @functools.cache  # so that a warning that there is none comes once
 def _serving(device: torch.device) -> Any:
     from pwlu.kernels import cpu, cuda, eager
 
-    kernel = cuda.kernel(device.index) if device.type == "cuda" else cpu.kernel()
+    kernel = None
+    if device.type == "cuda":
+        kernel = cuda.kernel(device.index)
+    elif device.type == "cpu":
+        kernel = cpu.kernel()
     if kernel is not None:
         eager.build_aside()
     return kernel
 
 
 def kernel_of(x: Tensor) -> Any:
-    """The kernels that serve the device of x, if there are any; imported when first used."""
+    """Return the kernels that serve the device of x, or None; they are imported when first used."""
     return _serving(x.device)
 
 
-def kernel_forward(x: Tensor, *rest: Any) -> Tensor:
-    """y, by a kernel if there is one."""
-    kernel = kernel_of(x)
-    y = kernel and kernel.forward(x, *rest)
-    return default_forward(x, *rest) if y is None else y
+def _served(name: str, plain: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that checks its arguments and calls the kernel's method of that name, or plain torch."""
+
+    def call(*arguments: Any) -> Any:
+        check(*arguments)
+        kernel = kernel_of(arguments[0])
+        found = NotImplemented if kernel is None else getattr(kernel, name)(*arguments)
+        return plain(*arguments) if found is NotImplemented else found
+
+    return call
 
 
-def kernel_gradients(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, Sequence[Tensor] | None]:
-    """The gradients of x and of the parameters, by a kernel if there is one; None for what was not asked for."""
-    kernel = kernel_of(x)
-    found = kernel and kernel.backward(grad, x, *rest)
-    if found is None:
-        grad_x, *grads = default_backward(grad, x, *rest)
-        found = grad_x, grads
-    return found
+def check_backward(grad: Tensor, x: Tensor, *rest: Any) -> None:
+    """Raise unless the arguments of ``backward`` fit each other."""
+    checks.check_weight(x, *rest[:3])
+    checks.check_gradient(grad, x)
 
 
-def kernel_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """The gradients, by a kernel if there is one."""
-    return gradients(x, *kernel_gradients(grad, x, *rest))
+def check_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> None:
+    """Raise unless the arguments of ``observe`` fit each other."""
+    channels = checks.check_weight(x, weight, intervals, channel_dim)
+    if checks.check_pool(x, channel_dim, pool) != channels:
+        raise ValueError(f"pwlu: pool must have {channels} channels as the weight has, not {pool.shape[1]}")
 
 
-def kernel_lookup(x: Tensor, *rest: Any) -> Tensor:
-    """y of the fused form, by a kernel if there is one."""
-    kernel = kernel_of(x)
-    y = kernel and kernel.lookup(x, *rest)
-    return default_lookup(x, *rest) if y is None else y
-
-
-def kernel_moments(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Count, mean and M2, by a kernel if there is one."""
-    kernel = kernel_of(x)
-    found = kernel and kernel.moments(x, *rest)
-    return default_moments(x, *rest) if found is None else found
-
-
-def kernel_observe(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """y and the moments, by a kernel if there is one."""
-    kernel = kernel_of(x)
-    found = kernel and kernel.observe(x, *rest)
-    return default_observe(x, *rest) if found is None else found
-
-
-def kernel_pool(pool: Tensor, *moments: Tensor) -> None:
-    """Moments added to a pool, by a kernel if there is one: CUDA alone has one, where plain torch takes 14 launches."""
-    kernel = kernel_of(pool)
-    if kernel is None or not kernel.pool(pool, *moments):
-        default_pool(pool, *moments)
+forward = _served("forward", plain_forward, checks.check_weight)
+backward = _served("backward", plain_backward, check_backward)
+lookup = _served("lookup", plain_lookup, checks.check_tables)
+moments = _served("moments", plain_moments, checks.check_pool)
+observe = _served("observe", plain_observe, check_observe)
 
 
 def warm_up(

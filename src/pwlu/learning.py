@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from pwlu import statistics
-from pwlu.module import PWLU, units_of
+from pwlu.module import PWLU, units_of, whole, write
 from pwlu.realignment import Realigned, realign_, some
+from pwlu.statistics import advance_
 from pwlu.text import counted
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # the first: batch and instance norm
@@ -45,7 +45,7 @@ def parameter_groups(
         raise ValueError(
             f"parameter_groups: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)"
         )
-    of_units = {id(p) for unit in units.values() for p in unit.unit_parameters()}
+    of_units = {id(p) for unit in units.values() for p in unit.parameters()}
     groups = grouped(model, of_units, lr, weight_decay, lr_factor, norm_weight_decay)
     return [group | {"name": "pwlu" if group["name"] == "functions" else group["name"]} for group in groups]
 
@@ -88,13 +88,13 @@ def freeze_(model: nn.Module, frozen: bool = True) -> list[str]:
 
 def _take_gradients(units: Iterable[PWLU]) -> None:
     for unit in units:
-        for parameter in unit.unit_parameters():
+        for parameter in unit.parameters():
             parameter.grad = None
 
 
 def _join(optimizer: Optimizer, units: Iterable[PWLU]) -> None:
     """Momentum of 0 for units that begin to learn: torch's fused SGD wants it for all parameters of a group, or for none."""
-    learned = {id(p) for unit in units for p in unit.unit_parameters()}
+    learned = {id(p) for unit in units for p in unit.parameters()}
     for group in optimizer.param_groups:
         begun = any("momentum_buffer" in optimizer.state.get(p, {}) for p in group["params"])
         if group.get("fused") and group.get("momentum") and begun:
@@ -150,7 +150,7 @@ class TwoPhase:
         self._check_alone()
         self._look_again()
         for unit in self._units.values():
-            unit.phase = 2 if unit.realigned else 1
+            unit.phase = 2 if unit.statistics.realigned else 1
         # The optimizer holds the controller, not the other way round: it lives as long as the optimizer does, and lets go then.
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
         self._let_go = weakref.finalize(optimizer, _let_go, list(self._units.values()))
@@ -164,7 +164,7 @@ class TwoPhase:
     @property
     def steps(self) -> int:
         """Steps of Phase I taken so far."""
-        if any(unit.loaded for unit in self._units.values()):
+        if any(unit.statistics.loaded for unit in self._units.values()):
             self._look_again()
         return self._steps
 
@@ -181,7 +181,7 @@ class TwoPhase:
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """No gradient, no change: a gradient of zero would still move a parameter by momentum or decay."""
-        if any(unit.loaded for unit in self._units.values()):
+        if any(unit.statistics.loaded for unit in self._units.values()):
             self._look_again()
         units = self._units.values()
         if self.phase != 1:
@@ -210,7 +210,7 @@ class TwoPhase:
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and found_inf.item():
             return
-        statistics.advance_(list(self._units.values()), self.process_group)
+        advance_([unit.statistics for unit in self._units.values()], self.process_group)
         self._steps += 1
         if self._steps >= self.realign_at:
             self.report = realign_(self.model)
@@ -220,14 +220,13 @@ class TwoPhase:
     @torch.no_grad()
     def _copy_to(self, copy: list[PWLU]) -> None:
         for unit, other in zip(self._units.values(), copy, strict=True):
-            for target, value in zip(other.unit_parameters(), unit.unit_parameters(), strict=True):
-                target.copy_(value)
-            for buffer, state in zip(other.buffers(), unit.buffers(), strict=True):
+            write(other, whole(unit.weight))
+            for buffer, state in zip(other.statistics.buffers(), unit.statistics.buffers(), strict=True):
                 buffer.copy_(state)
 
     def _look_again(self) -> None:
         """Steps and phase as the model's state has them."""
-        states = {(int(unit.steps), bool(unit.realigned)) for unit in self._units.values()}
+        states = {(int(s.steps), bool(s.realigned)) for s in (unit.statistics for unit in self._units.values())}
         if len(states) > 1:
             raise ValueError(
                 "TwoPhase: the PWLUs of this model have not come equally far: (steps of Phase I, realigned) are "
@@ -241,7 +240,7 @@ class TwoPhase:
                 "pwlu.realign_(model), before TwoPhase."
             )
         for unit in self._units.values():
-            unit.loaded = False
+            unit.statistics.loaded = False
         self._joined = False
 
     def _check_alone(self) -> None:
@@ -256,7 +255,7 @@ class TwoPhase:
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        wanted = [(name, p) for name, unit in self._units.items() for p in unit.unit_parameters() if p.requires_grad]
+        wanted = [(name, p) for name, unit in self._units.items() for p in unit.parameters() if p.requires_grad]
         missing = list(dict.fromkeys(name for name, p in wanted if id(p) not in held))
         if missing:
             raise ValueError(
@@ -267,7 +266,7 @@ class TwoPhase:
 
     def _check_copy(self, copy: nn.Module) -> list[PWLU]:
         others = list(units_of(copy).values())
-        shapes = [[tuple(u.heights.shape) for u in units] for units in (self._units.values(), others)]
+        shapes = [[(u.channels, u.intervals) for u in units] for units in (self._units.values(), others)]
         if shapes[0] != shapes[1]:
             raise ValueError(
                 f"TwoPhase: copies must have the PWLUs of the model, {len(self._units)} with the same shapes in the same "

@@ -6,14 +6,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwlu import functional, ops, reference
+from pwlu import checks, functional, ops, reference
+from pwlu.reference import Blocks
 from pwlu.starts import Start, find_start, fit_bounds, start_parameters
+from pwlu.statistics import InputStatistics
 
-_MOST_PENDING = 64
+
+def _block(name: str, shape: str) -> property:
+    """Return a property that is a view of one block of the weight."""
+
+    def get(unit: "PWLU") -> Tensor:
+        view: Tensor = getattr(unit.blocks(), name)
+        view.requires_grad_ = _refuse_to_freeze  # type: ignore[method-assign]  # torch's own message would not help
+        return view
+
+    def set(unit: "PWLU", value: Any) -> None:
+        if not isinstance(value, Tensor) or value.data_ptr() != get(unit).data_ptr():  # `act.left -= 1` gives it back
+            _refuse_to_assign(name)
+
+    return property(get, set, doc=f"The block {name} of the weight, a view of shape {shape}.")
 
 
 class PWLU(nn.Module):
-    r"""Piecewise Linear Unit: a learnable piecewise linear activation, one function a channel or one for all.
+    r"""Piecewise Linear Unit: a learnable piecewise linear activation, one function per channel or one for all.
 
     See :func:`pwlu.functional.pwlu` for the formula.
 
@@ -26,12 +41,13 @@ class PWLU(nn.Module):
             ``pwlu.starts.STARTS``), a function from tensor to tensor, or a ``pwlu.starts.Start``.
         channel_dim: 1 for images (B, C, H, W), -1 for sequences (B, T, C).
 
-    Parameters: ``left`` (C,), ``right`` (C,), ``heights`` (C, N+1), ``left_slope`` (C,), ``right_slope`` (C,).
+    There is one parameter, ``weight`` (C (N + 5),). It has one dimension, so that the usual rule for weight decay ("two or more
+    dimensions") leaves it alone. Its blocks are views: ``left`` (C,), ``right`` (C,), ``heights`` (C, N+1), ``left_slope``
+    (C,), ``right_slope`` (C,). Read them at any time; write to them in place under ``torch.no_grad()``, or by :meth:`assign`.
 
-    State for the learning method (:class:`pwlu.TwoPhase`), always in the state dict: ``running_mean`` and ``running_std`` (C,)
-    of the input; ``updates`` and ``dropped`` (C,), how often they were updated or found not to be finite; ``steps``, of Phase
-    I; ``realigned``; and ``pool`` (3, C), count, mean and sum of squared deviations since the last step.
-    ``phase`` is 0 without a controller, else 1 or 2; the function computed is that of the parameters in every phase.
+    ``statistics`` is the state of the learning method (:class:`pwlu.TwoPhase`), see
+    :class:`pwlu.statistics.InputStatistics`. ``phase`` is 0 without a controller, else 1 or 2; the function computed is that of
+    the weight in every phase.
 
     Shape: any; output as input, in dtype and memory layout too.
 
@@ -41,12 +57,13 @@ class PWLU(nn.Module):
         y = act(torch.randn(8, 64, 32, 32))  # equals relu(x) until it is trained
     """
 
-    running_mean: Tensor
-    running_std: Tensor
-    updates: Tensor
-    dropped: Tensor
-    steps: Tensor
-    realigned: Tensor
+    statistics: InputStatistics
+    gradient_scale: Tensor | None
+    left = _block("left", "(C,)")
+    right = _block("right", "(C,)")
+    heights = _block("heights", "(C, N+1)")
+    left_slope = _block("left_slope", "(C,)")
+    right_slope = _block("right_slope", "(C,)")
 
     def __init__(
         self,
@@ -59,82 +76,82 @@ class PWLU(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.channels = functional.whole_number(
+        self.channels = checks.whole_number(
             "PWLU", "channels", channels, "1 for one function for everything, or the size of channel_dim", 1
         )
-        self.intervals = functional.whole_number("PWLU", "intervals", intervals, "8 to 16 work well", 1)
-        self.channel_dim = functional.whole_number("PWLU", "channel_dim", channel_dim, "1 for images, -1 for the last")
+        self.intervals = checks.whole_number("PWLU", "intervals", intervals, "8 to 16 work well", 1)
+        self.channel_dim = checks.whole_number("PWLU", "channel_dim", channel_dim, "1 for images, -1 for the last")
         self.init = init
         start = find_start(init)
         self.bounds = fit_bounds(_check_bounds(bounds, dtype), self.intervals, start.kinks, start.name)
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.left = nn.Parameter(torch.empty(self.channels, **options))
-        self.right = nn.Parameter(torch.empty(self.channels, **options))
-        self.heights = nn.Parameter(torch.empty(self.channels, self.intervals + 1, **options))
-        self.left_slope = nn.Parameter(torch.empty(self.channels, **options))
-        self.right_slope = nn.Parameter(torch.empty(self.channels, **options))
-        self.phase = 0
-        self.loaded = False  # a controller that has counted steps must look again
-        device, wide = self.left.device, reference.compute_dtype(self.left)
-        for name in ("running_mean", "running_std"):
-            self.register_buffer(name, torch.empty(self.channels, device=device, dtype=wide))
-        for name in ("updates", "dropped"):
-            self.register_buffer(name, torch.empty(self.channels, device=device, dtype=torch.int64))
-        self.register_buffer("steps", torch.empty((), device=device, dtype=torch.int64))
-        self.register_buffer("realigned", torch.empty((), device=device, dtype=torch.bool))
-        # In the state dict like a buffer, but not registered as one: every process has its own until they are merged, and
-        # DistributedDataParallel would overwrite all of them with that of the first.
-        self._pool = torch.empty(3, self.channels, device=device, dtype=wide)
-        self._pending: list[list[Tensor]] = []  # moments not yet added to it: one step merges those of all units at once
+        self.weight = nn.Parameter(torch.empty(self.channels * (self.intervals + 5), device=device, dtype=dtype))
+        self.statistics = InputStatistics(self.channels, self.weight.device, reference.compute_dtype(self.weight))
+        self.register_buffer("gradient_scale", None, persistent=False)
         self.reset_parameters()
 
-    def start_parameters(self) -> tuple[Tensor, ...]:
-        """The parameters at the start, ``init`` between ``bounds``, in float64 on the CPU."""
+    @property
+    def phase(self) -> int:
+        """0 without a controller, else the phase of the learning method, 1 or 2."""
+        return self.statistics.phase
+
+    @phase.setter
+    def phase(self, value: int) -> None:
+        self.statistics.phase = value
+
+    def start_weight(self) -> Tensor:
+        """Return the weight at the start, ``init`` between ``bounds``, in float64 on the CPU."""
         left, right = (torch.full((self.channels,), b, dtype=torch.float64, device="cpu") for b in self.bounds)
-        return left, right, *start_parameters(find_start(self.init), left, right, self.intervals)
+        return reference.pack(left, right, *start_parameters(find_start(self.init), left, right, self.intervals))
+
+    def reset_parameters(self) -> None:
+        """Go back to the start: ``init`` between ``bounds``, and no statistics."""
+        write(self, self.start_weight())
+        self.statistics.reset()
+
+    def blocks(self) -> Blocks:
+        """Return left, right, heights, left_slope and right_slope: views of the weight, or of all of it if it is sharded."""
+        return reference.unpack(gathered(self.weight), self.intervals)
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Back to the start: ``init`` between ``bounds``, and no statistics."""
-        for parameter, value in zip(self.unit_parameters(), self.start_parameters(), strict=True):
-            write(parameter, value)
-        for state in (*self.buffers(recurse=False), self.pool):
-            state.zero_()
-        self.loaded, self.phase = True, min(self.phase, 1)  # a controller begins anew with it
+    def assign(self, **blocks: Tensor) -> None:
+        """Write blocks of the weight, by name: ``act.assign(left=..., right=...)``. Works for a sharded weight, too."""
+        old = self.blocks()
+        if unknown := blocks.keys() - set(Blocks._fields):
+            raise TypeError(f"PWLU.assign: there is no block {', '.join(sorted(unknown))}, only {', '.join(Blocks._fields)}")
+        for name, value in blocks.items():
+            if value.shape != getattr(old, name).shape:
+                expected = tuple(getattr(old, name).shape)
+                raise ValueError(f"PWLU.assign: {name} must have the shape {expected}, not {tuple(value.shape)}")
+        write(self, reference.pack(*(value.to(old.left) for value in old._replace(**blocks))))
 
-    @property
-    def pool(self) -> Tensor:
-        """Count, mean and sum of squared deviations of the input since the last step of the optimizer: (3, C)."""
-        for moments in self._pending:  # not by ops.pool, which does nothing while a backward pass is under way
-            self._pool.copy_(reference.merge(self._pool, *moments))
-        self._pending.clear()
-        return self._pool
+    def scale_gradients(
+        self,
+        left: float = 1.0,
+        right: float = 1.0,
+        heights: float = 1.0,
+        left_slope: float = 1.0,
+        right_slope: float = 1.0,
+    ) -> None:
+        """Multiply the gradient of each block by a number: 0 freezes it, and with SGD another number scales its learning rate.
 
-    def unit_parameters(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter, nn.Parameter, nn.Parameter]:
-        """left, right, heights, left_slope, right_slope: the order in which functions take them."""
-        own: dict[str, Any] = self._parameters  # by the way of attributes it would take microseconds
-        try:
-            return own["left"], own["right"], own["heights"], own["left_slope"], own["right_slope"]
-        except KeyError:  # a parametrization, say, makes attributes of them
-            return self.left, self.right, self.heights, self.left_slope, self.right_slope
+        Like ``requires_grad``, this is a setting and not in the state dict. All 1, the default, removes it. Weight decay of the
+        optimizer is not affected: use :func:`pwlu.parameter_groups`, which turns it off for PWLUs.
+        """
+        factors = {"left": left, "right": right, "heights": heights, "left_slope": left_slope, "right_slope": right_slope}
+        scale = torch.ones(self.channels * (self.intervals + 5), device=self.weight.device, dtype=self.weight.dtype)
+        blocks = reference.unpack(scale, self.intervals)
+        for name, factor in factors.items():
+            getattr(blocks, name).fill_(float(factor))
+        self.gradient_scale = None if all(factor == 1.0 for factor in factors.values()) else scale
 
     def forward(self, x: Tensor) -> Tensor:
-        parameters = (*self.unit_parameters(), self.channel_dim)
-        if self.phase == 1 and self.training and not isinstance(x, torch.fx.Proxy):
-            if self._pool.device != self.running_mean.device:  # fully_shard moves parameters and buffers, one by one
-                self._pool = self._pool.to(self.running_mean.device)
-            y, *moments = functional.observe(x, *parameters)
-            self._keep(moments)
-            return y
-        return functional.pwlu(x, *parameters)
-
-    def _keep(self, moments: list[Tensor]) -> None:
-        """Where every run of the code is a run of this line, moments wait for the step; a graph must hold the sum itself."""
-        transformed = torch._C._are_functorch_transforms_active()  # a moment may then be a batch of them
-        if torch.compiler.is_compiling() or transformed or len(self._pending) >= _MOST_PENDING or _captured(moments[0]):
-            ops.pool(self._pool, *moments)
-        elif not ops.run_again() and type(moments[0]) is Tensor:  # not a fake one
-            self._pending.append(moments)
+        weight = self.weight
+        if self._buffers["gradient_scale"] is not None:
+            weight = torch.lerp(weight.detach(), weight, self.gradient_scale)  # the weight; its gradient is scaled
+        statistics: Any = self._modules["statistics"]  # by the way of attributes it would take longer
+        if statistics.phase == 1 and self.training and isinstance(x, Tensor):
+            return ops.observe(x, weight, self.intervals, self.channel_dim, statistics.pool)
+        return functional.packed(x, weight, self.intervals, self.channel_dim)
 
     def extra_repr(self) -> str:
         left, right = self.bounds
@@ -143,24 +160,13 @@ class PWLU(nn.Module):
             f"init={find_start(self.init).name!r}, channel_dim={self.channel_dim}"
         )
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PWLU":
-        before = {"running_mean": self.running_mean, "running_std": self.running_std, "_pool": self.pool}
-        super()._apply(fn, recurse)
-        self._pool = fn(self._pool)
-        # moved with the model, but not rounded to 16 bits with it: steps of a tenth would vanish
-        for name, wide in before.items():
-            moved = getattr(self, name)
-            if moved.dtype in (torch.bfloat16, torch.float16):
-                setattr(self, name, wide.to(moved.device, reference.compute_dtype(moved)))
-        return self
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"  # in one line, without the statistics
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy has no controller, which would let it out of Phase I.
-        return {**super().__getstate__(), "phase": 0, "loaded": False, "_pool": self.pool, "_pending": []}
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "pool"] = self.pool
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name in Blocks._fields:
+            _refuse_to_assign(name)
+        super().register_parameter(name, param)
 
     def _load_from_state_dict(
         self,
@@ -172,49 +178,38 @@ class PWLU(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        where = prefix or "the state"
         if any(prefix + name in state_dict for name in ("inv_step", "slopes", "offsets")):
             error_msgs.append(
-                f"{prefix or 'the state'} holds a fused PWLU, this model an unfused one. The parameters cannot be had back "
+                f"{where} holds a fused PWLU, this model an unfused one. The parameters cannot be had back "
                 "from the tables: load the weights saved before pwlu.fuse_, or fuse this model first: pwlu.fuse_(model)."
             )
             return
-        absent = not any(key.startswith(prefix) for key in state_dict)
-        if absent and self._at_start():
+        if all(prefix + name in state_dict for name in Blocks._fields):
+            error_msgs.append(
+                f"{where} holds the five parameters of an earlier PWLU, which now has one. Write state['{prefix}weight'] = "
+                f"pwlu.reference.pack(*(state.pop('{prefix}' + name) for name in pwlu.reference.Blocks._fields)), rename "
+                "running_mean, running_std, updates, dropped, steps and realigned to statistics.running_mean, ..., and pool "
+                "to statistics._extra_state."
+            )
+            return
+        if not any(key.startswith(prefix) for key in state_dict) and self._at_start():
             return  # weights from before the conversion: the unit stays as it is, at its start
-        pool = state_dict.get(prefix + "pool")
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        if absent:
-            return  # a part of a model: all that is missing has been listed
-        if pool is None:
-            self.pool.zero_()
-        else:
-            unexpected_keys[:] = [key for key in unexpected_keys if key != prefix + "pool"]
-            if pool.shape != self.pool.shape:
-                error_msgs.append(
-                    f"size mismatch for {prefix}pool: {tuple(pool.shape)} in the state, {tuple(self.pool.shape)} here."
-                )
-            elif local_metadata.get("assign_to_params_buffers", False):
-                self._pool = pool.detach()
-            else:
-                self.pool.copy_(pool)
-        self.loaded = True
-        if self.phase and not self.realigned.is_meta:
-            self.phase = 2 if self.realigned else 1
 
     def _at_start(self) -> bool:
-        if self.heights.is_meta:
+        if self.weight.is_meta:
             return False
-        pairs = zip(self.unit_parameters(), self.start_parameters(), strict=True)
-        return not self.steps and all(torch.equal(whole(p).cpu(), value.to(p.dtype)) for p, value in pairs)
+        return not self.statistics.steps and torch.equal(whole(self.weight).cpu(), self.start_weight().to(self.weight.dtype))
 
 
 def units_of(model: nn.Module) -> dict[str, PWLU]:
-    """Every PWLU of the model, by name."""
+    """Return every PWLU of the model, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, PWLU)}
 
 
 def require_model(caller: str, model: Any) -> None:
-    """TypeError unless it is a module. `caller`: the function of pwlu that errors speak for."""
+    """Raise TypeError unless it is a module. `caller`: the function of pwlu that errors speak for."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"{caller}: expected a model, a torch.nn.Module, not {type(model).__name__}: write pwlu.{caller}(model, ...)"
@@ -222,7 +217,7 @@ def require_model(caller: str, model: Any) -> None:
 
 
 def require_units(caller: str, model: Any) -> dict[str, PWLU]:
-    """Every PWLU of the model, by name; an error that says what to do first where there is none."""
+    """Return every PWLU of the model, by name; raise an error that says what to do first where there is none."""
     require_model(caller, model)
     units = units_of(model)
     if not units:
@@ -233,28 +228,46 @@ def require_units(caller: str, model: Any) -> dict[str, PWLU]:
     return units
 
 
-def _captured(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def gathered(parameter: Tensor) -> Tensor:
-    """All of a parameter that may be split over processes (as fully_shard does it), with its gradient."""
+    """Return all of a parameter that may be sharded over processes (as fully_shard does it), with its gradient."""
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """Its values alone."""
+    """Return its values alone."""
     return gathered(parameter.detach())
 
 
-def write(parameter: Any, value: Tensor) -> None:
-    """In place, so that whoever holds the parameter keeps it; where it is split over processes, each writes its part."""
+@torch.no_grad()
+def write(unit: PWLU, value: Tensor) -> None:
+    """Write the weight of a unit in place, each process its part of a sharded one."""
+    parameter: Any = unit._parameters.get("weight")
+    if parameter is None:
+        raise RuntimeError(
+            "PWLU: the weight is computed (parametrized or pruned), so it cannot be written, as realignment has to. Make it "
+            "plain first: torch.nn.utils.parametrize.remove_parametrizations(act, 'weight') or "
+            "torch.nn.utils.prune.remove(act, 'weight')"
+        )
     if hasattr(parameter, "placements"):
         from torch.distributed.tensor import distribute_tensor
 
         value = value.to(parameter.device, parameter.dtype)
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(value)
+
+
+def _refuse_to_freeze(requires_grad: bool = True) -> None:
+    raise RuntimeError(
+        "a block of a PWLU is a view of its weight and cannot be frozen on its own. Write act.scale_gradients(left=0.0) to "
+        "hold one block still, or act.requires_grad_(False) for all of them"
+    )
+
+
+def _refuse_to_assign(name: str) -> None:
+    raise AttributeError(
+        f"{name} is a block of the weight and cannot be replaced. Write act.assign({name}=value), or change it in place: "
+        f"with torch.no_grad(): act.{name}.copy_(value)"
+    )
 
 
 def _check_bounds(bounds: Any, dtype: torch.dtype | None) -> tuple[float, float]:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from pwlu import reference
-from pwlu.module import PWLU, units_of, whole, write
+from pwlu.module import PWLU, units_of
+from pwlu.reference import Blocks
 from pwlu.starts import find_start
 
 
@@ -31,12 +32,12 @@ def realign_(model: nn.Module) -> list[Realigned]:
     units = units_of(model)
     if not units:
         raise ValueError(f"realign_: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)")
-    if done := [name for name, unit in units.items() if unit.realigned]:
+    if done := [name for name, unit in units.items() if unit.statistics.realigned]:
         raise RuntimeError(
             f"realign_: {some(done)} had its Phase I already; realigning again would undo what was learned. "
             "To begin anew: call reset_parameters() on the units."
         )
-    if not any(unit.updates.any() for unit in units.values()):
+    if not any(unit.statistics.updates.any() for unit in units.values()):
         raise RuntimeError(
             "realign_: no PWLU has statistics of its input yet. Train some steps, after model.train(), with "
             "pwlu.TwoPhase(model, optimizer, realign_at=...)"
@@ -45,21 +46,19 @@ def realign_(model: nn.Module) -> list[Realigned]:
 
 
 def _realign(name: str, unit: PWLU) -> Realigned:
-    mu, sigma = (s.to("cpu", torch.float64) for s in (unit.running_mean, unit.running_std))
+    statistics, old = unit.statistics, Blocks(*(block.detach().to("cpu", torch.float64) for block in unit.blocks()))
+    mu, sigma = (s.to("cpu", torch.float64) for s in (statistics.running_mean, statistics.running_std))
     left, right = mu - 3 * sigma, mu + 3 * sigma
     # An interval must be wider than the parameters' rounding, or knots would fall together.
-    roundoff = torch.finfo(unit.left.dtype).eps * torch.maximum(left.abs(), right.abs())
-    usable = (unit.updates > 0).cpu() & ((right - left) / unit.intervals > 4 * roundoff) & (right - left).isfinite()
-    usable &= unit.heights.requires_grad
-    old = [whole(p) for p in unit.unit_parameters()]
-    left, right = torch.where(usable, left, old[0].cpu()), torch.where(usable, right, old[1].cpu())
-    new = (left, right, *reference.start(find_start(unit.init).function, left, right, unit.intervals))
-    for parameter, before, value in zip(unit.unit_parameters(), old, new, strict=True):
-        mask = usable.to(before.device)
-        mask = mask[:, None] if value.ndim == 2 else mask
-        write(parameter, torch.where(mask, value.to(before.device, before.dtype), before))
-    unit.realigned.fill_(True)
-    unit.pool.zero_()
+    roundoff = torch.finfo(unit.weight.dtype).eps * torch.maximum(left.abs(), right.abs())
+    usable = (statistics.updates > 0).cpu() & ((right - left) / unit.intervals > 4 * roundoff) & (right - left).isfinite()
+    usable &= unit.weight.requires_grad
+    left, right = torch.where(usable, left, old.left), torch.where(usable, right, old.right)
+    new = Blocks(left, right, *reference.start(find_start(unit.init).function, left, right, unit.intervals))
+    masks = (usable[:, None] if value.ndim == 2 else usable for value in new)
+    unit.assign(**{n: torch.where(m, v, o) for n, m, v, o in zip(Blocks._fields, masks, new, old, strict=True)})
+    statistics.realigned.fill_(True)
+    statistics.pool.zero_()
     if unit.phase == 1:
         unit.phase = 2
     return Realigned(name, unit.channels, int((~usable).sum()))

@@ -8,7 +8,8 @@ d = (B_R - B_L)/N, and a slope on either side, K_L and K_R (equation 1 of the pa
     otherwise       y = (x - B_i) K_i + Y_i,   i = floor((x - B_L)/d),   K_i = (Y_{i+1} - Y_i)/d
 
 Shapes: ``x`` any; ``left``, ``right``, ``left_slope``, ``right_slope`` (C,); ``heights`` (C, N+1), where C is 1 (one
-function for the whole input) or the size of x's dimension ``channel_dim``.
+function for the whole input) or the size of x's dimension ``channel_dim``. A module and the operators hold them as blocks of
+one flat tensor, ``weight`` (C (N + 5),): see :func:`pack`.
 
 Arithmetic is in float64 for float64 x and else in float32; results have x's dtype. Segments are numbered
 -1 (left of B_L), 0..N-1, N (right of B_R).
@@ -19,6 +20,29 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Blocks(NamedTuple):
+    """The parameters of a unit, in the order in which the functions below take them."""
+
+    left: Tensor
+    right: Tensor
+    heights: Tensor
+    left_slope: Tensor
+    right_slope: Tensor
+
+
+def pack(left: Tensor, right: Tensor, heights: Tensor, left_slope: Tensor, right_slope: Tensor) -> Tensor:
+    """Return the weight: left | right | left_slope | right_slope | heights, each contiguous, in one dimension."""
+    return torch.cat([left, right, left_slope, right_slope, heights.reshape(-1)])
+
+
+def unpack(weight: Tensor, intervals: int) -> Blocks:
+    """Return the blocks of a weight, as views of it."""
+    channels = weight.shape[0] // (intervals + 5)
+    left, right, left_slope, right_slope = (weight.narrow(0, i * channels, channels) for i in range(4))
+    heights = weight.narrow(0, 4 * channels, channels * (intervals + 1)).view(channels, intervals + 1)
+    return Blocks(left, right, heights, left_slope, right_slope)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -260,7 +284,7 @@ def merge(pool: Tensor, count: Tensor, mean: Tensor, m2: Tensor) -> Tensor:
     n = n_1 + n_2
     share = n_2 / n.clamp(min=1)  # of nothing and nothing: 0
     distance = mean.to(pool.dtype) - mean_1
-    return torch.stack([n, mean_1 + distance * share, m2_1 + m2.to(pool.dtype) + distance * distance * n_1 * share])
+    return torch.stack([n, mean_1 + distance * share, m2_1 + m2.to(pool.dtype) + distance * n_1 * (distance * share)])
 
 
 def start(function: Callable[[Tensor], Tensor], left: Tensor, right: Tensor, intervals: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwlu import functional, reference
+from pwlu import checks, reference
 from pwlu.baselines import PReLU
 from pwlu.fitting import PLAIN, Fit, fit
-from pwlu.module import PWLU, require_units, write
+from pwlu.module import PWLU, require_units
 from pwlu.realignment import some
 from pwlu.starts import find_start, fit_bounds
 from pwlu.text import columns, counted
@@ -41,7 +41,7 @@ class Line(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """y."""
         if self.channels > 1:
-            functional.check_channels(x, self.channels, self.channel_dim)
+            checks.check_channels(x, self.channels, self.channel_dim)
         wide = reference.compute_dtype(x)
         a, b = (reference.along(p.to(wide), x, self.channel_dim) for p in (self.weight, self.bias))
         return (x.to(wide) * a + b).to(x.dtype)
@@ -189,7 +189,7 @@ def _checked(caller: str, model: nn.Module) -> dict[str, PWLU]:
             raise ValueError(f"{caller}: the model is wrapped, by {min(wrapper)}, which holds its parameters. Unwrap it first")
     if strange := [name for name, unit in units.items() if type(unit) is not PWLU]:
         raise TypeError(f"{caller}: {some(strange)} is of a subclass of PWLU, whose forward may do more than is seen here")
-    if empty := [name for name, unit in units.items() if unit.heights.is_meta]:
+    if empty := [name for name, unit in units.items() if unit.weight.is_meta]:
         raise ValueError(f"{caller}: {some(empty)} is on the meta device and has no values. Load the weights first")
     if any(unit.phase for unit in units.values()):
         gc.collect()  # a controller whose optimizer is gone does not matter
@@ -202,8 +202,8 @@ def _checked(caller: str, model: nn.Module) -> dict[str, PWLU]:
 
 
 def _fit(unit: PWLU, tolerance: float, replace: bool) -> Fit:
-    left, right, heights, left_slope, right_slope = (p.detach().to("cpu", torch.float64) for p in unit.unit_parameters())
-    return fit((left, right, heights, left_slope, right_slope), unit.heights.dtype, tolerance, replace)
+    left, right, heights, left_slope, right_slope = (p.detach().to("cpu", torch.float64) for p in unit.blocks())
+    return fit((left, right, heights, left_slope, right_slope), unit.weight.dtype, tolerance, replace)
 
 
 def _carry_out(name: str, unit: PWLU, plan: Fit) -> Simplified:
@@ -224,19 +224,19 @@ def _carry_out(name: str, unit: PWLU, plan: Fit) -> Simplified:
 
 
 def _set(unit: PWLU, left: Tensor, right: Tensor, heights: Tensor) -> None:
-    write(unit.left, left)
-    write(unit.right, right)
-    unit.heights = nn.Parameter(heights.to(unit.heights.device, unit.heights.dtype), unit.heights.requires_grad)
+    """Give a unit other bounds and heights, of another number."""
+    old = unit.blocks()
+    blocks = (block.detach().to(old.left) for block in old._replace(left=left, right=right, heights=heights))
+    unit.weight = nn.Parameter(reference.pack(*blocks), unit.weight.requires_grad)
     unit.intervals = heights.shape[1] - 1
-    for parameter in unit.unit_parameters():
-        parameter.grad = None
+    unit.scale_gradients()  # one of another length
 
 
 def _module(unit: PWLU, plan: Fit) -> nn.Module:
     if plan.became in ("identity", "relu"):
         return nn.Identity() if plan.became == "identity" else nn.ReLU()
     bias, slope, _ = plan.parameters
-    options: dict[str, Any] = {"device": unit.heights.device, "dtype": unit.heights.dtype}
+    options: dict[str, Any] = {"device": unit.weight.device, "dtype": unit.weight.dtype}
     module: nn.Module
     if plan.became == "line":
         module = Line(unit.channels, unit.channel_dim, **options)
@@ -244,7 +244,7 @@ def _module(unit: PWLU, plan: Fit) -> nn.Module:
     else:
         module = PReLU(unit.channels, unit.channel_dim, **options)
     module.weight.copy_(slope)
-    return module.requires_grad_(unit.heights.requires_grad)
+    return module.requires_grad_(unit.weight.requires_grad)
 
 
 def _become(unit: PWLU, module: nn.Module) -> None:
@@ -252,5 +252,5 @@ def _become(unit: PWLU, module: nn.Module) -> None:
     for name in vars(PWLU()).keys() - vars(nn.Module()).keys():
         del unit.__dict__[name]
     new = {name: value for name, value in vars(module).items() if name not in vars(nn.Module())}
-    unit.__dict__.update(new, _parameters=module._parameters, _buffers=module._buffers)
+    unit.__dict__.update(new, _parameters=module._parameters, _buffers=module._buffers, _modules=module._modules)
     unit.__class__ = type(module)  # type: ignore[assignment]

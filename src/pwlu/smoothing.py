@@ -1,11 +1,13 @@
 """A penalty that keeps learned functions smooth."""
 
+import functools
 from collections import defaultdict
 
 import torch
 from torch import Tensor, nn
 
 from pwlu.module import gathered, units_of
+from pwlu.reference import unpack
 
 
 def curvature(model: nn.Module) -> Tensor:
@@ -28,11 +30,22 @@ def curvature(model: nn.Module) -> Tensor:
         raise ValueError(f"curvature: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)")
     alike = defaultdict(list)
     for unit in units:
-        alike[unit.intervals, unit.heights.device, unit.heights.dtype].append(map(gathered, unit.unit_parameters()))
+        alike[unit.intervals, unit.weight.device, unit.weight.dtype].append(gathered(unit.weight))
     sums: list[Tensor] = []
-    for (intervals, *_), parameters in alike.items():
-        left, right, heights, left_slope, right_slope = (torch.cat(each) for each in zip(*parameters, strict=True))
+    for (intervals, device, _), weights in alike.items():
+        rows = _rows(tuple(weight.shape[0] for weight in weights), intervals, device)
+        left, right, left_slope, right_slope, heights = torch.cat(weights)[rows].split([1, 1, 1, 1, intervals + 1], 1)
         step = (right - left) / intervals
-        rises = torch.cat([(left_slope * step)[:, None], heights.diff(), (right_slope * step)[:, None]], 1)
+        rises = torch.cat([left_slope * step, heights.diff(), right_slope * step], 1)
         sums.append(rises.diff().square().sum())
     return torch.stack([each.to(sums[0]) for each in sums]).sum()
+
+
+@functools.lru_cache(64)
+def _rows(lengths: tuple[int, ...], intervals: int, device: torch.device) -> Tensor:
+    """Return where the N + 5 numbers of each function are in the weights, one after the other: (functions, N + 5)."""
+    found = []
+    for places in torch.arange(sum(lengths)).split(lengths):
+        left, right, heights, left_slope, right_slope = unpack(places, intervals)
+        found.append(torch.cat([torch.stack([left, right, left_slope, right_slope], 1), heights], 1))
+    return torch.cat(found).to(device)

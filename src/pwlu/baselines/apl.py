@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pwlu import functional, reference
+from pwlu import checks, reference
 from pwlu.baselines import fused
 from pwlu.baselines.arguments import channels_and_dim
 
@@ -39,7 +39,7 @@ class APL(nn.Module):
     ) -> None:
         super().__init__()
         self.channels, self.channel_dim = channels_and_dim("APL", channels, channel_dim)
-        self.hinges = functional.whole_number("APL", "hinges", hinges, "S, 3 in the paper", 1)
+        self.hinges = checks.whole_number("APL", "hinges", hinges, "S, 3 in the paper", 1)
         self.slopes = nn.Parameter(torch.empty(self.channels, self.hinges, device=device, dtype=dtype))
         self.offsets = nn.Parameter(torch.empty(self.channels, self.hinges, device=device, dtype=dtype))
         self.reset_parameters()
@@ -51,9 +51,9 @@ class APL(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """y."""
-        functional.check_input(x)
+        checks.check_input(x)
         if self.channels > 1:
-            functional.check_channels(x, self.channels, self.channel_dim)
+            checks.check_channels(x, self.channels, self.channel_dim)
         y: Tensor = _APL.apply(x, self.slopes, self.offsets, self.channel_dim)
         return y
 

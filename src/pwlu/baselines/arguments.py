@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pwlu.functional import whole_number
+from pwlu.checks import whole_number
 
 
 def channels_and_dim(owner: str, channels: Any, channel_dim: Any) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pwlu import functional, reference
+from pwlu import checks, reference
 from pwlu.baselines import fused
 from pwlu.baselines.rational import fit
 from pwlu.starts import Start, find_start
@@ -55,7 +55,7 @@ class PAU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """y."""
-        functional.check_input(x)
+        checks.check_input(x)
         y: Tensor = _PAU.apply(x, self.numerator, self.denominator)
         return y
 

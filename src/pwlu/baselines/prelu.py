@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pwlu import functional
+from pwlu import checks
 from pwlu.baselines.arguments import channels_and_dim
 
 
@@ -35,7 +35,7 @@ class PReLU(nn.PReLU):
         weight = self.weight.to(x.dtype)
         if self.num_parameters == 1:
             return F.prelu(x, weight)
-        functional.check_channels(x, self.num_parameters, self.channel_dim)
+        checks.check_channels(x, self.num_parameters, self.channel_dim)
         if x.ndim == 1:
             return F.prelu(x[None], weight)[0]
         # torch's kernel goes through memory in the order of x, so that swapping dimensions costs nothing

@@ -138,4 +138,4 @@ def own_group_(trainer: Trainer, lr_factor: float = 1.0) -> Optimizer:
 
 
 def _parameters_of_units(model: nn.Module) -> set[int]:
-    return {id(p) for unit in units_of(model).values() for p in unit.unit_parameters()}
+    return {id(p) for unit in units_of(model).values() for p in unit.parameters()}

@@ -71,7 +71,7 @@ typedef struct job {
     const void *x, *grad;           /* elements in */
     void *y;                        /* elements out: the output, or the gradient of x, or NULL */
     const void *parameters[5];      /* left, right, heights, left_slope, right_slope; or the four tables of a look-up */
-    void *gradients[5];             /* of the same; of moments: mean, M2 */
+    void *gradients[5];             /* of the same; of moments: the pool */
     void *left, *scale, *right;     /* REAL (positions): B_L, r = N/(B_R - B_L), B_R; of moments: the shift */
     int32_t *base;                  /* rows, (positions): where a position's channel begins in `table` and `sums` */
     void *table;                    /* REAL (channels, segments, 2): slope and offset */
@@ -238,8 +238,9 @@ EXPORT int pwlu_backward(parallel_fn parallel, unsigned threads, int dtype, cons
     return start(&j, grad_left != NULL);
 }
 
-EXPORT int pwlu_moments(parallel_fn parallel, unsigned threads, int dtype, const void *x, GEOMETRY, void *mean, void *m2) {
-    job j = JOB(.x = x, .segments = 1, .gradients = {mean, m2});
+/* Adds to the pool (3, channels) of REAL: count, mean, M2. */
+EXPORT int pwlu_moments(parallel_fn parallel, unsigned threads, int dtype, const void *x, GEOMETRY, void *pool) {
+    job j = JOB(.x = x, .segments = 1, .gradients = {pool});
     return start(&j, 1);
 }
 
@@ -670,11 +671,15 @@ static const double *FOR_REAL(total)(job *j, int64_t c) {
     return total;
 }
 
+/* Adds the moments of channel c to the pool: reference.merge, each operation rounded as there. */
 static void FOR_REAL(finish_moments)(job *j, int64_t c) {
     const double *total = FOR_REAL(total)(j, c), mean = total[0] / (double)(j->outer * j->inner);
     const double m2 = total[1] - total[0] * mean;
-    ((REAL *)j->gradients[0])[c] = (REAL)(((REAL *)j->left)[first_position(j, c)] + mean);
-    ((REAL *)j->gradients[1])[c] = (REAL)(m2 < 0 ? 0 : m2);
+    REAL *pool = (REAL *)j->gradients[0] + c, *pool_mean = pool + j->channels, *pool_m2 = pool_mean + j->channels;
+    const REAL n_1 = *pool, n_2 = (REAL)(j->outer * j->inner), n = n_1 + n_2, share = n_2 / (n < 1 ? 1 : n);
+    const REAL distance = (REAL)(((REAL *)j->left)[first_position(j, c)] + mean) - *pool_mean;
+    *pool = n, *pool_mean += distance * share;
+    *pool_m2 = *pool_m2 + (REAL)(m2 < 0 ? 0 : m2) + distance * n_1 * (distance * share);
 }
 
 /* From sums to gradients: reference.backward, a channel. */

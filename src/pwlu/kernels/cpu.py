@@ -67,69 +67,79 @@ class Kernel:
         self._forward.argtypes = [*_START, *[_POINTER] * 2, *_GEOMETRY, _LONG, *[_POINTER] * 5]
         self._lookup.argtypes = [*_START, *[_POINTER] * 2, *_GEOMETRY, _LONG, *[_POINTER] * 4]
         self._backward.argtypes = [*_START, *[_POINTER] * 3, *_GEOMETRY, _LONG, *[_POINTER] * 10]
-        self._moments.argtypes = [*_START, _POINTER, *_GEOMETRY, *[_POINTER] * 2]
+        self._moments.argtypes = [*_START, _POINTER, *_GEOMETRY, _POINTER]
 
-    def forward(self, x: Tensor, *rest: Any) -> Tensor:
-        """As ``reference.forward``."""
-        *parameters, channel_dim = rest
-        return self._map(self._forward, x, parameters, parameters[2].shape[1] - 1, channel_dim)
+    def forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
+        """Return y."""
+        channels = weight.shape[0] // (intervals + 5)
+        weight = _for_compute(x, weight)
+        parameters = layout.blocks(weight.data_ptr(), channels, intervals, weight.itemsize)
+        return self._map(self._forward, x, [weight], parameters, channels, intervals, channel_dim)
 
     def lookup(self, x: Tensor, *rest: Any) -> Tensor:
-        """As ``reference.lookup``."""
+        """Return y of the fused form."""
         *tables, channel_dim = rest
-        return self._map(self._lookup, x, tables, tables[2].shape[1] - 2, channel_dim)
+        channels, columns = tables[2].shape
+        tables = [_for_compute(x, table) for table in tables]
+        return self._map(self._lookup, x, tables, [t.data_ptr() for t in tables], channels, columns - 2, channel_dim)
 
     def _map(
-        self, function: Callable[..., int], x: Tensor, parameters: list[Tensor], intervals: int, channel_dim: int
+        self,
+        function: Callable[..., int],
+        x: Tensor,
+        held: list[Tensor],
+        parameters: list[int],
+        channels: int,
+        intervals: int,
+        channel_dim: int,
     ) -> Tensor:
+        """Call a kernel from x to y. `held`: the tensors that the addresses in `parameters` are of."""
         y = torch.empty_like(x)
-        channels = layout.check(x, parameters, intervals, channel_dim)
         if not x.numel():
             return y
         self._teach()
-        x, parameters = layout.laid_out_as(y, x), _for_compute(x, parameters)
-        source, *addresses = layout.addresses([x, *parameters])
+        x = layout.laid_out_as(y, x)
+        source, *_ = layout.addresses([x, *held])
         start, geometry = self._start(x), layout.geometry(x, channels, channel_dim)
-        _raise(function(*start, source, y.data_ptr(), *geometry, intervals, *addresses))
+        _raise(function(*start, source, y.data_ptr(), *geometry, intervals, *parameters))
         return y
 
-    def backward(self, grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, list[Tensor] | None]:
-        """As ``reference.backward``: the gradients of x and of the parameters, each None unless asked for."""
-        *parameters, channel_dim, need_input, need_parameters = rest
-        intervals = parameters[2].shape[1] - 1
-        channels = layout.check(x, parameters, intervals, channel_dim)
-        layout.check_grad(grad, x)
-        grad_x = torch.empty_like(x) if need_input else None
+    def backward(
+        self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x and of the weight; an empty tensor for one that is not needed."""
+        channels, like = weight.shape[0] // (intervals + 5), torch.empty_like(x, device="meta")
+        grad_x = torch.empty_like(x) if need_input else x.new_empty(0)
         if not x.numel():
-            return grad_x, [p.new_zeros(p.shape) for p in parameters] if need_parameters else None
+            return grad_x, weight.new_zeros(weight.shape if need_weight else 0)
         self._teach()
-        like = torch.empty_like(x, device="meta") if grad_x is None else grad_x
         x, grad = layout.laid_out_as(like, x), layout.laid_out_as(like, grad.to(x.dtype))
-        originals, parameters = parameters, _for_compute(x, parameters)
-        gradients = [torch.empty_like(p) for p in parameters] if need_parameters else None
-        of_grad, source, *addresses = layout.addresses([grad, x, *parameters])
-        addresses += [g.data_ptr() for g in gradients] if gradients else [0] * 5
+        packed = _for_compute(x, weight)
+        grad_weight = torch.empty_like(packed) if need_weight else packed.new_empty(0)
+        of_grad, source, address = layout.addresses([grad, x, packed])
+        parameters = layout.blocks(address, channels, intervals, packed.itemsize)
+        gradients = layout.blocks(grad_weight.data_ptr(), channels, intervals, packed.itemsize) if need_weight else [0] * 5
         start, geometry = self._start(x), layout.geometry(x, channels, channel_dim)
-        target = 0 if grad_x is None else grad_x.data_ptr()
-        _raise(self._backward(*start, of_grad, source, target, *geometry, intervals, *addresses))
-        if gradients and any(p.dtype != parameters[0].dtype for p in originals):
-            gradients = [g.to(p.dtype) for g, p in zip(gradients, originals, strict=True)]
-        return grad_x, gradients
+        target = grad_x.data_ptr() if need_input else 0
+        _raise(self._backward(*start, of_grad, source, target, *geometry, intervals, *parameters, *gradients))
+        return grad_x, grad_weight.to(weight.dtype)
 
-    def observe(self, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        """y, count, mean and M2."""
-        return (self.forward(x, *rest), *self.moments(x, rest[0].shape[0], rest[-1]))
+    def observe(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
+        """Return y and add the moments of x to the pool."""
+        done = self.moments(x, channel_dim, pool)
+        return NotImplemented if done is NotImplemented else self.forward(x, weight, intervals, channel_dim)
 
-    def moments(self, x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, ...]:
-        """Count, mean and M2."""
-        layout.check_channels(x, channels, channel_dim)
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        mean, m2 = x.new_zeros(channels, dtype=dtype), x.new_zeros(channels, dtype=dtype)
+    def moments(self, x: Tensor, channel_dim: int, pool: Tensor) -> None:
+        """Add the moments of x to the pool; NotImplemented unless that is contiguous and of the type of the arithmetic."""
+        if pool.dtype != (torch.float64 if x.dtype == torch.float64 else torch.float32) or not pool.is_contiguous():
+            return NotImplemented
         if x.numel():
             x = layout.dense(x)
-            start, geometry = self._start(x), layout.geometry(x, channels, channel_dim)
-            _raise(self._moments(*start, x.data_ptr(), *geometry, mean.data_ptr(), m2.data_ptr()))
-        return torch.tensor(x.numel() // channels, device="cpu"), mean, m2
+            start, geometry = self._start(x), layout.geometry(x, pool.shape[1], channel_dim)
+            source, target = layout.addresses([x, pool])
+            _raise(self._moments(*start, source, *geometry, target))
+            torch.autograd.graph.increment_version(pool)  # as every change in place does
+        return None
 
     def _teach(self) -> None:
         eager.learn_cpu(self, self._parallel, [self._forward, self._lookup, self._backward, self._moments])
@@ -138,10 +148,9 @@ class Kernel:
         return self._parallel, torch.get_num_threads(), _DTYPES[x.dtype]
 
 
-def _for_compute(x: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    """Parameters as C reads them: float64 for float64 x, else float32, and contiguous."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return [p if p.dtype == dtype and p.is_contiguous() else p.to(dtype).contiguous() for p in parameters]
+def _for_compute(x: Tensor, parameter: Tensor) -> Tensor:
+    """Return a parameter as C reads it: float64 for float64 x, else float32, and contiguous."""
+    return parameter.to(torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()
 
 
 def _raise(status: int) -> None:

@@ -1,210 +1,222 @@
 // The operators in eager mode without Python: autograd, memory, and the call of a kernel.
 //
 // No mathematics and no decisions are here. Which kernel serves which shape it learns from the Python code of this package
-// (eager.py), and whatever is new to it, or unusual in any way, it leaves to that code: a mode, a transform, another type of
+// (eager.py), and whatever is new to it, or not ordinary, it leaves to that code: a mode, a transform, another type of
 // tensor, a layout that needs a copy, a wrong shape, a kernel that fails.
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/_foreach_zero.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
-#include <algorithm>
-
-#include "eager_calls.h"
 #include "eager_kernels.h"
 
 namespace {
 
-// The operators.
-
-using Map = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t);
-using Observe = Observed(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t);
+using Forward = Tensor(const Tensor&, const Tensor&, int64_t, int64_t);
+using Observe = Tensor(const Tensor&, const Tensor&, int64_t, int64_t, Tensor);
+using Gradients = std::tuple<Tensor, Tensor>;
+using Backward = Gradients(const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t, bool, bool);
 using Lookup = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t);
-using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
-                                                                            const Tensor&, const Tensor&, const Tensor&,
-                                                                            const Tensor&, int64_t, bool, bool);
 
 template <class Signature>
-c10::TypedOperatorHandle<Signature> operator_(const char* name) {
+c10::TypedOperatorHandle<Signature> find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-template <class Signature, class... Arguments_>
-auto below_autograd(const c10::TypedOperatorHandle<Signature>& op, const Arguments_&... arguments) {
-  at::AutoDispatchBelowAutograd guard;
+// Serving: below autograd.
+
+template <class Signature, class... Rest>
+auto by_python(const c10::TypedOperatorHandle<Signature>& op, const Rest&... arguments) {
+  const at::AutoDispatchBelowAutograd guard;
   return op.call(arguments...);
 }
 
-#define PARAMETERS const Tensor &left, const Tensor &right, const Tensor &heights, const Tensor &left_slope, const Tensor &right_slope
-#define TABLES Tables{&left, &right, &heights, &left_slope, &right_slope}
-#define ARGUMENTS x, left, right, heights, left_slope, right_slope, channel_dim
-
-Tensor forward(const Tensor& x, PARAMETERS, int64_t channel_dim) {
-  if (auto y = run_map(kForward, x, TABLES, channel_dim)) return *y;
-  static const auto python = operator_<Map>("pwlu_python::kernel_forward");
-  return below_autograd(python, ARGUMENTS);
+Tensor forward(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim) {
+  if (auto y = run_forward(x, weight, intervals, channel_dim)) return *y;
+  static const auto python = find<Forward>("pwlu_python::serve_forward");
+  return by_python(python, x, weight, intervals, channel_dim);
 }
 
-Observed observe(const Tensor& x, PARAMETERS, int64_t channel_dim) {
-  if (auto found = run_observe(x, TABLES, channel_dim)) return *found;
-  static const auto python = operator_<Observe>("pwlu_python::kernel_observe");
-  return below_autograd(python, ARGUMENTS);
+Tensor observe(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim, Tensor pool) {
+  // In a backward pass it is gradient checkpointing that runs forward again: Python knows what to do.
+  if (torch::autograd::get_current_graph_task_id() == -1)
+    if (auto y = run_forward(x, weight, intervals, channel_dim, &pool)) return *y;
+  static const auto python = find<Observe>("pwlu_python::serve_observe");
+  return by_python(python, x, weight, intervals, channel_dim, pool);
+}
+
+Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim,
+                   bool need_input, bool need_weight) {
+  if (need_input)
+    if (auto found = run_backward(grad, x, weight, intervals, channel_dim, need_weight)) return *found;
+  static const auto python = find<Backward>("pwlu_python::serve_backward");
+  return by_python(python, grad, x, weight, intervals, channel_dim, need_input, need_weight);
 }
 
 Tensor lookup(const Tensor& x, const Tensor& left, const Tensor& inv_step, const Tensor& slopes, const Tensor& offsets,
               int64_t channel_dim) {
-  if (auto y = run_map(kLookup, x, {&left, &inv_step, &slopes, &offsets, nullptr}, channel_dim)) return *y;
-  static const auto python = operator_<Lookup>("pwlu_python::kernel_lookup");
-  return below_autograd(python, x, left, inv_step, slopes, offsets, channel_dim);
+  if (auto y = run_lookup(x, {&left, &inv_step, &slopes, &offsets}, channel_dim)) return *y;
+  static const auto python = find<Lookup>("pwlu_python::serve_lookup");
+  return by_python(python, x, left, inv_step, slopes, offsets, channel_dim);
 }
 
-// Autograd. A call has gradients of x and of its parameters, or of all of them as one.
+// Whether a call is ordinary: nobody but autograd and a kernel could have a say in it. No mode, no transform, no tensor of
+// another class, no forward-mode differentiation.
 
-template <class Function, class... More>
-Tensor differentiable(const Tensor& x, const Tables& tables, int64_t channel_dim, More&... more) {
-  const bool counts = usual(x, tables) && trained(tables) && understand(x, tables, channel_dim);
-  const Tensor one = counts ? as_one(tables) : Tensor();
-  variable_list parameters{one};
-  if (!one.defined()) parameters = {*tables[0], *tables[1], *tables[2], *tables[3], *tables[4]};
-  const Tensor y = Function::apply(x, at::TensorList(parameters), tables, channel_dim, more...);
-  if (counts && !one.defined()) remember(tables, y);
+using c10::DispatchKey;
+constexpr auto kOrdinary =
+    c10::DispatchKeySet({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::ADInplaceOrView, DispatchKey::AutogradCPU,
+                         DispatchKey::AutogradCUDA, DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA});
+constexpr auto kOrdinaryModes = kOrdinary | c10::DispatchKeySet(DispatchKey::BackendSelect);
+
+bool within(c10::DispatchKeySet keys, c10::DispatchKeySet allowed) {
+  return (keys.raw_repr() & ~allowed.raw_repr()) == 0;
+}
+
+template <class... Tensors>
+bool ordinary(const Tensors&... tensors) {
+  return within(c10::impl::tls_local_dispatch_key_set().included_, kOrdinaryModes) &&
+         (... && (within(tensors.key_set(), kOrdinary) && !tensors._fw_grad(0).defined()));
+}
+
+// Autograd.
+
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+// The derivative of forward or, for a unit that stands still, of observe: its weight has a gradient of zero, but not none.
+struct UnitBackward : Node {
+  SavedVariable x_, weight_;
+  int64_t intervals_, channel_dim_;
+  bool still_;
+
+  std::string name() const override { return "PWLUBackward"; }
+
+  void release_variables() override {
+    const std::lock_guard lock(mutex_);
+    x_.reset_data();
+    weight_.reset_data();
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard lock(mutex_);
+    variable_list found(2);
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return found;
+    const Tensor x = x_.unpack(), weight = weight_.unpack();
+    const bool need_input = task_should_compute_output(0), need_weight = task_should_compute_output(1);
+    Gradients gradients;
+    static const auto op = find<Backward>("pwlu::backward");
+    const bool is_ordinary = ordinary(grad, x, weight);
+    if (is_ordinary && !at::GradMode::is_enabled()) {  // it is enabled if a second derivative is wanted
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      gradients = ::backward(grad, x, weight, intervals_, channel_dim_, need_input, need_weight && !still_);
+    } else {
+      gradients = op.call(grad, x, weight, intervals_, channel_dim_, need_input, need_weight && !still_);
+    }
+    if (need_input) found[0] = std::get<0>(gradients);
+    if (need_weight) found[1] = still_ ? at::zeros_like(weight) : std::get<1>(gradients);
+    return found;
+  }
+
+  // Compiled autograd traces apply.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(x_, false);
+    args.collect(weight_, false);
+    args.collect(intervals_);
+    args.collect(channel_dim_);
+    args.collect(still_);
+  }
+
+  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
+    saved.before(x_);
+    saved.before(weight_);
+    auto found = apply(variable_list(grads));
+    saved.after(x_);
+    saved.after(weight_);
+    return found;
+  }
+};
+
+template <class T>
+auto make_node() {  // torch 2.11 holds nodes by another kind of pointer than later versions
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) return c10::make_intrusive<T>();
+  else return std::shared_ptr<T>(new T(), [](T* node) { deleteNode(node); });
+}
+
+// `serve`: makes y.
+template <class Serve>
+Tensor differentiable(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim, bool still, Serve serve) {
+  if (!torch::autograd::compute_requires_grad(x, weight)) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return serve();
+  }
+  auto node = make_node<UnitBackward>();
+  node->set_next_edges(torch::autograd::collect_next_edges(x, weight));
+  node->x_ = SavedVariable(x, false);
+  node->weight_ = SavedVariable(weight, false);
+  node->intervals_ = intervals, node->channel_dim_ = channel_dim, node->still_ = still;
+  const Tensor y = [&] {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return serve();
+  }();
+  torch::autograd::set_history(y, node);
   return y;
 }
 
-void keep(AutogradContext* ctx, const Tensor& x, at::TensorList parameters, const Tables& tables, int64_t channel_dim) {
-  ctx->save_for_backward({x, *tables[0], *tables[1], *tables[2], *tables[3], *tables[4]});
-  ctx->saved_data["channel_dim"] = channel_dim;
-  // So that it lives on for the unit's next call. Not saved: saving would run hooks, and checkpointing counts what is saved.
-  if (parameters.size() == 1) ctx->saved_data["as_one"] = parameters[0];
+Tensor autograd_forward(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim) {
+  static const auto python = find<Forward>("pwlu_python::differentiate_forward");
+  if (!ordinary(x, weight)) return python.call(x, weight, intervals, channel_dim);
+  return differentiable(x, weight, intervals, channel_dim, false, [&] { return forward(x, weight, intervals, channel_dim); });
 }
 
-bool parameters_needed(const AutogradContext* ctx) {
-  for (size_t i = 1; i < (ctx->saved_data.count("as_one") ? 2 : 6); ++i)
-    if (ctx->needs_input_grad(i)) return true;
-  return false;
+Tensor autograd_observe(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim, Tensor pool) {
+  static const auto python = find<Observe>("pwlu_python::differentiate_observe");
+  if (!ordinary(x, weight, pool)) return python.call(x, weight, intervals, channel_dim, pool);
+  return differentiable(x, weight, intervals, channel_dim, true,
+                        [&] { return observe(x, weight, intervals, channel_dim, pool); });
 }
 
-variable_list gradients(AutogradContext* ctx, const Tensor& grad, const variable_list& saved, bool need_parameters) {
-  const Tensor& x = saved[0];
-  const Tables tables{&saved[1], &saved[2], &saved[3], &saved[4], &saved[5]};
-  const int64_t channel_dim = ctx->saved_data["channel_dim"].toInt();
-  const bool one = ctx->saved_data.count("as_one");
-  const bool differentiated = at::GradMode::is_enabled() || dual(x, tables) || dual(grad, {});
-  if (!differentiated && usual(x, tables) && usual(grad, {})) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    if (auto found = run_backward(grad, x, tables, channel_dim, need_parameters, one)) return *found;
-  }
-  static const auto op = operator_<Backward>("pwlu::backward");
-  const bool need_input = ctx->needs_input_grad(0);
-  auto call = [&] {
-    return op.call(grad, x, saved[1], saved[2], saved[3], saved[4], saved[5], channel_dim, need_input, need_parameters);
-  };
-  const auto all = differentiated ? call() : [&] { at::AutoDispatchBelowAutograd guard; return call(); }();
-  const auto& [grad_x, left, right, heights, left_slope, right_slope] = all;
-  variable_list found(one ? 2 : 6);
-  if (need_input) found[0] = grad_x;
-  if (need_parameters && one) found[1] = at::cat({heights.reshape({-1}), left, right, left_slope, right_slope});
-  else if (need_parameters) std::ranges::copy(variable_list{left, right, heights, left_slope, right_slope}, found.begin() + 1);
-  return found;
+Gradients autograd_backward(const Tensor& grad, const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim,
+                            bool need_input, bool need_weight) {
+  static const auto python = find<Backward>("pwlu_python::differentiate_backward");
+  if (!ordinary(grad, x, weight) || torch::autograd::compute_requires_grad(grad, x, weight))
+    return python.call(grad, x, weight, intervals, channel_dim, need_input, need_weight);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return backward(grad, x, weight, intervals, channel_dim, need_input, need_weight);
 }
 
-// y, keeping x and the parameters alone.
-struct Forward : torch::autograd::Function<Forward> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, at::TensorList parameters, const Tables& tables,
-                        int64_t channel_dim) {
-    keep(ctx, x, parameters, tables, channel_dim);
-    const at::AutoDispatchBelowAutograd guard;
-    const auto& [left, right, heights, left_slope, right_slope] = tables;
-    static const auto op = operator_<Map>("pwlu::forward");
-    return usual(x, tables) ? ::forward(x, *left, *right, *heights, *left_slope, *right_slope, channel_dim)
-                            : op.call(x, *left, *right, *heights, *left_slope, *right_slope, channel_dim);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    ++steps_back;
-    auto found = gradients(ctx, grads[0], ctx->get_saved_variables(), parameters_needed(ctx));
-    found.resize(found.size() + 2);  // none of tables and channel_dim
-    return found;
-  }
-};
-
-variable_list zeros(const variable_list& saved, bool one) {
-  if (one) return {at::zeros({length(saved[3])}, saved[3].options())};
-  const bool at_once = usual(saved[0], {&saved[1], &saved[2], &saved[3], &saved[4], &saved[5]});  // with one launch
-  variable_list found;
-  for (size_t i = 1; i < 6; ++i) found.push_back(at_once ? at::empty_like(saved[i]) : at::zeros_like(saved[i]));
-  if (at_once) at::_foreach_zero_(found);
-  return found;
-}
-
-// y and the moments of x: the parameters stand still, so their gradients are zero, but not missing.
-// The moments leave by reference: of outputs that have no derivatives, compiled autograd knows nothing.
-struct ObserveFunction : torch::autograd::Function<ObserveFunction> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, at::TensorList parameters, const Tables& tables,
-                        int64_t channel_dim, Observed& found) {
-    keep(ctx, x, parameters, tables, channel_dim);
-    ctx->set_materialize_grads(false);
-    const at::AutoDispatchBelowAutograd guard;
-    const auto& [left, right, heights, left_slope, right_slope] = tables;
-    static const auto op = operator_<Observe>("pwlu::observe");
-    found = usual(x, tables) ? ::observe(x, *left, *right, *heights, *left_slope, *right_slope, channel_dim)
-                             : op.call(x, *left, *right, *heights, *left_slope, *right_slope, channel_dim);
-    return std::get<0>(found);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    ++steps_back;
-    const variable_list saved = ctx->get_saved_variables();
-    const bool one = ctx->saved_data.count("as_one");
-    variable_list found(one ? 2 : 6);
-    if (ctx->needs_input_grad(0) && grads[0].defined()) found[0] = gradients(ctx, grads[0], saved, false)[0];
-    if (parameters_needed(ctx)) std::ranges::move(zeros(saved, one), found.begin() + 1);
-    found.resize(found.size() + 3);
-    return found;
-  }
-};
-
-Tensor forward_autograd(const Tensor& x, PARAMETERS, int64_t channel_dim) {
-  static const auto op = operator_<Map>("pwlu::forward"), python = operator_<Map>("pwlu_python::autograd_forward");
-  if (transformed(x, TABLES)) return python.call(ARGUMENTS);
-  if (wanted(x, TABLES)) return differentiable<Forward>(x, TABLES, channel_dim);
-  return usual(x, TABLES) ? forward(ARGUMENTS) : below_autograd(op, ARGUMENTS);
-}
-
-Observed observe_autograd(const Tensor& x, PARAMETERS, int64_t channel_dim) {
-  static const auto op = operator_<Observe>("pwlu::observe"), python = operator_<Observe>("pwlu_python::autograd_observe");
-  if (transformed(x, TABLES)) return python.call(ARGUMENTS);
-  if (wanted(x, TABLES)) {
-    Observed found;
-    std::get<0>(found) = differentiable<ObserveFunction>(x, TABLES, channel_dim, found);
-    return found;
-  }
-  return usual(x, TABLES) ? observe(ARGUMENTS) : below_autograd(op, ARGUMENTS);
-}
-
-Tensor lookup_autograd(const Tensor& x, const Tensor& left, const Tensor& inv_step, const Tensor& slopes, const Tensor& offsets,
+Tensor autograd_lookup(const Tensor& x, const Tensor& left, const Tensor& inv_step, const Tensor& slopes, const Tensor& offsets,
                        int64_t channel_dim) {
-  const Tables tables{&left, &inv_step, &slopes, &offsets, nullptr};
-  if (!transformed(x, tables) && !wanted(x, tables) && usual(x, tables))
-    return lookup(x, left, inv_step, slopes, offsets, channel_dim);
-  static const auto python = operator_<Lookup>("pwlu_python::autograd_lookup");  // a derivative of it is an error
-  return python.call(x, left, inv_step, slopes, offsets, channel_dim);
+  static const auto python = find<Lookup>("pwlu_python::differentiate_lookup");  // a derivative of it is an error
+  if (!ordinary(x, left, inv_step, slopes, offsets) ||
+      torch::autograd::compute_requires_grad(x, left, inv_step, slopes, offsets))
+    return python.call(x, left, inv_step, slopes, offsets, channel_dim);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return lookup(x, left, inv_step, slopes, offsets, channel_dim);
 }
 
-TORCH_LIBRARY_IMPL(pwlu, CPU, m) { m.impl("forward", forward); m.impl("observe", observe); m.impl("lookup", lookup); }
-TORCH_LIBRARY_IMPL(pwlu, CUDA, m) { m.impl("forward", forward); m.impl("observe", observe); m.impl("lookup", lookup); }
-TORCH_LIBRARY_IMPL(pwlu, AutogradCPU, m) {
-  m.impl("forward", forward_autograd);
-  m.impl("observe", observe_autograd);
-  m.impl("lookup", lookup_autograd);
+void serve(torch::Library& m) {
+  m.impl("forward", forward);
+  m.impl("backward", backward);
+  m.impl("lookup", lookup);
+  m.impl("observe", observe);
 }
-TORCH_LIBRARY_IMPL(pwlu, AutogradCUDA, m) {
-  m.impl("forward", forward_autograd);
-  m.impl("observe", observe_autograd);
-  m.impl("lookup", lookup_autograd);
+
+void differentiate(torch::Library& m) {
+  m.impl("forward", autograd_forward);
+  m.impl("backward", autograd_backward);
+  m.impl("lookup", autograd_lookup);
+  m.impl("observe", autograd_observe);
 }
+
+TORCH_LIBRARY_IMPL(pwlu, CPU, m) { serve(m); }
+TORCH_LIBRARY_IMPL(pwlu, CUDA, m) { serve(m); }
+TORCH_LIBRARY_IMPL(pwlu, AutogradCPU, m) { differentiate(m); }
+TORCH_LIBRARY_IMPL(pwlu, AutogradCUDA, m) { differentiate(m); }
 
 }  // namespace
 

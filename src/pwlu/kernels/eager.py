@@ -20,8 +20,7 @@ import torch
 
 from pwlu.kernels import build
 
-SOURCE, *HEADERS = (Path(__file__).with_name(name) for name in ("eager.cpp", "eager_calls.h", "eager_kernels.h"))
-OPERATORS = ("forward", "observe", "lookup")  # that it has
+SOURCE, *HEADERS = (Path(__file__).with_name(name) for name in ("eager.cpp", "eager_kernels.h"))
 _WHATS = ("forward", "lookup", "observe", "backward", "backward_input")  # enum What
 _TYPES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}  # c10::ScalarType
 _KEY, _NUMBERS = ctypes.c_int64 * 9, ctypes.c_ubyte * 80  # Key, and the end of struct Arguments

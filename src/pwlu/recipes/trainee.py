@@ -119,9 +119,8 @@ class Trainee:
 
     def functions(self) -> dict[str, dict[str, Tensor]]:
         """The parameters of every PWLU, on the CPU."""
-        names = ("left", "right", "heights", "left_slope", "right_slope")
         return {
-            name: {n: p.detach().cpu().clone() for n, p in zip(names, unit.unit_parameters(), strict=True)}
+            name: {block: values.detach().cpu().clone() for block, values in unit.blocks()._asdict().items()}
             for name, unit in units_of(self.measured).items()
         }
 

@@ -14,18 +14,16 @@ from torch import Tensor
 from pwlu.kernels import eager, layout
 from pwlu.kernels.cuda import compile as kernels
 from pwlu.kernels.cuda.driver import Loaded, launcher, refuse_during_capture
-from pwlu.kernels.cuda.plan import Gpu, Plan, Processor, plan_backward, plan_finish, plan_finish_moments, plan_map, plan_pool
+from pwlu.kernels.cuda.plan import Gpu, Plan, Processor, plan_backward, plan_finish, plan_finish_moments, plan_map
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _OLDEST = (7, 5)
 _PLANS = 4096  # shapes remembered
-# What is not there, in the order of struct Arguments: parameters and their gradients; sums of the splits, count, mean and M2.
-_NONE, _NO_MOMENTS = [0] * 10, [0] * 4
 
 
 class Kernel:
-    """The kernels on one device. The methods take the operators' arguments; None means: not for these, use plain torch.
+    """The kernels on one device. The methods take the operators' arguments; NotImplemented means: use plain torch for these.
 
     That is so for float64, and where no plan fits: so many intervals that a table or a warp's sums exceed shared memory, say.
     """
@@ -51,7 +49,6 @@ class Kernel:
         self._backward_plan = functools.lru_cache(_PLANS)(functools.partial(plan_backward, gpu=gpu))
         self._finish_plan = functools.lru_cache(_PLANS)(plan_finish)
         self._finish_moments_plan = functools.lru_cache(_PLANS)(plan_finish_moments)
-        self._pool_plan = functools.lru_cache(_PLANS)(plan_pool)
 
     def load(self, name: str) -> Loaded:
         """The kernel of that name, compiled and loaded once."""
@@ -77,132 +74,113 @@ class Kernel:
     def _described(self, plan: Plan) -> eager.Launch:
         return eager.Launch(self.load(plan.kernel).handle, plan.blocks, plan.threads, plan.shared, tuple(plan.numbers))
 
-    def forward(self, x: Tensor, *rest: Any) -> Tensor | None:
-        """As ``reference.forward``."""
-        *parameters, channel_dim = rest
-        found = self._map("forward", x, parameters, parameters[2].shape[-1] - 1, channel_dim)
-        return None if found is None else found[0]
+    def forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
+        """Return y."""
+        return self._map("forward", x, weight, intervals, channel_dim)
 
-    def lookup(self, x: Tensor, *rest: Any) -> Tensor | None:
-        """As ``reference.lookup``."""
+    def observe(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
+        """Return y and add the moments of x to the pool, reading x once."""
+        return self._map("observe", x, weight, intervals, channel_dim, pool)
+
+    def moments(self, x: Tensor, channel_dim: int, pool: Tensor) -> None:
+        """Add the moments of x to the pool."""
+        if self._run_map("moments", x, None, [0] * 5, 0, pool.shape[1], 1, channel_dim, pool) is NotImplemented:
+            return NotImplemented
+        return None
+
+    def lookup(self, x: Tensor, *rest: Any) -> Tensor:
+        """Return y of the fused form."""
         *tables, channel_dim = rest
-        found = self._map("lookup", x, tables, tables[2].shape[-1] - 2, channel_dim)
-        return None if found is None else found[0]
-
-    def observe(self, x: Tensor, *rest: Any) -> tuple[Tensor, ...] | None:
-        """y, count, mean and M2, reading x once."""
-        *parameters, channel_dim = rest
-        return self._map("observe", x, parameters, parameters[2].shape[-1] - 1, channel_dim)
-
-    def moments(self, x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, ...] | None:
-        """Count, mean and M2."""
-        layout.check_channels(x, channels, channel_dim)
-        found = self._map("moments", x, [], 1, channel_dim, channels)
-        return None if found is None else found[1:]
+        channels, columns = tables[2].shape
+        dtype = tables[0].dtype
+        if dtype not in _KINDS or any(t.dtype != dtype or not t.is_contiguous() for t in tables):
+            tables, dtype = [t.to(torch.float32).contiguous() for t in tables], torch.float32
+        parameters = [*layout.addresses(tables), 0]
+        return self._run_map("lookup", x, dtype, parameters, channels, columns - 2, channel_dim)
 
     def _map(
-        self, what: str, x: Tensor, parameters: list[Tensor], intervals: int, channel_dim: int, channels: int = 0
-    ) -> tuple[Tensor, ...] | None:
-        if parameters:
-            channels = layout.check(x, parameters, intervals, channel_dim)
-        if x.dtype not in _KINDS:
-            return None
-        y = torch.empty_like(x) if parameters else x
-        results = self._room_for_moments(x, channels) if what in ("observe", "moments") else ()
+        self, what: str, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor | None = None
+    ) -> Tensor:
+        channels, weight = weight.shape[0] // (intervals + 5), _for_kernel(weight)
+        (address,) = layout.addresses([weight])
+        parameters = layout.blocks(address, channels, intervals, weight.itemsize)
+        return self._run_map(what, x, weight.dtype, parameters, channels, intervals, channel_dim, pool)
+
+    def _run_map(
+        self,
+        what: str,
+        x: Tensor,
+        dtype: torch.dtype | None,
+        parameters: list[int],
+        channels: int,
+        intervals: int,
+        channel_dim: int,
+        pool: Tensor | None = None,
+    ) -> Tensor:
+        """Call a kernel from x to y, or to the pool alone. `dtype`, `parameters`: type and addresses of what it reads."""
+        if x.dtype not in _KINDS or (pool is not None and (pool.dtype != torch.float32 or not pool.is_contiguous())):
+            return NotImplemented
+        y = torch.empty_like(x) if dtype else x
         if not x.numel():
-            return (y, *(r.zero_() for r in results))
-        originals = parameters
-        kind, parameters = _for_kernel(parameters)
-        x = layout.laid_out_as(y, x) if parameters else layout.dense(x)
-        source, *addresses = layout.addresses([x, *parameters])
-        target = y.data_ptr() if parameters else 0
+            return y
+        x = layout.laid_out_as(y, x) if dtype else layout.dense(x)
+        (source,) = layout.addresses([x])
+        target = y.data_ptr() if dtype else 0
         aligned = not (source | target) & 15
         form = layout.geometry(x, channels, channel_dim)
-        plan = self._map_plan(what, _NAMES[x.dtype], form, intervals, kind, aligned)
+        plan = self._map_plan(what, _NAMES[x.dtype], form, intervals, _KINDS[dtype] if dtype else 0, aligned)
         if plan is None:
-            return None
-        second = self._finish_moments_plan(plan, channels) if results else None
-        if parameters and parameters is originals:
-            self._teach((what, self.index, x.dtype, parameters[0].dtype, intervals, *form, aligned), plan, second)
-        addresses = [source, 0, target, *addresses, *_NONE[len(parameters) :]]
-        if second is None:
-            self._launch(plan, addresses + _NO_MOMENTS)
-            return (y,)
+            return NotImplemented
+        second = None if pool is None else self._finish_moments_plan(plan, channels)
+        if dtype:
+            self._teach((what, self.index, x.dtype, dtype, intervals, *form, aligned), plan, second)
+        addresses = [source, 0, target, *parameters, *[0] * 5]
+        if pool is None or second is None:
+            self._launch(plan, [*addresses, 0, 0])
+            return y
         partial = x.new_empty(plan.splits * channels * 3, dtype=torch.float32)
-        addresses += [partial.data_ptr(), *[r.data_ptr() for r in results]]
+        addresses += [partial.data_ptr(), *layout.addresses([pool])]
         self._launch(plan, addresses)
         self._launch(second, addresses)
-        return (y, *results)
-
-    @staticmethod
-    def _room_for_moments(x: Tensor, channels: int) -> tuple[Tensor, ...]:
-        count = torch.empty((), dtype=torch.int64, device=x.device)
-        return count, *(x.new_empty(channels, dtype=torch.float32) for _ in range(2))
-
-    def pool(self, pool: Tensor, count: Tensor, mean: Tensor, m2: Tensor) -> bool:
-        """``reference.merge`` in place, bit for bit; False where it was not done: not in float32, or in no ordinary shape."""
-        channels = mean.numel()
-        if pool.shape != (3, channels) or mean.shape != (channels,) or m2.shape != (channels,) or count.shape != ():
-            return False
-        if count.dtype is not torch.int64 or not pool.device == count.device == mean.device == m2.device:
-            return False
-        for tensor in (pool, mean, m2):
-            if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
-                return False
         torch.autograd.graph.increment_version(pool)  # as every change in place does
-        addresses = (0, 0, pool.data_ptr(), *[0] * 11, count.data_ptr(), mean.data_ptr(), m2.data_ptr())
-        self._launch(self._pool_plan(channels), addresses)
-        return True
+        return y
 
-    def backward(self, grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, list[Tensor] | None] | None:
-        """As ``reference.backward``: the gradients of x and of the parameters, each None unless asked for."""
-        *parameters, channel_dim, need_input, need_parameters = rest
-        intervals = parameters[2].shape[-1] - 1
-        channels = layout.check(x, parameters, intervals, channel_dim)
-        layout.check_grad(grad, x)
+    def backward(
+        self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x and of the weight; an empty tensor for one that is not needed."""
         if x.dtype not in _KINDS:
-            return None
-        grad_x = torch.empty_like(x)  # the kernels always write it
+            return NotImplemented
+        channels, grad_x = weight.shape[0] // (intervals + 5), torch.empty_like(x)  # the kernels always write it
         if not x.numel():
-            return grad_x if need_input else None, [torch.zeros_like(p) for p in parameters] if need_parameters else None
+            return grad_x, weight.new_zeros(weight.shape if need_weight else 0)
         x = layout.laid_out_as(grad_x, x)
-        grad = layout.laid_out_as(x, grad if grad.dtype is x.dtype else grad.to(x.dtype))
-        originals = parameters
-        kind, parameters = _for_kernel(parameters)
-        addresses = layout.addresses([x, grad, grad_x, *parameters])
+        grad = layout.laid_out_as(x, grad.to(x.dtype))
+        packed = _for_kernel(weight)
+        *addresses, address = layout.addresses([x, grad, grad_x, packed])
         aligned = not (addresses[0] | addresses[1] | addresses[2]) & 15
         form = layout.geometry(x, channels, channel_dim)
-        plan = self._backward_plan(need_parameters, _NAMES[x.dtype], form, intervals, kind, aligned)
+        plan = self._backward_plan(need_weight, _NAMES[x.dtype], form, intervals, _KINDS[packed.dtype], aligned)
         if plan is None:
-            return None
-        second = self._finish_plan(plan, channels, intervals) if need_parameters and plan.splits > 1 else None
-        if parameters is originals:
-            what = "backward" if need_parameters else "backward_input"
-            self._teach((what, self.index, x.dtype, parameters[0].dtype, intervals, *form, aligned), plan, second)
-        if not need_parameters:
-            self._launch(plan, [*addresses, *_NONE[5:], *_NO_MOMENTS])
-            return grad_x, None
-        gradients = [torch.empty_like(p) for p in parameters]
-        addresses += [g.data_ptr() for g in gradients]
+            return NotImplemented
+        second = self._finish_plan(plan, channels, intervals) if need_weight and plan.splits > 1 else None
+        what = "backward" if need_weight else "backward_input"
+        self._teach((what, self.index, x.dtype, packed.dtype, intervals, *form, aligned), plan, second)
+        addresses += layout.blocks(address, channels, intervals, packed.itemsize)
+        grad_weight = torch.empty_like(packed) if need_weight else packed.new_empty(0)
+        addresses += layout.blocks(grad_weight.data_ptr(), channels, intervals, packed.itemsize) if need_weight else [0] * 5
         if second is None:
-            self._launch(plan, addresses + _NO_MOMENTS)
+            self._launch(plan, [*addresses, 0, 0])
         else:
             partial = x.new_empty(plan.splits * channels * (intervals + 3) * 2, dtype=torch.float32)
-            addresses += [partial.data_ptr(), 0, 0, 0]
-            self._launch(plan, addresses)
-            self._launch(second, addresses)
-        if parameters is not originals:
-            gradients = [g.to(p.dtype) for g, p in zip(gradients, originals, strict=True)]
-        return grad_x if need_input else None, gradients
+            self._launch(plan, [*addresses, partial.data_ptr(), 0])
+            self._launch(second, [*addresses, partial.data_ptr(), 0])
+        return grad_x if need_input else x.new_empty(0), grad_weight.to(weight.dtype)
 
 
-def _for_kernel(parameters: list[Tensor]) -> tuple[int, list[Tensor]]:
-    """Their type as a kernel knows it, and the parameters: themselves, wherever they are contiguous and of one such type."""
-    dtype = parameters[0].dtype if parameters else torch.float32
-    for parameter in parameters:
-        if parameter.dtype is not dtype or dtype not in _KINDS or not parameter.is_contiguous():
-            return 0, [p.to(torch.float32).contiguous() for p in parameters]
-    return _KINDS[dtype], parameters
+def _for_kernel(weight: Tensor) -> Tensor:
+    """Return the weight as a kernel reads it: itself, wherever it is contiguous and of a type that kernels know."""
+    return (weight if weight.dtype in _KINDS else weight.to(torch.float32)).contiguous()
 
 
 @functools.cache
@@ -242,9 +220,8 @@ def _try(index: int) -> Kernel:
         refuse_during_capture("its first use on this device", index)
     kernel = Kernel(index)
     try:
-        # The smallest: if they compile and load, the others do. Eager code needs the second in captures only, too late to load.
-        for name in ("finish_moments", "finish_pool"):
-            kernel.load(name)
+        # The smallest: if it compiles and loads, the others do.
+        kernel.load("finish_moments")
     except Exception as error:  # whatever NVRTC, its absence, or the driver may raise
         if "out of memory" in str(error).lower():  # that passes
             raise

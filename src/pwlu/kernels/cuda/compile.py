@@ -51,7 +51,7 @@ class Function(NamedTuple):
 
 def functions() -> dict[str, Function]:
     """Every kernel there is, by name: ``{operation}_{planes|rows|mixed}_{dtype}_{elements at once}``."""
-    found = [Function(f"finish_{what}", f"reduce_{what}", FINISH_THREADS) for what in ("gradients", "moments", "pool")]
+    found = [Function(f"finish_{what}", f"reduce_{what}", FINISH_THREADS) for what in ("gradients", "moments")]
     for dtype, of_c in TYPES.items():
         for form, (template, last) in FORMS.items():
             for width in VECTORS[form][dtype]:

@@ -39,7 +39,7 @@ struct Arguments {
   const void *parameters[5];
   void *gradients[5];
   void *partial;  // what every block adds to the sums
-  void *count, *mean, *m2;
+  float *pool;    // (3, channels): count, mean, M2
   i64 outer, inner, per_channel;             // per_channel: elements of a channel
   i64 of_split;                              // planes or rows at least that every block (or its row of threads) takes
   int channels, intervals, splits, kind;     // kind: the parameters' type, 0 float32, 1 bfloat16, 2 float16

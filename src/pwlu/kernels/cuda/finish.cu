@@ -1,4 +1,4 @@
-// The last, small reductions, to one result a channel: over what the blocks found, in a fixed order and in float64, and over calls.
+// The last, small reductions, to one result a channel: over what the blocks found, in a fixed order and in float64.
 
 // A block takes `together` channels, neighbours in memory, so that what is read at once is used at once; `groups` of its threads
 // share the splits.
@@ -31,7 +31,7 @@ __device__ void reduce_gradients(const Arguments &a) {
     if (first + c < a.channels) finish(a, first + c, [&](int k) { return sums[k * together + c]; });
 }
 
-// One warp a channel. Differences from the first part's mean add up without a division.
+// Adds the moments of all parts to the pool: one warp a channel. Differences from the first part's mean add up without a division.
 __device__ void reduce_moments(const Arguments &a) {
   const int channel = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (channel >= a.channels) return;
@@ -51,25 +51,15 @@ __device__ void reduce_moments(const Arguments &a) {
     sum += __shfl_xor_sync(~0u, sum, step);
     squares += __shfl_xor_sync(~0u, squares, step);
   }
-  if (lane == 0) {
-    static_cast<float *>(a.mean)[channel] = (float)(shift + sum / count);
-    const double m2 = squares - sum * (sum / count);
-    static_cast<float *>(a.m2)[channel] = (float)(m2 < 0.0 ? 0.0 : m2);
-    if (channel == 0) *static_cast<i64 *>(a.count) = a.per_channel;
-  }
-}
-
-// Adds moments to the pool (3, C) in place, a thread a channel: reference.merge, each operation rounded as there.
-__device__ void reduce_pool(const Arguments &a) {
-  const int channel = blockIdx.x * blockDim.x + threadIdx.x;
-  if (channel >= a.channels) return;
-  float *pool = static_cast<float *>(a.out);
-  float &count = pool[channel], &mean = pool[(i64)a.channels + channel], &m2 = pool[2 * (i64)a.channels + channel];
-  const float n_1 = count, n_2 = __ll2float_rn(*static_cast<const i64 *>(a.count)), n = __fadd_rn(n_1, n_2);
-  const float share = __fdiv_rn(n_2, n < 1.0f ? 1.0f : n);  // of nothing and nothing: 0
-  const float distance = __fsub_rn(static_cast<const float *>(a.mean)[channel], mean);
-  const float between = __fmul_rn(__fmul_rn(__fmul_rn(distance, distance), n_1), share);
-  count = n;
-  mean = __fadd_rn(mean, __fmul_rn(distance, share));
-  m2 = __fadd_rn(__fadd_rn(m2, static_cast<const float *>(a.m2)[channel]), between);
+  if (lane) return;
+  // reference.merge, each operation rounded as there
+  const double between = squares - sum * (sum / count);
+  float *pool = a.pool + channel, *pool_mean = pool + a.channels, *pool_m2 = pool_mean + a.channels;
+  const float n_1 = *pool, n_2 = __ll2float_rn(a.per_channel), n = __fadd_rn(n_1, n_2);
+  const float share = __fdiv_rn(n_2, n < 1.0f ? 1.0f : n);
+  const float distance = __fsub_rn((float)(shift + sum / count), *pool_mean);
+  *pool = n;
+  *pool_mean = __fadd_rn(*pool_mean, __fmul_rn(distance, share));
+  const float m2 = __fadd_rn(*pool_m2, (float)(between < 0.0 ? 0.0 : between));
+  *pool_m2 = __fadd_rn(m2, __fmul_rn(__fmul_rn(distance, n_1), __fmul_rn(distance, share)));
 }

@@ -261,9 +261,3 @@ def plan_finish(plan: Plan, channels: int, intervals: int) -> Plan:
 def plan_finish_moments(plan: Plan, channels: int) -> Plan:
     """The sum over a map's splits: a warp a channel."""
     return Plan("finish_moments", (-(-channels // 4), 1, 1), 128, 0, plan.splits, plan.numbers)
-
-
-def plan_pool(channels: int) -> Plan:
-    """Moments added to a pool: a thread a channel."""
-    numbers = _Numbers(1, 1, 1, 1, channels, 1, 1, 0)
-    return Plan("finish_pool", (-(-channels // 128), 1, 1), 128, 0, 1, numbers.pack())

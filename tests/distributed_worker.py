@@ -94,7 +94,7 @@ def unequal(rank, folder):
     for unit in units(model):
         unit.train(rank == 0)
     F.mse_loss(wrapped(x[part]), target[part]).backward()
-    pools = values(unit.pool for unit in units(model))
+    pools = values(unit.statistics.pool for unit in units(model))
     optimizer.step()
     return {"state": first, "second": model.state_dict(), "pools": pools}
 
@@ -108,7 +108,7 @@ def accumulated(rank, folder):
     ((x, target),) = share(rank, data()[:1])
     for part in (slice(0, 1), slice(1, 4)):
         F.mse_loss(wrapped(x[part]), target[part]).backward()
-    pools = values(unit.pool for unit in units(model))
+    pools = values(unit.statistics.pool for unit in units(model))
     optimizer.step()
     return {"state": model.state_dict(), "pools": pools, "steps": phases.steps}
 

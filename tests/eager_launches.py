@@ -52,11 +52,20 @@ def pretended():
 
 
 def launched(call, known):
-    """What a call launches: addresses as the names of tensors; what it allocates itself is new."""
+    """What a call launches: addresses as places in known tensors; in what it allocates itself, as places relative to the first
+    gradient."""
     LAUNCHES.clear()
     call()
-    names = {tensor.data_ptr(): name for name, tensor in known.items()} | {None: None, 0: None}
-    return [(*rest, [names.get(a, "new") for a in addresses], numbers) for *rest, addresses, numbers in LAUNCHES]
+    return [(*rest, [place(a, known, addresses[8]) for a in addresses], numbers) for *rest, addresses, numbers in LAUNCHES]
+
+
+def place(address, known, gradient):
+    if not address:
+        return None
+    for name, tensor in known.items():
+        if tensor.data_ptr() <= address < tensor.data_ptr() + tensor.nbytes:
+            return name, address - tensor.data_ptr()
+    return "new", address - gradient if gradient and 0 <= address - gradient < known["weight"].nbytes else None
 
 
 def cases():
@@ -73,24 +82,24 @@ def cases():
             yield x, 1 if x.ndim == 1 else shape[dim], dim, kind, intervals
 
 
-def step(operator, x, parameters, dim, grad, need_input, need_parameters):
+def step(operator, x, weight, rest, grad, need_input, need_weight):
     """Forward and backward."""
-    inputs = [x.detach().requires_grad_(need_input), *(p.detach().requires_grad_(need_parameters) for p in parameters)]
-    y = operator(*inputs, dim)
-    torch.autograd.backward((y if operator is ops.forward else y[0],), (grad,))
+    y = operator(x.detach().requires_grad_(need_input), weight.detach().requires_grad_(need_weight), *rest)
+    torch.autograd.backward((y,), (grad,))
 
 
-def calls_of(x, grad, parameters, fused, dim):
+def calls_of(x, grad, weight, intervals, pool, fused, dim):
     """Every way to call a kernel."""
-    training = partial(step, ops.forward, x, parameters, dim, grad)
+    training = partial(step, ops.forward, x, weight, (intervals, dim), grad)
     return {
-        "forward": partial(ops.forward, x, *parameters, dim),
-        "observe": partial(ops.observe, x, *parameters, dim),
+        "forward": partial(ops.forward, x, weight, intervals, dim),
+        "backward": partial(ops.backward, grad, x, weight, intervals, dim, True, True),
+        "observe": partial(ops.observe, x, weight, intervals, dim, pool),
         "lookup": partial(ops.lookup, x, *fused, dim),
         "training": partial(training, True, True),
         "training, x fixed": partial(training, False, True),
-        "training, parameters fixed": partial(training, True, False),
-        "Phase I": partial(step, ops.observe, x, parameters, dim, grad, True, True),
+        "training, weight fixed": partial(training, True, False),
+        "Phase I": partial(step, ops.observe, x, weight, (intervals, dim, pool), grad, True, True),
     }
 
 
@@ -103,14 +112,14 @@ def main():
     driver.Loaded.__call__ = lambda self, *arguments: (by_python.append(self), call_(self, *arguments))
     count = 0
     for x, channels, dim, kind, intervals in cases():
-        one, wide = torch.ones(channels, dtype=kind), torch.randn(channels, intervals + 1, dtype=kind)
-        parameters = {"left": -one, "right": one.clone(), "heights": wide, "left_slope": one * 0, "right_slope": one.clone()}
+        one, weight = torch.ones(channels, dtype=kind), torch.randn(channels * (intervals + 5), dtype=kind)
+        pool = torch.zeros(3, channels)
         table = torch.randn(channels, intervals + 2, dtype=kind)
         fused = {"left": -one, "inv_step": one.clone(), "slopes": table, "offsets": table.clone()}
         grad = torch.randn_like(x)
-        for name, call in calls_of(x, grad, parameters.values(), fused.values(), dim).items():
+        for name, call in calls_of(x, grad, weight, intervals, pool, fused.values(), dim).items():
             eager.forget()
-            known = {"x": x, "grad": grad} | (fused if name == "lookup" else parameters)
+            known = {"x": x, "grad": grad, "weight": weight, "pool": pool, **fused}
             expected = launched(call, known)
             assert len(by_python) == len(expected) > 0, f"{name} came to eager.cpp before it could know it"
             found = launched(call, known)
@@ -125,8 +134,7 @@ def main():
     eager.forget()
     eager._MOST = 5
     for x, channels, dim, kind, intervals in cases():  # more than it may remember
-        one = torch.ones(channels, dtype=kind)
-        ops.forward(x, one, one, one[:, None].repeat(1, intervals + 1), one, one, dim)
+        ops.forward(x, torch.ones(channels * (intervals + 5), dtype=kind), intervals, dim)
         assert 0 < len(eager._known) <= 5
     print(count)
 

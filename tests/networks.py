@@ -38,7 +38,7 @@ def units(model):
 
 def of_units(model):
     """The parameters of all units."""
-    return [p for unit in units(model) for p in unit.unit_parameters()]
+    return [unit.weight for unit in units(model)]
 
 
 def weights(model):

@@ -24,7 +24,7 @@ def small_network(granularity="channel"):
 
 def functions_of(model):
     return {
-        name: {n: p.detach().clone() for n, p in zip(NAMES, unit.unit_parameters(), strict=True)}
+        name: {n: p.detach().clone() for n, p in zip(NAMES, unit.blocks(), strict=True)}
         for name, unit in units_of(model).items()
     }
 

@@ -93,9 +93,9 @@ def test_a_normal_distribution_scores_055():
     x = 7 + 0.3 * torch.special.ndtri((torch.arange(n, dtype=torch.float64) + 0.5) / n).float()
     model = model_of(pwlu.PWLU())
     (unit,) = model
-    unit.running_mean.copy_(x.mean())
-    unit.running_std.copy_(x.std())
-    unit.updates.fill_(1)
+    unit.statistics.running_mean.copy_(x.mean())
+    unit.statistics.running_std.copy_(x.std())
+    unit.statistics.updates.fill_(1)
     pwlu.realign_(model)
     found = alignment(model, [x[:, None]])
     assert found.iou == [pytest.approx(2 * 1.6449 / 6, abs=1 / 256)]
@@ -228,7 +228,7 @@ def test_the_model_is_left_as_it_was(what):
     after = model.state_dict()
     assert state.keys() == after.keys()
     assert all(torch.equal(value, after[key]) for key, value in state.items())
-    assert not model[3]._pending  # Phase I has seen nothing
+    assert not model[3].statistics.pool.any()  # Phase I has seen nothing
 
 
 class Merging(nn.Linear):

@@ -242,16 +242,16 @@ import torch, pwlu
 act, x = pwlu.PWLU(5).cuda(), torch.randn(8, 5, 30, 30, device="cuda")
 act.phase = 1
 act(x)
-once = act.pool.clone()
-act.pool.zero_()
+once = act.statistics.pool.clone()
+act.statistics.pool.zero_()
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
     act(x)
-assert not act.pool.any()
+assert not act.statistics.pool.any()
 for _ in range(2):
     graph.replay()
 count, mean, m2 = once
-assert torch.equal(act.pool, torch.stack([2 * count, mean, 2 * m2])), (act.pool, once)
+assert torch.equal(act.statistics.pool, torch.stack([2 * count, mean, 2 * m2])), (act.statistics.pool, once)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert not done.returncode, done.stderr

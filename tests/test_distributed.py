@@ -70,9 +70,9 @@ def statistics(state):
 def test_the_bounds_say_something(expected, bounds):
     """They are far below what the steps have changed, and integers have to be equal."""
     start = worker.network().state_dict()
-    for name in ("2.heights", "2.left", "5.heights", "5.running_mean", "0.weight"):
+    for name in ("2.weight", "5.weight", "5.statistics.running_mean", "0.weight"):
         assert 0 < bounds[name] < 1e-6 * (expected[name] - start[name]).abs().max()
-    assert bounds["2.steps"] == bounds["2.updates"] == bounds["2.realigned"] == 0
+    assert bounds["2.statistics.steps"] == bounds["2.statistics.updates"] == bounds["2.statistics.realigned"] == 0
 
 
 def test_data_parallel(replicated, expected, bounds):
@@ -89,8 +89,10 @@ def test_batches_of_different_sizes_count_by_their_sizes(replicated, bounds):
     found = statistics(first["state"])
     assert_equal_to_rounding(found, statistics(one_process(batches=[(x, target)])), bounds)
     parts = [one_process(batches=[(x[part], target[part])]) for part in (slice(0, 3), slice(3, 8))]
-    unweighted = sum(part["2.running_mean"] for part in parts) / 2
-    assert (unweighted - found["2.running_mean"]).abs().max() > bounds["2.running_mean"]  # or it would not have been found out
+    unweighted = sum(part["2.statistics.running_mean"] for part in parts) / 2
+    assert (unweighted - found["2.statistics.running_mean"]).abs().max() > bounds[
+        "2.statistics.running_mean"
+    ]  # or it would not have been found out
 
 
 def test_a_process_without_inputs_does_not_count(replicated):
@@ -162,7 +164,7 @@ def test_what_was_sharded_loads_into_a_plain_model(sharded):
     model = worker.network()
     model.load_state_dict(sharded[0]["state"])
     assert same(model.state_dict().values(), sharded[1]["state"].values())
-    assert all(unit.realigned for unit in units(model))
+    assert all(unit.statistics.realigned for unit in units(model))
     assert model.eval()(worker.data()[0][0]).isfinite().all()
 
 

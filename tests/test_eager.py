@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import unit
+from helpers import unit, weight_of
 
 from pwlu import implementations, ops
 from pwlu.kernels import build, cpu, eager
@@ -128,11 +128,15 @@ def test_operators_without_it():
 def test_same_bits_as_by_python(dtype, monkeypatch):
     """What it has learned and what it leaves to Python."""
     x = torch.randn(4, 5, 6, 7, dtype=dtype, requires_grad=True)
-    parameters = [p.requires_grad_() for p in unit(5, 4, torch.float64 if dtype == torch.float64 else torch.float32)]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    weight, intervals = weight_of(unit(5, 4, wide))
+    weight.requires_grad_()
 
     def results():
-        y = ops.forward(x, *parameters, 1)
-        return [y, *torch.autograd.grad(y, [x, *parameters], torch.cos(x)), *ops.observe(x, *parameters, 1)]
+        pool = torch.ones(3, 5, dtype=wide)
+        y, observed = ops.forward(x, weight, intervals, 1), ops.observe(x, weight, intervals, 1, pool)
+        both = (torch.autograd.grad(each, [x, weight], torch.cos(x)) for each in (y, observed))
+        return [y, *next(both), observed, *next(both), pool]
 
     results()
     learned = results()
@@ -145,28 +149,26 @@ def test_same_bits_as_by_python(dtype, monkeypatch):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("position", range(5))
 @pytest.mark.parametrize("other", [torch.bfloat16, torch.float64])
-def test_parameters_of_several_types(position, other, device):
-    """Are not for it: it knows kernels for those of one type."""
-    x, parameters = torch.randn(3, 5, 4, device=device), unit(5, 4, device=device)
-    ops.forward(x, *parameters, 1)
-    parameters[position] = parameters[position].to(other)
-    inputs = [t.requires_grad_() for t in (x, *parameters)]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_weights_of_another_type(dtype, other, device):
+    """On the CPU they are not for it: it knows kernels for weights of the type of the arithmetic."""
+    x, (weight, intervals) = torch.randn(3, 5, 4, device=device).to(dtype), weight_of(unit(5, 4, device=device))
+    ops.forward(x, weight, intervals, 1)
+    inputs = [t.requires_grad_() for t in (x, weight.to(other))]
     for _ in range(2):
-        y = ops.forward(*inputs, 1)
-        assert torch.equal(y, implementations.kernel_forward(*inputs, 1))
-        expected = implementations.kernel_backward(torch.ones_like(y), *inputs, 1, True, True)
+        y = ops.forward(*inputs, intervals, 1)
+        assert torch.equal(y, implementations.forward(*(t.detach() for t in inputs), intervals, 1))
+        expected = implementations.backward(torch.ones_like(y), *(t.detach() for t in inputs), intervals, 1, True, True)
         for found, wanted in zip(torch.autograd.grad(y.sum(), inputs), expected, strict=True):
+            assert found.dtype == wanted.dtype
             assert torch.equal(found, wanted)
 
 
-def test_parameters_elsewhere(device):
+def test_a_weight_elsewhere(device):
     if device.type == "cpu":
         pytest.skip("needs a second device")
-    x, parameters = torch.randn(3, 5, device=device), unit(5, 4, device=device)
-    ops.forward(x, *parameters, 1)
-    for i in range(5):
-        wrong = [p.cpu() if i == j else p for j, p in enumerate(parameters)]
-        with pytest.raises(ValueError, match="on cpu"):
-            ops.forward(x, *wrong, 1)
+    x, (weight, intervals) = torch.randn(3, 5, device=device), weight_of(unit(5, 4, device=device))
+    ops.forward(x, weight, intervals, 1)
+    with pytest.raises(ValueError, match="on cpu"):
+        ops.forward(x, weight.cpu(), intervals, 1)

@@ -108,7 +108,7 @@ def test_channels_anywhere_and_numbers_of_every_size(form, tmp_path):
     model.one.right_slope.data.zero_()
     name = next(name for name, each in FORMS.items() if each is form)
     export_onnx(model, torch.randn(2, 4, 3, 5), tmp_path / "model.onnx", form=name)
-    values = wild_values(torch.float32, [p.detach() for p in model.images.unit_parameters()])
+    values = wild_values(torch.float32, [p.detach() for p in model.images.blocks()])
     x = values[: 4 * 15 * (len(values) // 60)].reshape(-1, 4, 3, 5)
     fused = copy.deepcopy(model)
     pwlu.fuse_(fused)

@@ -58,7 +58,7 @@ def test_epochs(epochs, accumulate, steps, length, tmp_path):
     training = Training(tmp_path, {"realign_after_epochs": epochs}, gradient_accumulation_steps=accumulate, **length)
     training.train()
     assert training.callback.phases.realign_at == steps
-    assert training.watch.unit.steps == steps
+    assert training.watch.unit.statistics.steps == steps
 
 
 def test_bfloat16(tmp_path):
@@ -138,7 +138,7 @@ def test_train_again_after_an_exception(tmp_path):
     assert training.callback.phases.steps == 1
     training.train()
     assert training.callback.phase == 2
-    assert training.watch.unit.steps == REALIGN_AT  # one before, two after
+    assert training.watch.unit.statistics.steps == REALIGN_AT  # one before, two after
     still = training.watch.after[: REALIGN_AT - 2]
     assert all(torch.equal(parameters, training.watch.start) for parameters in still)
     assert not torch.equal(training.watch.after[REALIGN_AT - 2], training.watch.start)

@@ -53,7 +53,7 @@ class Quantised(nn.Module):
 def act_of(channels=6, intervals=16, channel_dim=1):
     act = pwlu.PWLU(channels, intervals, channel_dim=channel_dim)
     with torch.no_grad():
-        for parameter, value in zip(act.unit_parameters(), unit(channels, intervals), strict=True):
+        for parameter, value in zip(act.blocks(), unit(channels, intervals), strict=True):
             parameter.copy_(value)
     return act.eval()
 
@@ -107,8 +107,8 @@ def test_every_entry(implementation, dtype, zero, channels, intervals, monkeypat
     assert [(call.rows, call.given, call.gives) for call in report] == [(channels, name, name)]
     with torch.no_grad():
         found, x = graph(q), (q.float() - zero) * torch.tensor(0.05)
-        exactly = quantise(reference.forward(x, *act.unit_parameters(), 1), dtype)
-        y, bound = oracle(x, [p.detach() for p in act.unit_parameters()], 1)
+        exactly = quantise(reference.forward(x, *act.blocks(), 1), dtype)
+        y, bound = oracle(x, [p.detach() for p in act.blocks()], 1)
     assert (found == RANGES[dtype][0]).any() or (found == RANGES[dtype][1]).any()  # some saturate
     if implementation == "reference":
         assert torch.equal(found, exactly.to(dtype))
@@ -262,7 +262,7 @@ def test_which_and_why():
     assert lines[2].split() == ["block.act", "6", "x", "256,", "uint8", "->", "float32"]
     assert lines[-1].endswith("2 of 5 PWLUs are tables")
     # tables come, and parameters go unless something reads them
-    names = {"table", "starts", "table_1", "starts_1", "left", "right", "heights", "left_slope", "right_slope"}
+    names = {"table", "starts", "table_1", "starts_1", "weight"}
     assert {name for name in graph.state_dict() if name.startswith("block.act.")} == {f"block.act.{name}" for name in names}
 
 

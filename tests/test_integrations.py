@@ -81,7 +81,7 @@ class TestLightning:
         assert REALIGN_AT < len(watch.after) < 12
         assert all(torch.equal(parameters, watch.start) for parameters in watch.after[: REALIGN_AT - 1])
         assert not torch.equal(watch.after[REALIGN_AT - 1], watch.start)
-        assert watch.unit.steps == REALIGN_AT
+        assert watch.unit.statistics.steps == REALIGN_AT
 
     @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
     @pytest.mark.parametrize("epoch", [0, 1])  # of two steps: in Phase I, in Phase II
@@ -220,7 +220,7 @@ def test_the_code_of_the_page_runs(monkeypatch, tmp_path, capsys):
         exec(compile(block, "docs/training.md", "exec"), names)
         if comment := re.search(r"print\(phases\)  # (.*)", block):
             assert comment[1] in capsys.readouterr().out
-    assert names["checkpoint"]["model"]["2.realigned"]  # a resume in Phase II
+    assert names["checkpoint"]["model"]["2.statistics.realigned"]  # a resume in Phase II
     assert equal(names["model"].state_dict(), names["checkpoint"]["model"])
 
 

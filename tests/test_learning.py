@@ -88,10 +88,11 @@ def test_units_stand_still_in_phase_one_and_learn_in_phase_two(make, call):
     realigned = values(learned)
     assert not same(start, realigned)
     step(model, optimizer, batches[3], call)
-    for unit, before in zip(units(model), (realigned[:5], realigned[5:]), strict=True):
-        assert not torch.equal(unit.heights, before[2])
-        assert not torch.equal(unit.left, before[0])
-        assert not torch.equal(unit.right, before[1])
+    for unit, weight in zip(units(model), realigned, strict=True):
+        before = pwlu.reference.unpack(weight, unit.intervals)
+        assert not torch.equal(unit.heights, before.heights)
+        assert not torch.equal(unit.left, before.left)
+        assert not torch.equal(unit.right, before.right)
     assert phases.steps == 3
 
 
@@ -140,11 +141,13 @@ def test_accumulated_gradients_are_one_step_with_the_statistics_of_the_whole_bat
         assert phases.steps == 1
     roundings = (128 + 4 * 8) * U * max(largest)
     for a, b in zip(units(whole), units(parts), strict=True):
-        assert (b.updates == 1).all()
-        torch.testing.assert_close(a.running_mean, b.running_mean, rtol=0, atol=4 * roundings)
+        assert (b.statistics.updates == 1).all()
+        torch.testing.assert_close(a.statistics.running_mean, b.statistics.running_mean, rtol=0, atol=4 * roundings)
         # sigma² is known to 4 (2 largest) `roundings`, as in the test of pools
-        sigma = a.running_std.min().item()
-        torch.testing.assert_close(a.running_std, b.running_std, rtol=0, atol=8 * max(largest) * roundings / sigma)
+        sigma = a.statistics.running_std.min().item()
+        torch.testing.assert_close(
+            a.statistics.running_std, b.statistics.running_std, rtol=0, atol=8 * max(largest) * roundings / sigma
+        )
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -169,11 +172,11 @@ def test_a_step_that_gradscaler_skips_does_not_count(make, fused):
     assert scaler.get_scale() == 4.0
     assert same(before, weights(model))
     assert (phases.phase, phases.steps) == (1, 1)
-    assert (units(model)[0].pool[0] == 16).all()
+    assert (units(model)[0].statistics.pool[0] == 16).all()
     scaled_step(batches[2])
     assert phases.steps == 2
     assert not same(before, weights(model))
-    assert (units(model)[0].updates == 2).all()
+    assert (units(model)[0].statistics.updates == 2).all()
     scaled_step(batches[3], torch.inf)
     assert phases.phase == 1
     scaled_step(batches[4])
@@ -208,7 +211,7 @@ def test_an_average_of_models_is_realigned_with_its_model():
         train(model, optimizer, [batch])
         average.update_parameters(model)
         assert same(of_units(model), of_units(average)) == (i <= 3)
-        assert all(bool(unit.realigned) == (i >= 3) for unit in units(average))
+        assert all(bool(unit.statistics.realigned) == (i >= 3) for unit in units(average))
     assert not same(weights(model), weights(average))
     assert [unit.phase for unit in units(average)] == [0, 0]
 
@@ -248,7 +251,7 @@ def test_a_compiled_model_may_be_given_instead():
     phases = pwlu.TwoPhase(compiled, optimizer, realign_at=2)
     train(compiled, optimizer, data(2))
     assert phases.phase == 2
-    assert all(unit.realigned for unit in units(model))
+    assert all(unit.statistics.realigned for unit in units(model))
 
 
 SCHEDULERS = {

@@ -1,11 +1,15 @@
 """The module: its start, its arguments, its state."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 import pwlu
+from pwlu import reference
 from pwlu.starts import STARTS, fit_bounds
 
 
@@ -106,13 +110,11 @@ def test_bad_arguments(arguments, text):
 
 def test_parameters_and_repr():
     act = pwlu.PWLU(5, intervals=8, channel_dim=-1, dtype=torch.float64)
-    assert {k: tuple(p.shape) for k, p in act.named_parameters()} == {
-        "left": (5,),
-        "right": (5,),
-        "heights": (5, 9),
-        "left_slope": (5,),
-        "right_slope": (5,),
-    }
+    assert {k: tuple(p.shape) for k, p in act.named_parameters()} == {"weight": (5 * 13,)}
+    shapes = {"left": (5,), "right": (5,), "heights": (5, 9), "left_slope": (5,), "right_slope": (5,)}
+    assert {k: tuple(p.shape) for k, p in act.blocks()._asdict().items()} == shapes
+    for name, shape in shapes.items():
+        assert getattr(act, name).shape == shape
     assert all(p.dtype == torch.float64 for p in act.parameters())
     assert repr(act) == "PWLU(channels=5, intervals=8, bounds=(-3, 3), init='relu', channel_dim=-1)"
 
@@ -140,19 +142,108 @@ def test_learns():
     assert loss < 0.01
 
 
-def test_a_parameter_that_is_computed():
-    """As torch.nn.utils.parametrize makes it, for a function that never falls, say: the unit has no such parameter then."""
+class Rising(nn.Module):
+    """A function that never falls."""
 
-    class Rising(nn.Module):
-        def forward(self, steps):
-            return steps.abs().cumsum(1)
+    def forward(self, weight):
+        blocks = reference.unpack(weight, 4)
+        return reference.pack(*blocks._replace(heights=blocks.heights.abs().cumsum(1)))
 
+
+def test_a_weight_that_is_computed():
+    """As torch.nn.utils.parametrize makes it: the unit has no parameter of that name then, and realignment cannot write it."""
     act, x = pwlu.PWLU(3, intervals=4), torch.randn(5, 3)
-    nn.utils.parametrize.register_parametrization(act, "heights", Rising())
-    parameters = (act.left, act.right, act.heights, act.left_slope, act.right_slope)
-    assert torch.equal(act(x), pwlu.functional.pwlu(x, *parameters))
+    nn.utils.parametrize.register_parametrization(act, "weight", Rising())
+    assert torch.equal(act(x), pwlu.functional.pwlu(x, *act.blocks()))
+    assert (act.heights.diff() >= 0).all()
     act(x).sum().backward()
-    assert act.parametrizations.heights.original.grad.abs().sum() > 0
+    assert act.parametrizations.weight.original.grad.abs().sum() > 0
+    with pytest.raises(RuntimeError, match=r"the weight is computed \(parametrized or pruned\).*remove_parametrizations"):
+        act.reset_parameters()
+
+
+def test_a_weight_that_is_pruned():
+    act, x = pwlu.PWLU(3, intervals=4, init="silu"), torch.randn(5, 3)
+    prune.l1_unstructured(act, "weight", amount=5)
+    assert torch.equal(act(x), pwlu.functional.pwlu(x, *act.blocks()))
+    act(x).sum().backward()
+    assert act.weight_orig.grad.abs().sum() > 0
+    prune.remove(act, "weight")
+    act.reset_parameters()
+
+
+# Blocks of the weight.
+
+
+def test_blocks_are_written_in_place():
+    act = pwlu.PWLU(3, intervals=4)
+    with torch.no_grad():
+        act.left -= 1
+        act.heights[1] = 7.0
+        act.right_slope.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    expected = reference.unpack(act.weight, 4)
+    assert expected.left.tolist() == [-4.0] * 3
+    assert expected.heights[1].tolist() == [7.0] * 5
+    assert act.right_slope.tolist() == [1.0, 2.0, 3.0]
+    weight = act.weight
+    act.assign(left=torch.zeros(3), heights=torch.ones(3, 5, dtype=torch.float64))
+    assert act.weight is weight
+    assert (act.left.tolist(), act.heights.unique().tolist(), act.right_slope.tolist()) == ([0.0] * 3, [1.0], [1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize("name", reference.Blocks._fields)
+def test_what_cannot_be_done_to_a_block(name):
+    """Freezing, replacing and parametrizing: the error names what can."""
+    act = pwlu.PWLU(3, intervals=4)
+    with pytest.raises(
+        RuntimeError, match=r"a view of its weight.*act\.scale_gradients\(left=0\.0\).*act\.requires_grad_\(False\)"
+    ):
+        getattr(act, name).requires_grad_(False)
+    for value in (torch.zeros(3), nn.Parameter(torch.zeros(3)), 3):
+        with pytest.raises(AttributeError, match=rf"{name} is a block of the weight.*act\.assign\({name}=value\)"):
+            setattr(act, name, value)
+    with pytest.raises(ValueError, match=f"does not have a parameter.*{name}"):
+        nn.utils.parametrize.register_parametrization(act, name, Rising())
+    with pytest.raises(ValueError, match=rf"{name} must have the shape \(3.*not \(7,\)"):
+        act.assign(**{name: torch.zeros(7)})
+    assert act.left.tolist() == [-3.0] * 3
+
+
+def test_assign_knows_the_blocks():
+    with pytest.raises(TypeError, match="no block bounds, only left, right, heights, left_slope, right_slope"):
+        pwlu.PWLU(3).assign(bounds=torch.zeros(3))
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+def test_scaled_gradients(phase):
+    """Also under torch.compile and in copies; not in the state dict, and gone with all factors 1."""
+    act, x = pwlu.PWLU(3, intervals=4, init="silu"), torch.randn(20, 3)
+    keys = act.state_dict().keys()
+    (whole,) = torch.autograd.grad(act(x).square().sum(), act.weight)
+    act.scale_gradients(left=0.0, right=0.0, heights=0.25)
+    act.phase = phase
+    for unit in (act, copy.deepcopy(act)):
+        y = unit(x)
+        assert torch.equal(y, pwlu.functional.pwlu(x, *act.blocks()))
+        (scaled,) = torch.autograd.grad(y.square().sum(), unit.weight)
+        found, expected = reference.unpack(scaled, 4), reference.unpack(whole, 4)
+        if phase == 1 and unit is act:
+            assert not scaled.any()
+            continue
+        assert not found.left.any()
+        assert not found.right.any()
+        assert torch.equal(found.heights, expected.heights / 4)
+        assert torch.equal(found.left_slope, expected.left_slope)
+    assert act.state_dict().keys() == keys
+    act.scale_gradients()
+    act.phase = 0
+    assert torch.equal(torch.autograd.grad(act(x).square().sum(), act.weight)[0], whole)
+
+
+def test_the_usual_rule_for_weight_decay_leaves_units_alone():
+    """Two or more dimensions."""
+    model = nn.Sequential(nn.Linear(3, 3), pwlu.PWLU(3))
+    assert [name for name, p in model.named_parameters() if p.ndim >= 2] == ["0.weight"]
 
 
 def test_bad_input_through_the_module():

@@ -15,7 +15,7 @@ def observing(channels=3):
 
 
 def counts(model):
-    return [unit.pool[0, 0].item() for unit in units(model)]
+    return [unit.statistics.pool[0, 0].item() for unit in units(model)]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -29,7 +29,7 @@ def test_a_forward_that_checkpointing_runs_again_counts_once(reentrant, backend)
     x = torch.randn(16, 5, requires_grad=True)
     for calls in (1, 2, 3):
         checkpoint(block, x, use_reentrant=reentrant).sum().backward()
-        assert [act.pool[0, 0].item() for act in units(model)] == [16 * calls, 16 * 8 * calls]
+        assert [act.statistics.pool[0, 0].item() for act in units(model)] == [16 * calls, 16 * 8 * calls]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -49,7 +49,7 @@ def test_checkpointing_inside_compiled_code_counts_once(backend):
     compiled = torch.compile(model, backend=backend)
     for calls in (1, 2):
         compiled(torch.randn(16, 5)).sum().backward()
-        assert [act.pool[0, 0].item() for act in units(model)] == [16 * calls, 16 * 8 * calls]
+        assert [act.statistics.pool[0, 0].item() for act in units(model)] == [16 * calls, 16 * 8 * calls]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -63,11 +63,11 @@ def test_compiled_code_pools_what_eager_code_does(backend):
         x = torch.randn(batch, 3, dtype=torch.float64)
         run(x).sum().backward()
         model(x).sum().backward()
-    count, mean, m2 = compiled[1].pool
+    count, mean, m2 = compiled[1].statistics.pool
     assert (count == 16).all()
     roundings = 2.0**-53 * 8 * 16 * 10
-    torch.testing.assert_close(mean, model[1].pool[1], rtol=0, atol=roundings)
-    torch.testing.assert_close(m2, model[1].pool[2], rtol=0, atol=roundings * 16 * 10)
+    torch.testing.assert_close(mean, model[1].statistics.pool[1], rtol=0, atol=roundings)
+    torch.testing.assert_close(m2, model[1].statistics.pool[2], rtol=0, atol=roundings * 16 * 10)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -87,8 +87,8 @@ def test_autocast(dtype):
     with torch.autocast("cpu", dtype=dtype):
         for _ in range(2):
             assert act(torch.ones(1000, dtype=dtype)).dtype == dtype
-    assert act.pool.dtype == torch.float32
-    assert act.pool[:, 0].tolist() == [2000.0, 1.0, 0.0]
+    assert act.statistics.pool.dtype == torch.float32
+    assert act.statistics.pool[:, 0].tolist() == [2000.0, 1.0, 0.0]
 
 
 def test_the_derivative_is_that_of_the_function_at_rest():
@@ -138,7 +138,7 @@ def test_gradients_of_every_sample():
     x = torch.randn(4, 3, dtype=torch.float64)
     torch.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
     together(x)
-    torch.testing.assert_close(model[1].pool, together[1].pool, rtol=0, atol=2.0**-53 * 64 * 10)
+    torch.testing.assert_close(model[1].statistics.pool, together[1].statistics.pool, rtol=0, atol=2.0**-53 * 64 * 10)
     model(x)
     assert counts(model) == [8]
 
@@ -168,6 +168,6 @@ def test_looking_at_the_pool_during_a_backward_pass():
     """What checkpointing runs again then is not counted, but what has been seen is not forgotten."""
     model, seen = observing(), []
     y = model(torch.randn(4, 3))
-    y.register_hook(lambda gradient: seen.append(model.state_dict()["1.pool"][0, 0].item()))
+    y.register_hook(lambda gradient: seen.append(model.state_dict()["1.statistics._extra_state"][0, 0].item()))
     y.sum().backward()
     assert seen == counts(model) == [4]

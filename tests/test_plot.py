@@ -27,7 +27,7 @@ from pwlu.starts import STARTS
 def shaped(unit):
     """Some learned function."""
     with torch.no_grad():
-        for p in unit.unit_parameters():
+        for p in unit.blocks():
             p.add_(0.3 * torch.randn_like(p))
     return unit
 
@@ -60,7 +60,7 @@ def function(unit, channel, x):
     """One function of a unit, in float64."""
     unit = copy.deepcopy(unit).double()
     with torch.no_grad():
-        return pwlu.functional.pwlu(x, *(p[channel, None] for p in unit.unit_parameters()))
+        return pwlu.functional.pwlu(x, *(p[channel, None] for p in unit.blocks()))
 
 
 # Functions.
@@ -154,7 +154,8 @@ def test_from_saved_parameters(kind):
     model = model_of(2)
     of_run = {
         name: {
-            key: kind(p.detach().numpy() if kind is np.asarray else p.detach().tolist()) for key, p in unit.named_parameters()
+            key: kind(p.detach().numpy() if kind is np.asarray else p.detach().tolist())
+            for key, p in unit.blocks()._asdict().items()
         }
         for name, unit in units_of(model).items()
     }
@@ -172,7 +173,7 @@ def test_where_bounds_have_crossed():
     """The two outer pieces alone, which meet, or do not, at B_L."""
     unit = pwlu.PWLU(1, intervals=4)
     with torch.no_grad():
-        for p, value in zip(unit.unit_parameters(), (1.0, -1.0, torch.tensor([5.0, 0, 0, 0, 7]), 0.5, 2.0), strict=True):
+        for p, value in zip(unit.blocks(), (1.0, -1.0, torch.tensor([5.0, 0, 0, 0, 7]), 0.5, 2.0), strict=True):
             p.copy_(torch.as_tensor(value))
     (axis,) = plot_functions(unit).axes
     ((x, y),) = (line.get_data() for line in lines(axis, "channel"))
@@ -319,7 +320,7 @@ def unreached(*names):
 EXPECTED = (
     r"plot_alignment: expected what pwlu\.alignment measured, or several of these by label, such as \{'stat-realign': .*\}"
 )
-UNIT = {key: p.detach() for key, p in pwlu.PWLU(3).named_parameters()}
+UNIT = {key: p.detach() for key, p in pwlu.PWLU(3).blocks()._asdict().items()}
 MODEL = nn.Sequential(pwlu.PWLU(3))
 
 
@@ -337,7 +338,7 @@ MODEL = nn.Sequential(pwlu.PWLU(3))
         ),
         (
             lambda: plot_functions({"a": UNIT | {"right": torch.ones(2)}}),
-            r"'a': pwlu: right must have the shape \(3,\), one a row of heights, not \(2,\)",
+            r"'a': pwlu: right must have the shape \(3,\), one per row of heights, not \(2,\)",
         ),
         (
             lambda: plot_functions({"a": UNIT | {"heights": 1.0}}),

@@ -96,7 +96,11 @@ def test_the_tutorial(run_page):
 def test_how_much_of_relu_realignment_cuts_off():
     """The tutorial's 0.09 standard deviations, where 0 lies in the middle of an interval."""
     unit = pwlu.PWLU()
-    for state, value in ((unit.running_mean, 3 / 16), (unit.running_std, 1.0), (unit.updates, 1)):
+    for state, value in (
+        (unit.statistics.running_mean, 3 / 16),
+        (unit.statistics.running_std, 1.0),
+        (unit.statistics.updates, 1),
+    ):
         state.fill_(value)
     pwlu.realign_(unit)
     x = torch.linspace(-3, 3, 4801)

@@ -59,9 +59,7 @@ def test_every_unit_goes_where_its_inputs_are(init, function):
         for c in range(unit.channels):
             expected = realigned_by_hand(function, mu[c].item(), sigma[c].item(), unit.intervals)
             of_slope = 2 * loss / (6 * sigma[c].item() / unit.intervals)
-            for p, value, bound in zip(
-                unit.unit_parameters(), expected, [loss, loss, 2 * loss, of_slope, of_slope], strict=True
-            ):
+            for p, value, bound in zip(unit.blocks(), expected, [loss, loss, 2 * loss, of_slope, of_slope], strict=True):
                 value = torch.tensor(value, dtype=torch.float64)
                 torch.testing.assert_close(p.detach()[c], value, rtol=0, atol=bound)
 
@@ -76,18 +74,18 @@ def test_at_exactly_that_step_and_in_place():
     for i, batch in enumerate(data(4), start=1):
         assert same(start, parameters) == (i <= 3)
         train(model, optimizer, [batch])
-        assert [bool(unit.realigned) for unit in units(model)] == [i >= 3] * 2
+        assert [bool(unit.statistics.realigned) for unit in units(model)] == [i >= 3] * 2
     assert all(a is b for a, b in zip(parameters, of_units(model), strict=True))
     assert places == [p.data_ptr() for p in of_units(model)]
     assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in parameters)
-    assert [unit.steps.item() for unit in units(model)] == [3, 3]
+    assert [unit.statistics.steps.item() for unit in units(model)] == [3, 3]
     assert len(phases.report) == 2
 
 
 def test_realign_at_the_first_step():
     model = network()
     trained(model, data(1))
-    assert all(unit.realigned and unit.steps == 1 for unit in units(model))
+    assert all(unit.statistics.realigned and unit.statistics.steps == 1 for unit in units(model))
 
 
 # Channels that cannot be realigned, or that lie to one side. The first unit sees the data as they are.
@@ -121,17 +119,17 @@ def test_channels_without_a_width_keep_what_they_have():
         lambda z: torch.full_like(z, math.nan),
     ]
     model = Bare(len(columns))
-    start = values(model.act.unit_parameters()), values(model.unreached.unit_parameters())
+    start = values(model.act.blocks()), values(model.unreached.blocks())
     phases = trained(model, batches_of(columns))
     assert phases.report == [Realigned("act", 5, 4), Realigned("unreached", 3, 3)]
-    for before, p in zip(start[0], model.act.unit_parameters(), strict=True):
+    for before, p in zip(start[0], model.act.blocks(), strict=True):
         assert torch.equal(before[1:], p[1:])
         assert p[0].isfinite().all()
     assert not torch.equal(start[0][0][0], model.act.left[0])
-    assert same(start[1], model.unreached.unit_parameters())
-    assert model.unreached.realigned
-    assert model.act.updates.tolist() == [2, 2, 2, 2, 0]
-    assert model.act.dropped.tolist() == [0, 0, 0, 0, 2]
+    assert same(start[1], model.unreached.blocks())
+    assert model.unreached.statistics.realigned
+    assert model.act.statistics.updates.tolist() == [2, 2, 2, 2, 0]
+    assert model.act.statistics.dropped.tolist() == [0, 0, 0, 0, 2]
 
 
 def test_a_channel_to_one_side_goes_on_as_the_start_does_there():
@@ -141,7 +139,7 @@ def test_a_channel_to_one_side_goes_on_as_the_start_does_there():
     batches = [(x.double(), y.double()) for x, y in batches_of([lambda z: 20 + z, lambda z: -20 + z])]
     phases = trained(model, batches)
     assert phases.report[0].kept == 0
-    left, right, heights, left_slope, right_slope = (p.detach() for p in model.act.unit_parameters())
+    left, right, heights, left_slope, right_slope = (p.detach() for p in model.act.blocks())
     assert left[0] > 10
     knots = left[:, None] + (right - left)[:, None] * torch.arange(17) / 16
     roundings = 8 * U * 30  # of numbers up to 30
@@ -169,7 +167,7 @@ def test_a_model_in_sixteen_bits():
     batches = [(x.bfloat16(), y.bfloat16()) for x, y in batches_of([lambda z: z, lambda z: 100 + z])]
     phases = trained(model, batches)
     assert phases.report[0] == Realigned("act", 2, 1)
-    mu, sigma = (s.double() for s in (model.act.running_mean, model.act.running_std))
+    mu, sigma = (s.double() for s in (model.act.statistics.running_mean, model.act.statistics.running_std))
     assert torch.equal(model.act.left[0].detach(), (mu - 3 * sigma)[0].bfloat16())
     assert model.act.left[1] == -3
 
@@ -204,6 +202,6 @@ def test_what_was_pooled_but_not_counted_is_let_go():
     pwlu.TwoPhase(model, optimizer, realign_at=3)
     train(model, optimizer, data(2))
     model(data(1)[0][0])
-    assert all(unit.pool.any() for unit in units(model))
+    assert all(unit.statistics.pool.any() for unit in units(model))
     pwlu.realign_(model)
-    assert not any(unit.pool.any() for unit in units(model))
+    assert not any(unit.statistics.pool.any() for unit in units(model))

@@ -86,7 +86,7 @@ def test_the_promise_holds_in_float32(tolerance):
     assert row.became == "fewer"
     x, scale = promise(act)
     x = x.float()
-    of_old, of_new = (oracle(x, [p.detach() for p in a.unit_parameters()], 1)[1].amax(0) for a in (act, new))
+    of_old, of_new = (oracle(x, [p.detach() for p in a.blocks()], 1)[1].amax(0) for a in (act, new))
     assert of_old.max() < 0.05 * tolerance  # else rounding alone could explain all
     with torch.no_grad():
         assert ((new(x).double() - act(x).double()).abs().amax(0) <= tolerance * scale + of_old + of_new).all()
@@ -132,7 +132,7 @@ def test_the_channel_that_needs_most_decides():
     for place in (0, 11):
         act = pwlu.PWLU(12, init=lambda x: 2 * x.relu(), dtype=torch.float64)
         with torch.no_grad():
-            for parameter, value in zip(act.unit_parameters(), alone.unit_parameters(), strict=True):
+            for parameter, value in zip(act.blocks(), alone.blocks(), strict=True):
                 parameter[place] = value[0]
         (row,) = simplify_(act, 0.02)
         assert (row.intervals, row.error) == (expected.intervals, pytest.approx(expected.error, rel=1e-6))
@@ -258,11 +258,12 @@ def test_objects_hooks_and_modes_stay():
     model = nn.Sequential(nn.Linear(3, 3), pwlu.PWLU(3), nn.Sequential(unit(wave, dtype=torch.float32))).eval()
     model.append(model[1])  # in two places
     model[1].mine = "kept"
-    before, seen = list(model.modules()), []
+    visible = lambda: [m for name, m in model.named_modules() if "statistics" not in name]  # noqa: E731
+    before, seen = visible(), []
     handles = [act.register_forward_hook(lambda act, *_: seen.append(type(act).__name__)) for act in (model[1], model[2][0])]
     model[1].requires_grad_(False)
     assert len(simplify_(model, 0.02)) == 2
-    assert all(a is b for a, b in zip(model.modules(), before, strict=True))
+    assert all(a is b for a, b in zip(visible(), before, strict=True))
     assert not model[1].training
     model(torch.randn(2, 3))
     assert seen == ["ReLU", "PWLU", "ReLU"]
@@ -280,8 +281,8 @@ def test_objects_hooks_and_modes_stay():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_dtype_state_and_frozen_parameters_stay(dtype, frozen):
     model = nn.ModuleList([unit(wave), unit(lambda x: torch.where(x < 0, x / 4, x)), unit(lambda x: x / 2)]).to(dtype)
-    model[0].running_mean.fill_(0.5)
-    model[0].realigned.fill_(True)
+    model[0].statistics.running_mean.fill_(0.5)
+    model[0].statistics.realigned.fill_(True)
     keys = list(model[0].state_dict())
     pwlu.freeze_(model, frozen)
     x = torch.randn(7, 3, dtype=dtype)
@@ -293,8 +294,8 @@ def test_dtype_state_and_frozen_parameters_stay(dtype, frozen):
         assert act(x).dtype == dtype
         assert (act(x) - expected).abs().max() < 0.4
     assert list(model[0].state_dict()) == keys
-    assert model[0].realigned
-    assert (model[0].running_mean == 0.5).all()
+    assert model[0].statistics.realigned
+    assert (model[0].statistics.running_mean == 0.5).all()
     assert model[0].intervals == model[0].heights.shape[1] - 1
     model[0].reset_parameters()
     pwlu.PWLU(3, model[0].intervals, dtype=dtype).load_state_dict(model[0].state_dict())
@@ -358,7 +359,7 @@ def test_bounds_that_crossed_and_numbers_that_are_none():
 def of(bounds, heights, slopes=(0.0, 0.0), dtype=torch.bfloat16):
     act = pwlu.PWLU(1, len(heights) - 1, bounds, init="identity", dtype=dtype)
     with torch.no_grad():
-        for parameter, value in zip(act.unit_parameters()[2:], ([heights], [slopes[0]], [slopes[1]]), strict=True):
+        for parameter, value in zip(act.blocks()[2:], ([heights], [slopes[0]], [slopes[1]]), strict=True):
             parameter.copy_(torch.tensor(value, dtype=torch.float64))
     return act
 
@@ -402,15 +403,15 @@ def test_line_in_16_bits():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_refine(dtype):
     model = nn.Sequential(unit(wave, intervals=8, dtype=dtype), unit(wave, intervals=16, dtype=dtype))
-    model[0].running_std.fill_(2.0)
+    model[0].statistics.running_std.fill_(2.0)
     old, keys = copy.deepcopy(model), list(model.state_dict())
     x = promise(model[0])[0].to(dtype)
     assert refine_(model, 16) == ["0"]
     assert [act.intervals for act in model] == [16, 16]
     assert torch.equal(model[0].heights[:, ::2], old[0].heights)
     assert list(model.state_dict()) == keys
-    assert (model[0].running_std == 2).all()
-    parameters = [[p.detach() for p in act.unit_parameters()] for act in (model[0], old[0])]
+    assert (model[0].statistics.running_std == 2).all()
+    parameters = [[p.detach() for p in act.blocks()] for act in (model[0], old[0])]
     bound = sum(oracle(x, p, 1)[1] for p in parameters)
     assert ((model[0](x) - old[0](x)).abs() <= bound).all()
     assert refine_(model, 48) == ["0", "1"]

@@ -11,7 +11,7 @@ import pwlu
 
 def second_differences(unit, c):
     """Of channel c at all knots, in plain numbers."""
-    left, right, heights, left_slope, right_slope = (p[c].tolist() for p in unit.unit_parameters())
+    left, right, heights, left_slope, right_slope = (p[c].tolist() for p in unit.blocks())
     step = (right - left) / unit.intervals
     points = [heights[0] - left_slope * step, *heights, heights[-1] + right_slope * step]
     return [b - a for a, b in pairwise(b - a for a, b in pairwise(points))]

@@ -9,7 +9,7 @@ from networks import data, network, of_units, same, train, units, values
 import pwlu
 
 REALIGN_AT = 3
-BUFFERS = ("running_mean", "running_std", "updates", "dropped", "steps", "realigned", "pool")
+STATISTICS = ("running_mean", "running_std", "updates", "dropped", "steps", "realigned", "_extra_state")
 
 
 def trained(steps, controlled=True):
@@ -22,7 +22,7 @@ def trained(steps, controlled=True):
 
 
 def test_the_keys_are_the_same_in_every_phase():
-    expected = {f"{n}.{key}" for n in (1, 3) for key in ("left", "right", "heights", "left_slope", "right_slope", *BUFFERS)}
+    expected = {f"{n}.{key}" for n in (1, 3) for key in ("weight", *(f"statistics.{s}" for s in STATISTICS))}
     expected |= {f"{n}.{key}" for n in (0, 2, 4) for key in ("weight", "bias")}
     for steps, controlled in ((0, False), (2, False), (0, True), (2, True), (REALIGN_AT, True), (5, True)):
         assert set(trained(steps, controlled)[0].state_dict()) == expected
@@ -56,8 +56,8 @@ def test_a_loaded_pool_is_a_copy():
     other = network()
     other.load_state_dict(model.state_dict())
     model(data(1)[0][0])
-    assert units(model)[0].pool.any()
-    assert not units(other)[0].pool.any()
+    assert units(model)[0].statistics.pool.any()
+    assert not units(other)[0].statistics.pool.any()
 
 
 @pytest.mark.parametrize("source", [0, 2, REALIGN_AT, 5])
@@ -105,32 +105,22 @@ def test_weights_from_before_the_units():
 @pytest.mark.parametrize("steps", [1, REALIGN_AT, 5])
 def test_weights_from_before_the_units_are_too_little_for_units_that_learned(steps):
     model, *_ = trained(steps)
-    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"1.left\", \"1.right\""):
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"1.weight\""):
         model.load_state_dict(network(activation=torch.nn.ReLU).state_dict())
 
 
 def test_weights_from_before_the_units_are_too_little_without_a_controller_too():
     model, *_ = trained(1, controlled=False)
-    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"1.left\", \"1.right\""):
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"1.weight\""):
         model.load_state_dict(network(activation=torch.nn.ReLU).state_dict())
 
 
-@pytest.mark.parametrize("key", ["1.left", "1.running_mean", "1.steps", "3.realigned"])
+@pytest.mark.parametrize("key", ["1.weight", "1.statistics.running_mean", "1.statistics._extra_state", "3.statistics.steps"])
 def test_a_missing_key_is_named(key):
     state = trained(2)[0].state_dict()
     del state[key]
     with pytest.raises(RuntimeError, match=f'Missing key.*"{key}"'):
         network().load_state_dict(state)
-
-
-def test_a_missing_pool_is_an_empty_one():
-    """It is empty after every step anyway."""
-    model, *_ = trained(2)
-    state = {k: v for k, v in model.state_dict().items() if not k.endswith("pool")}
-    other, *_ = trained(1)
-    other(data(1)[0][0])
-    other.load_state_dict(state)
-    assert same(model.state_dict().values(), other.state_dict().values())
 
 
 def test_an_unexpected_key_is_named():
@@ -141,8 +131,8 @@ def test_an_unexpected_key_is_named():
 
 def test_pools_of_another_size():
     state = network().state_dict()
-    state["1.pool"] = torch.zeros(3, 4)
-    with pytest.raises(RuntimeError, match=r"size mismatch for 1.pool: \(3, 4\) in the state, \(3, 8\) here"):
+    state["1.statistics._extra_state"] = torch.zeros(3, 4)
+    with pytest.raises(RuntimeError, match=r"size mismatch for the pool of a PWLU: \(3, 4\) in the state, \(3, 8\) here"):
         network().load_state_dict(state)
 
 
@@ -150,9 +140,9 @@ def test_what_is_loaded_in_part_keeps_the_rest():
     """Not a key of the units: what they have pooled since the last step is theirs still."""
     model, *_ = trained(2)
     model(data(1)[0][0])
-    before = [unit.pool.clone() for unit in units(model)]
+    before = [unit.statistics.pool.clone() for unit in units(model)]
     assert model.load_state_dict({"0.weight": torch.zeros(8, 5)}, strict=False).unexpected_keys == []
-    assert same(before, [unit.pool for unit in units(model)])
+    assert same(before, [unit.statistics.pool for unit in units(model)])
 
 
 def test_units_on_the_meta_device_are_loaded_by_assignment():
@@ -174,7 +164,7 @@ def test_units_that_begin_anew():
     assert phases.phase == 1
     train(model, optimizer, data(REALIGN_AT))
     assert phases.phase == 2
-    assert all(unit.steps == REALIGN_AT for unit in units(model))
+    assert all(unit.statistics.steps == REALIGN_AT for unit in units(model))
     for unit in units(model):
         unit.reset_parameters()
     assert phases.phase == 1

@@ -9,7 +9,6 @@ import torch
 from helpers import unit as random_parameters
 from networks import data, network, of_units, same, train, units, values, watching
 from torch import nn
-from torch.library import opcheck
 
 import pwlu
 from pwlu import ops, reference, statistics
@@ -40,7 +39,7 @@ def test_moments_of_several_calls_are_those_of_everything(shape, dim, channels):
     for x in calls:
         act(x)
     rows = by_channel(calls, channels, dim)
-    count, mean, m2 = act.pool
+    count, mean, m2 = act.statistics.pool
     n = rows.shape[1]
     roundings = n + 8 * len(calls)
     assert (count == n).all()
@@ -59,59 +58,56 @@ def test_a_large_mean_leaves_the_deviation_right():
     calls = [torch.randn(200, 3, 20) + 1e4 for _ in range(5)]
     for x in calls:
         act(x)
-    statistics.advance_([act])
+    statistics.advance_([act.statistics])
     rows = by_channel(calls, 3, 1)
     distance = 2 * len(calls) * U32 * 1e4
     means = torch.stack([by_channel([x], 3, 1).mean(1) for x in calls])
     e = (means.max() - means.min()).item()
-    torch.testing.assert_close(act.running_mean.double(), rows.mean(1), rtol=0, atol=distance)
+    torch.testing.assert_close(act.statistics.running_mean.double(), rows.mean(1), rtol=0, atol=distance)
     loss = len(calls) * (2 * e * distance + distance**2) + 16 * U32
     assert loss < 0.02  # or the next line would say little
-    torch.testing.assert_close(act.running_std.double(), rows.std(1, correction=0), rtol=loss, atol=0)
+    torch.testing.assert_close(act.statistics.running_std.double(), rows.std(1, correction=0), rtol=loss, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_the_operator_that_adds_to_a_pool(device):
-    """It keeps its contract, and changes the pool in place, as autograd can tell."""
-    pool, mean, m2 = torch.rand(3, 5, device=device) + 1, torch.randn(5, device=device), torch.rand(5, device=device)
-    moments = (torch.tensor(7, device=device), mean, m2)
-    opcheck(ops.pool, (pool.clone(), *moments))
-    expected, version = reference.merge(pool, *moments), pool._version
-    ops.pool(pool, *moments)
+def test_moments_are_merged_as_the_reference_says(device):
+    """Bit for bit, whatever adds them: the moments of a call, from a pool that is empty, into one that is not."""
+    pool = torch.rand(3, 5, device=device) + 1
+    x, alone = torch.randn(7, 5, 4, device=device), torch.zeros(3, 5, device=device)
+    ops.moments(x, 1, alone)
+    expected = reference.merge(pool, torch.tensor(28, device=device), *alone[1:])
+    ops.moments(x, 1, pool)
     assert torch.equal(pool, expected)
-    assert pool._version > version
 
 
 def test_nothing_is_counted_unless_a_unit_trains_in_phase_one():
     act, x = pwlu.PWLU(3), torch.randn(4, 3)
     act(x)
-    assert not act.pool.any()
+    assert not act.statistics.pool.any()
     watching(act)
     act.eval()(x)
-    assert not act.pool.any()
+    assert not act.statistics.pool.any()
     act.train()
     act.phase = 2
     act(x)
-    assert not act.pool.any()
+    assert not act.statistics.pool.any()
     act.phase = 1
     act(x)
-    assert (act.pool[0] == 4).all()
+    assert (act.statistics.pool[0] == 4).all()
 
 
-@pytest.mark.parametrize("looked_at", [False, True])
-def test_more_calls_than_anyone_makes(looked_at):
-    """Some hundred between two steps, by a unit that is used everywhere; whether or not someone looks at the pool meanwhile."""
+def test_more_calls_than_anyone_makes():
+    """Some hundred between two steps, by a unit that is used everywhere."""
     act = watching(pwlu.PWLU(1, dtype=torch.float64))
     calls = [torch.randn(3, dtype=torch.float64) + 1 for _ in range(150)]
     for x in calls:
         act(x)
-        if looked_at:
-            act.pool.sum()
-    statistics.advance_([act])
+    statistics.advance_([act.statistics])
     everything = torch.cat(calls)
     roundings = (len(everything) + 8 * len(calls)) * U * 4 * everything.abs().max().item() ** 2
-    torch.testing.assert_close(act.running_mean.item(), everything.mean().item(), rtol=0, atol=roundings)
-    torch.testing.assert_close(act.running_std.item(), everything.std(correction=0).item(), rtol=0, atol=4 * roundings)
+    torch.testing.assert_close(act.statistics.running_mean.item(), everything.mean().item(), rtol=0, atol=roundings)
+    torch.testing.assert_close(
+        act.statistics.running_std.item(), everything.std(correction=0).item(), rtol=0, atol=4 * roundings
+    )
 
 
 def test_units_that_were_called_a_different_number_of_times():
@@ -121,10 +117,10 @@ def test_units_that_were_called_a_different_number_of_times():
         for x in [torch.randn(4, pair[0].channels) for _ in range(i)]:
             for act in pair:
                 act(x)
-    statistics.advance_(together)
+    statistics.advance_([act.statistics for act in together])
     for act in alone:
-        statistics.advance_([act])
-    assert [act.updates[0].item() for act in together] == [0, 1, 1, 1]
+        statistics.advance_([act.statistics])
+    assert [act.statistics.updates[0].item() for act in together] == [0, 1, 1, 1]
     for first, second in zip(together, alone, strict=True):
         assert same(first.state_dict().values(), second.state_dict().values())
 
@@ -132,23 +128,23 @@ def test_units_that_were_called_a_different_number_of_times():
 def test_an_empty_batch_adds_nothing():
     act = watching(pwlu.PWLU(3))
     act(torch.randn(0, 3))
-    assert not act.pool.any()
+    assert not act.statistics.pool.any()
     act(torch.randn(4, 3))
-    before = act.pool.clone()
+    before = act.statistics.pool.clone()
     act(torch.randn(0, 3))
-    assert torch.equal(act.pool, before)
+    assert torch.equal(act.statistics.pool, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_function_of_phase_one_is_that_of_the_parameters(dtype):
     act = pwlu.PWLU(3, intervals=5)
     with torch.no_grad():
-        for p, value in zip(act.unit_parameters(), random_parameters(3, 5), strict=True):
+        for p, value in zip(act.blocks(), random_parameters(3, 5), strict=True):
             p.copy_(value)
     x = 3 * torch.randn(50, 3).to(dtype)
     expected = act(x)
     assert torch.equal(watching(act)(x), expected)
-    assert (act.pool[0] == 50).all()
+    assert (act.statistics.pool[0] == 50).all()
 
 
 # The running averages: one step of the optimizer each.
@@ -161,28 +157,28 @@ def test_running_averages(shape, dim, channels):
     mu = sigma = None
     for step in range(1, 5):
         act(torch.randn(shape, dtype=torch.float64) * step + step**2)
-        count, mean, m2 = act.pool.clone()
+        count, mean, m2 = act.statistics.pool.clone()
         std = (m2 / count).sqrt()
         mu = mean if mu is None else 0.9 * mu + 0.1 * mean
         sigma = std if sigma is None else 0.9 * sigma + 0.1 * std
-        statistics.advance_([act])
-        torch.testing.assert_close(act.running_mean, mu, rtol=8 * step * U, atol=0)
-        torch.testing.assert_close(act.running_std, sigma, rtol=8 * step * U, atol=0)
-        assert (act.updates == step).all()
-        assert act.steps == step
-        assert not act.dropped.any()
-        assert not act.pool.any()
+        statistics.advance_([act.statistics])
+        torch.testing.assert_close(act.statistics.running_mean, mu, rtol=8 * step * U, atol=0)
+        torch.testing.assert_close(act.statistics.running_std, sigma, rtol=8 * step * U, atol=0)
+        assert (act.statistics.updates == step).all()
+        assert act.statistics.steps == step
+        assert not act.statistics.dropped.any()
+        assert not act.statistics.pool.any()
 
 
 def test_an_empty_pool_changes_nothing_but_the_steps():
     act = watching(pwlu.PWLU(3))
     act(torch.randn(8, 3))
-    statistics.advance_([act])
-    before = values([act.running_mean, act.running_std, act.updates])
-    statistics.advance_([act])
-    assert same(before, [act.running_mean, act.running_std, act.updates])
-    assert act.steps == 2
-    assert not act.dropped.any()
+    statistics.advance_([act.statistics])
+    before = values([act.statistics.running_mean, act.statistics.running_std, act.statistics.updates])
+    statistics.advance_([act.statistics])
+    assert same(before, [act.statistics.running_mean, act.statistics.running_std, act.statistics.updates])
+    assert act.statistics.steps == 2
+    assert not act.statistics.dropped.any()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
@@ -196,27 +192,27 @@ def test_a_pool_that_is_not_finite_is_dropped(bad):
             x[5, 1] = bad
         act(x)
         act(torch.zeros(0, 3))
-        before = act.running_mean[1].item(), act.running_std[1].item()
-        statistics.advance_([act, healthy])
-        assert not act.pool.any()
+        before = act.statistics.running_mean[1].item(), act.statistics.running_std[1].item()
+        statistics.advance_([act.statistics, healthy.statistics])
+        assert not act.statistics.pool.any()
         if step == 1:
-            assert (act.running_mean[1].item(), act.running_std[1].item()) == before
-    assert act.dropped.tolist() == [0, 1, 0]
-    assert act.updates.tolist() == [3, 2, 3]
-    assert act.running_mean.isfinite().all()
-    assert torch.equal(act.running_mean[::2], healthy.running_mean[::2])
-    assert torch.equal(act.running_std[::2], healthy.running_std[::2])
-    assert act.running_mean[1] != healthy.running_mean[1]
+            assert (act.statistics.running_mean[1].item(), act.statistics.running_std[1].item()) == before
+    assert act.statistics.dropped.tolist() == [0, 1, 0]
+    assert act.statistics.updates.tolist() == [3, 2, 3]
+    assert act.statistics.running_mean.isfinite().all()
+    assert torch.equal(act.statistics.running_mean[::2], healthy.statistics.running_mean[::2])
+    assert torch.equal(act.statistics.running_std[::2], healthy.statistics.running_std[::2])
+    assert act.statistics.running_mean[1] != healthy.statistics.running_mean[1]
 
 
 def test_the_first_finite_step_is_taken_as_it_is():
     act = watching(pwlu.PWLU(2))
     for x in (torch.tensor([[1.0, math.nan], [3.0, 1.0]]), torch.tensor([[1.0, 5.0], [3.0, 9.0]])):
         act(x)
-        statistics.advance_([act])
-    assert act.running_mean.tolist() == [2.0, 7.0]
-    assert act.running_std.tolist() == [1.0, 2.0]
-    assert act.updates.tolist() == [2, 1]
+        statistics.advance_([act.statistics])
+    assert act.statistics.running_mean.tolist() == [2.0, 7.0]
+    assert act.statistics.running_std.tolist() == [1.0, 2.0]
+    assert act.statistics.updates.tolist() == [2, 1]
 
 
 def test_units_of_different_types_advance_together():
@@ -224,9 +220,9 @@ def test_units_of_different_types_advance_together():
     x = torch.tensor([[1.0, 5.0], [3.0, 9.0]])
     for act in acts:
         act(x.to(act.left.dtype))
-    statistics.advance_(acts)
-    assert [act.running_mean.dtype for act in acts] == [torch.float32, torch.float64, torch.float32]
-    assert all(act.running_mean.tolist() == [2.0, 7.0] for act in acts)
+    statistics.advance_([act.statistics for act in acts])
+    assert [act.statistics.running_mean.dtype for act in acts] == [torch.float32, torch.float64, torch.float32]
+    assert all(act.statistics.running_mean.tolist() == [2.0, 7.0] for act in acts)
 
 
 def test_the_group_of_processes_is_asked(monkeypatch):
@@ -238,10 +234,10 @@ def test_the_group_of_processes_is_asked(monkeypatch):
     monkeypatch.setattr(statistics.dist, "all_reduce", lambda sums, group: asked.append(group) or sums.mul_(2))
     act = watching(pwlu.PWLU(2, dtype=torch.float64))
     act(torch.tensor([[1.0, 5.0], [3.0, 9.0]], dtype=torch.float64))
-    statistics.advance_([act], group)
+    statistics.advance_([act.statistics], group)
     assert asked == [group, group]
-    assert act.running_mean.tolist() == [2.0, 7.0]
-    assert act.running_std.tolist() == [1.0, 2.0]
+    assert act.statistics.running_mean.tolist() == [2.0, 7.0]
+    assert act.statistics.running_std.tolist() == [1.0, 2.0]
 
 
 # Where they go with the model.
@@ -258,7 +254,9 @@ def in_phase_one(dtype=torch.float32):
 
 
 def watched(model):
-    return [s for unit in units(model) for s in (unit.running_mean, unit.running_std, unit.pool)]
+    return [
+        s for unit in units(model) for s in (unit.statistics.running_mean, unit.statistics.running_std, unit.statistics.pool)
+    ]
 
 
 @pytest.mark.parametrize("half", ["bfloat16", "half"])
@@ -270,7 +268,7 @@ def test_a_model_in_half_precision_keeps_statistics_in_float32(half):
     assert all(p.dtype == getattr(torch, half) for p in model.parameters())
     assert same(before, watched(model))
     train(model, optimizer, data(3, dtype=getattr(torch, half)))
-    assert all(unit.realigned for unit in units(model))
+    assert all(unit.statistics.realigned for unit in units(model))
 
 
 def test_statistics_move_with_the_model():
@@ -286,14 +284,14 @@ def test_statistics_move_with_the_model():
 def test_the_pool_follows_what_is_moved_one_by_one():
     """As fully_shard does it: parameters and buffers to the device of the mesh, without a call of `to`."""
     act, never_called = (watching(pwlu.PWLU(3)) for _ in range(2))
-    for unit in (act, never_called):
-        for name, parameter in list(unit.named_parameters()):
-            setattr(unit, name, nn.Parameter(parameter.to("meta")))
-        for name, buffer in list(unit.named_buffers()):
-            setattr(unit, name, buffer.to("meta"))
+    for module in (*act.modules(), *never_called.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.to("meta")))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to("meta"))
     act(torch.empty(4, 3, device="meta"))
-    statistics.advance_([act, never_called])
-    assert act.pool.device.type == "meta"
+    statistics.advance_([act.statistics, never_called.statistics])
+    assert act.statistics.pool.device.type == "meta"
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
@@ -302,7 +300,7 @@ def test_a_copy_has_the_statistics_and_trains_as_it_is(make):
     model, _optimizer = in_phase_one()
     other = make(model)
     assert same(watched(model), watched(other))
-    assert units(other)[0].pool[0].any()
+    assert units(other)[0].statistics.pool[0].any()
     assert [unit.phase for unit in units(other)] == [0, 0]
     assert [unit.phase for unit in units(model)] == [1, 1]
     before = values(watched(other))

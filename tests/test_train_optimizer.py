@@ -137,9 +137,9 @@ def test_accumulation(exact, parts):
     task = task_of(**settings, accumulate=parts)
     assert [len(labels) for _, labels in next(batches_of(task))] == [128 // parts] * parts
     found = take_steps(trainee_of(task), 10).network.state_dict()
-    assert found["2.realigned"]
+    assert found["2.statistics.realigned"]
     assert_equal_to_rounding(found, expected, bounds)
-    assert 0 < bounds["2.heights"] < 1e-8 * expected["2.heights"].abs().max()  # the bounds say something
+    assert 0 < bounds["2.weight"] < 1e-8 * expected["2.weight"].abs().max()  # the bounds say something
 
 
 def test_moving_average():
@@ -229,7 +229,7 @@ def test_phases():
     assert not same(seen[0], seen[10])
     assert not same(seen[10], seen[11])
     assert trainee.phase == 2
-    assert all(unit.steps == 10 for unit in trainee.units.values())
+    assert all(unit.statistics.steps == 10 for unit in trainee.units.values())
     assert trainee_of(task_of(**{**SHORT, "realign_epochs": 0.01})).phases.realign_at == 1
 
 

@@ -118,7 +118,7 @@ def test_two_processes_do_what_one_does(two, tmp_path):
     bounds = bounds_of_rounding(run, 128 * 64)
     states = [torch.load(folder.path / "model.pt", weights_only=True) for folder in (found, expected)]
     assert_equal_to_rounding(*states, bounds)
-    assert 0 < bounds["2.heights"] < 1e-8 * states[0]["2.heights"].abs().max()  # the bounds say something
+    assert 0 < bounds["2.weight"] < 1e-8 * states[0]["2.weight"].abs().max()  # the bounds say something
     for row, other in zip(without_times(found.metrics()), without_times(expected.metrics()), strict=True):
         assert row == pytest.approx(other, rel=2e-7)  # metrics have seven digits
         assert row["accuracy"] == other["accuracy"]

@@ -124,7 +124,7 @@ def test_checkpoints_need_no_pickle(finished):
         state = loaded(path)
         assert state["step"] == int(path.name[5:13])
         assert set(state["trainee"]) == {"network", "optimizer", "schedule", "scaler"}
-        assert state["trainee"]["network"]["2.heights"].shape == (8, 17)
+        assert state["trainee"]["network"]["2.weight"].shape == (8 * 21,)
 
 
 def test_every_setting_survives(tmp_path):

@@ -50,7 +50,7 @@ class Watch:
         optimizer.register_step_post_hook(lambda *_: (self.after.append(self.parameters()), self.inputs.append([])))
 
     def parameters(self):
-        return torch.cat([p.detach().flatten() for p in self.unit.unit_parameters()])
+        return self.unit.weight.detach().clone()
 
     def check(self, steps, accumulate=1):
         """Still in Phase I; realigned where the inputs of its steps say, all batches of a step as one; learning in Phase II."""
@@ -67,7 +67,7 @@ class Watch:
         later = self.after[REALIGN_AT - 1 :]
         assert all(not torch.equal(before, after) for before, after in pairwise(later))
         assert self.unit.phase in (0, 2)  # 0: the controller has let go
-        assert self.unit.steps == REALIGN_AT
+        assert self.unit.statistics.steps == REALIGN_AT
 
 
 def equal(state, other):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from pwlu.module import PWLU, units_of, whole, write
+from pwlu.module import PWLU, plain_weight, units_of, whole, write
 from pwlu.realignment import Realigned, realign_, some
 from pwlu.statistics import advance_
 from pwlu.text import counted
@@ -139,6 +139,7 @@ class TwoPhase:
                 "TwoPhase: nn.DataParallel runs copies of the model, whose statistics would be lost. "
                 "Use DistributedDataParallel"
             )
+        self._check_weights()
         optimizer = _unwrapped(optimizer)
         self._check_optimizer(optimizer)
         self.copies = [self._check_copy(copy) for copy in ([copies] if isinstance(copies, nn.Module) else copies)]
@@ -252,6 +253,17 @@ class TwoPhase:
                 f"TwoPhase: {some(taken)} has a TwoPhase already. Keep that one, which works as long as its optimizer does, "
                 "or call its remove() first."
             )
+
+    def _check_weights(self) -> None:
+        """Realignment writes every weight, so each must be a parameter of its own."""
+        owners: dict[int, str] = {}
+        for name, unit in self._units.items():
+            weight = plain_weight(unit)
+            if (other := owners.setdefault(id(weight), name)) != name:
+                raise ValueError(
+                    f"TwoPhase: {other} and {name} share one weight, but each has bounds where its own inputs are. Share the "
+                    "module instead, or give each its own: act.weight = torch.nn.Parameter(act.weight.detach().clone())"
+                )
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}

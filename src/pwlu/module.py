@@ -238,16 +238,22 @@ def whole(parameter: Tensor) -> Tensor:
     return gathered(parameter.detach())
 
 
-@torch.no_grad()
-def write(unit: PWLU, value: Tensor) -> None:
-    """Write the weight of a unit in place, each process its part of a sharded one."""
-    parameter: Any = unit._parameters.get("weight")
+def plain_weight(unit: PWLU) -> Any:
+    """Return the weight of a unit; raise RuntimeError if it is no parameter, which cannot be written."""
+    parameter = unit._parameters.get("weight")
     if parameter is None:
         raise RuntimeError(
             "PWLU: the weight is computed (parametrized or pruned), so it cannot be written, as realignment has to. Make it "
             "plain first: torch.nn.utils.parametrize.remove_parametrizations(act, 'weight') or "
             "torch.nn.utils.prune.remove(act, 'weight')"
         )
+    return parameter
+
+
+@torch.no_grad()
+def write(unit: PWLU, value: Tensor) -> None:
+    """Write the weight of a unit in place, each process its part of a sharded one."""
+    parameter = plain_weight(unit)
     if hasattr(parameter, "placements"):
         from torch.distributed.tensor import distribute_tensor
 

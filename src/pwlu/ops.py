@@ -96,19 +96,22 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, *pool: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.set_materialize_grads(False)
         ctx.intervals, ctx.channel_dim, ctx.still = intervals, channel_dim, bool(pool)
         return _below_autograd(observe if pool else forward, x, weight, intervals, channel_dim, *pool)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_input, need_weight = ctx.needs_input_grad[:2]  # autograd ignores what it did not ask for
-        learns = need_weight and not ctx.still
-        arguments = (grad, x, weight, ctx.intervals, ctx.channel_dim, need_input, learns)
-        # Gradients are enabled in a backward pass only if a second derivative is wanted.
-        differentiable = torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0
-        grad_x, grad_weight = backward(*arguments) if differentiable else _below_autograd(backward, *arguments)
-        if need_weight and ctx.still:
+        learns = need_weight and not ctx.still and grad is not None
+        grad_x = grad_weight = None
+        if grad is not None:  # else what follows has none to give
+            arguments = (grad, x, weight, ctx.intervals, ctx.channel_dim, need_input, learns)
+            # Gradients are enabled in a backward pass only if a second derivative is wanted.
+            differentiable = torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0
+            grad_x, grad_weight = backward(*arguments) if differentiable else _below_autograd(backward, *arguments)
+        if need_weight and not learns:
             grad_weight = torch.zeros_like(weight)  # zero, but not missing: DistributedDataParallel waits for it
         return (grad_x, grad_weight, None, None, *[None] * ctx.still)
 

@@ -140,7 +140,7 @@ def _plan(model: fx.GraphModule, call: fx.Node) -> _Plan | Tabulated:
     (_, given), (_, unit), *after = steps
     entry.rows = max(_channels(arguments) for _, arguments in steps)
     limits = torch.iinfo(given["dtype"])
-    numbers = torch.arange(limits.min, limits.max + 1, device=unit["left"].device).to(given["dtype"])
+    numbers = torch.arange(limits.min, limits.max + 1, device=unit["weight"].device).to(given["dtype"])
     value = numbers[:, None].repeat(1, entry.rows)
     with torch.no_grad():
         for node, arguments in steps:
@@ -200,7 +200,7 @@ def _dims(steps: list[tuple[fx.Node, dict[str, Any]]], ndim: int) -> list[int]:
 
 def _channels(arguments: dict[str, Any]) -> int:
     if "channel_dim" in arguments:
-        return arguments["left"].numel()
+        return arguments["weight"].numel() // (arguments["intervals"] + 5)
     return arguments["scales"].numel() if "axis" in arguments else 1
 
 
@@ -252,11 +252,12 @@ def _owner(call: fx.Node) -> str:
 def _drop(model: fx.GraphModule, owner: str) -> None:
     """Parameters and buffers of a PWLU that nothing uses any more."""
     module = model.get_submodule(owner)
-    names = {f"{owner}.{name}".removeprefix("."): name for name in [*module._parameters, *module._buffers]}
+    names = {f"{owner}.{name}".removeprefix("."): name for name in dict([*module.named_parameters(), *module.named_buffers()])}
     nodes = [node for node in model.graph.nodes if node.op == "get_attr" and node.target in names]
     used = {names[node.target] for node in nodes if node.users}
     for node in nodes:
         if not node.users:
             model.graph.erase_node(node)
     for name in set(names.values()) - used:
-        delattr(module, name)
+        holder, _, last = name.rpartition(".")
+        delattr(module.get_submodule(holder), last)

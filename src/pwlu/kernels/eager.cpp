@@ -105,9 +105,12 @@ struct UnitBackward : Node {
     const std::lock_guard lock(mutex_);
     variable_list found(2);
     const Tensor& grad = grads[0];
-    if (!grad.defined()) return found;
-    const Tensor x = x_.unpack(), weight = weight_.unpack();
     const bool need_input = task_should_compute_output(0), need_weight = task_should_compute_output(1);
+    const Tensor x = x_.unpack(), weight = weight_.unpack();
+    if (!grad.defined()) {  // what follows has none to give
+      if (need_weight) found[1] = at::zeros_like(weight);
+      return found;
+    }
     Gradients gradients;
     static const auto op = find<Backward>("pwlu::backward");
     const bool is_ordinary = ordinary(grad, x, weight);

@@ -1,10 +1,11 @@
-"""Time whole networks with ReLU, SiLU and PWLU side by side: inference, a step of training, memory, and the conversion itself.
+"""Time whole networks with their own activation, SiLU and PWLU side by side: inference, a step of training, memory, conversion.
 
 inference   ResNet-18 and MobileNet-V3-small, PWLUs fused: eager and compiled, float32 and bfloat16 channels_last. Compiled, the
             fused form is timed in two ways: as torch.compile sees it, aten operators that melt into their neighbours, and as
             the operator pwlu::lookup, which the compiler cannot see into ("kernel").
-training    a step of ResNet-18 with SGD, bfloat16 autocast, channels_last: eager and compiled, Phase I and Phase II, and the
-            memory at its peak above what the model holds between steps.
+training    a step of timm's networks with SGD, bfloat16 autocast, channels_last, beside the same network with its own
+            activation and with SiLU: eager (ResNet-18: compiled), Phase I and Phase II; when the host has asked for everything;
+            and the memory at its peak above what the model holds between steps.
 conversion  seconds that pwlu.convert_ takes, for each of some models.
 """
 
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 import torchvision
 from timing import RESULTS, busy, machine, on_device, write
@@ -26,6 +28,7 @@ from pwlu import ops
 from pwlu.recipes.timing import interleaved, percentiles
 
 Row = dict[str, Any]
+OWN = "own activation"
 NETWORKS = ("resnet18", "mobilenet_v3_small")
 CONVERTED = (
     "resnet18",
@@ -41,6 +44,12 @@ CONVERTED = (
     "vit_b_16",
     "swin_t",
 )
+TRAINED = {  # images in a batch, and whether the network is compiled
+    "resnet50": (128, False),
+    "mobilenetv2_100": (128, False),
+    "vit_small_patch16_224": (128, False),
+    "resnet18": (256, True),
+}
 DETECTORS = ("retinanet_resnet50_fpn", "maskrcnn_resnet50_fpn")
 
 
@@ -58,11 +67,12 @@ class ByKernel(nn.Module):
 
 
 def network(name: str, activation: str, options: argparse.Namespace) -> nn.Module:
-    """The network with that activation at every site that convert_ finds; ReLU stays as its authors call it, in place."""
+    """The network with that activation at every site that convert_ finds; its own is ReLU, in place."""
     torch.manual_seed(0)
     model: nn.Module = getattr(torchvision.models, name)(weights=None)
-    if not (name == "resnet18" and activation == "relu"):
-        pwlu.convert_(model, torch.randn(2, 3, 224, 224), to="pwlu" if activation == "pwlu" else partial(_in_place, activation))
+    if not (name == "resnet18" and activation == OWN):
+        to: Any = "pwlu" if activation == "pwlu" else partial(_in_place, "relu" if activation == OWN else activation)
+        pwlu.convert_(model, torch.randn(2, 3, 224, 224), to=to)
     return model.to(options.device)
 
 
@@ -88,7 +98,7 @@ def inference(options: argparse.Namespace) -> Iterator[Row]:
             x = torch.randn(options.batch, 3, options.pixels, options.pixels, device=options.device)
             x = x.to(dtype=dtype, memory_format=layout)
             calls: dict[str, Callable[[], Any]] = {}
-            kinds = ["relu", "silu", "pwlu", "pwlu, kernel" if compiled else "pwlu, not fused"]
+            kinds = [OWN, "silu", "pwlu", "pwlu, kernel" if compiled else "pwlu, not fused"]
             torch._dynamo.reset()
             for kind in kinds:
                 model = network(name, kind.partition(",")[0], options).eval()
@@ -105,22 +115,28 @@ def inference(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def training(options: argparse.Namespace) -> Iterator[Row]:
-    """Steps of training, eager and compiled."""
-    batch = options.training_batch
-    x = torch.randn(batch, 3, options.pixels, options.pixels, device=options.device)
-    x = x.contiguous(memory_format=torch.channels_last)
-    labels = torch.randint(1000, (batch,), device=options.device)
-    for compiled in tqdm((False, True), desc="resnet18, training"):
+    """Steps of training."""
+    for name in tqdm([n for n in TRAINED if not options.trained or n in options.trained], desc="training"):
+        batch, compiled = TRAINED[name]
+        batch = options.training_batch or batch
+        x = torch.randn(batch, 3, options.pixels, options.pixels, device=options.device)
+        x = x.contiguous(memory_format=torch.channels_last)
+        labels = torch.randint(1000, (batch,), device=options.device)
         calls: dict[str, Callable[[], Any]] = {}
         torch._dynamo.reset()
-        for kind in ("relu", "silu", "pwlu", "pwlu, Phase I"):
-            model = network("resnet18", kind.partition(",")[0], options).to(memory_format=torch.channels_last).train()
+        for kind in (OWN, "silu", "pwlu", "pwlu, Phase I"):
+            torch.manual_seed(0)
+            model: nn.Module = timm.create_model(name, num_classes=1000)
+            if kind != OWN:
+                to: Any = partial(_in_place, "silu") if kind == "silu" else "pwlu"
+                pwlu.convert_(model, torch.randn(2, 3, 224, 224), to=to)
+            model = model.to(options.device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
             groups = pwlu.parameter_groups(model, lr=1e-3) if "pwlu" in kind else model.parameters()
             optimizer = torch.optim.SGD(groups, lr=1e-3, momentum=0.9)
             if kind == "pwlu, Phase I":
                 pwlu.TwoPhase(model, optimizer, realign_at=10**9)
             calls[kind] = partial(step, torch.compile(model) if compiled else model, optimizer, x, labels)
-        row: Row = {"what": "training", "network": "resnet18", "mode": _mode(compiled), "dtype": "bfloat16"}
+        row: Row = {"what": "training", "network": name, "mode": _mode(compiled), "dtype": "bfloat16"}
         yield from rows(row | {"batch": batch}, calls, options)
 
 
@@ -136,32 +152,46 @@ def step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, labels: Tensor
 def rows(row: Row, calls: dict[str, Callable[[], Any]], options: argparse.Namespace) -> list[Row]:
     """Time the calls in turns; on a GPU also how long that is busy, host aside: inference replayed as CUDA graphs."""
     cuda, unknown = options.device == "cuda", float("nan")
-    times = interleaved(calls, options.rounds, inner=options.inner, wait=torch.cuda.synchronize if cuda else None)
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    times = interleaved(calls, options.rounds, inner=options.inner, wait=wait)
+    hosts = {name: host(call, wait) for name, call in calls.items()}
     peaks = {name: peak(call) if cuda else unknown for name, call in calls.items()}
     replayed = on_device(calls, options.rounds) if cuda and row["what"] == "inference" else {}
-    base = percentiles(times["relu"])["p50_ms"]
+    base = percentiles(times[OWN])["p50_ms"]
     table = []
     for name, each in times.items():
         result = percentiles(each)
-        result |= {"x_relu": result["p50_ms"] / base, "peak_mib": peaks[name], "gpu_ms": unknown, "gpu_x_relu": unknown}
+        result |= {"x_own": result["p50_ms"] / base, "host_ms": hosts[name], "peak_mib": peaks[name]}
+        result |= {"gpu_ms": unknown, "gpu_x_own": unknown}
         if name in replayed:
-            result["gpu_ms"], relu = (percentiles(replayed[n])["p50_ms"] for n in (name, "relu"))
-            result["gpu_x_relu"] = result["gpu_ms"] / relu
+            result["gpu_ms"], own = (percentiles(replayed[n])["p50_ms"] for n in (name, OWN))
+            result["gpu_x_own"] = result["gpu_ms"] / own
         table.append(row | {"call": name} | result | machine(options.device))
         if cuda and not replayed:
             LATER.append((table[-1], table[0], calls[name]))
     return table
 
 
-LATER: list[tuple[Row, Row, Callable[[], Any]]] = []  # a row, ReLU's row, what to call
+def host(call: Callable[[], Any], wait: Callable[[], None]) -> float:
+    """Milliseconds after which a call returns, while the GPU may still be at work."""
+    times = []
+    for _ in range(5):
+        wait()
+        begin = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return percentiles(times)["p50_ms"]
+
+
+LATER: list[tuple[Row, Row, Callable[[], Any]]] = []  # a row, that of the network's own activation, what to call
 
 
 def busy_later() -> None:
     """How long the GPU is busy in each step of training. Last of all: once the profiler has run, launches are slower."""
     for row, _, call in LATER:
         row["gpu_ms"] = busy(call)
-    for row, relu, _ in LATER:
-        row["gpu_x_relu"] = row["gpu_ms"] / relu["gpu_ms"]
+    for row, own, _ in LATER:
+        row["gpu_x_own"] = row["gpu_ms"] / own["gpu_ms"]
 
 
 def peak(call: Callable[[], Any]) -> float:
@@ -194,7 +224,12 @@ def conversion(options: argparse.Namespace) -> Iterator[Row]:
             "batch": "",
             "call": "convert_",
         }
-        yield row | percentiles(times) | dict.fromkeys(("x_relu", "peak_mib", "gpu_ms", "gpu_x_relu"), "") | machine("cpu")
+        yield (
+            row
+            | percentiles(times)
+            | dict.fromkeys(("x_own", "host_ms", "peak_mib", "gpu_ms", "gpu_x_own"), "")
+            | machine("cpu")
+        )
 
 
 def _mode(compiled: bool) -> str:
@@ -206,7 +241,8 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _cell(r: Row) -> str:
-    return f"{r['p50_ms']:.2f} ({r['x_relu']:.3f}), {r['gpu_ms']:.2f} ({r['gpu_x_relu']:.3f}), {r['peak_mib']:.0f}"
+    times = f"{r['p50_ms']:.2f} ({r['x_own']:.3f}), {r['host_ms']:.2f}, {r['gpu_ms']:.2f} ({r['gpu_x_own']:.3f})"
+    return f"{times}, {r['peak_mib']:.0f}"
 
 
 def show(table: list[Row]) -> None:
@@ -215,7 +251,9 @@ def show(table: list[Row]) -> None:
         some = [r for r in table if (r["what"], r["network"]) == (what, network)]
         columns = list(dict.fromkeys((r["mode"], r["dtype"]) for r in some))
         print(
-            f"\n| {network}, {what}: ms (x ReLU), GPU alone, MiB | " + " | ".join(" ".join(column) for column in columns) + " |"
+            f"\n| {network}, {what}: ms (x own), host, GPU alone, MiB | "
+            + " | ".join(" ".join(column) for column in columns)
+            + " |"
         )
         print("|---|" + "---|" * len(columns))
         cells = {(r["call"], r["mode"], r["dtype"]): _cell(r) for r in some}
@@ -235,7 +273,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
     parser.add_argument("--networks", nargs="+", default=NETWORKS, metavar="NAME", help="in inference (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="images in inference (default: %(default)s)")
-    parser.add_argument("--training-batch", type=int, default=256, help="images in training (default: %(default)s)")
+    parser.add_argument("--trained", nargs="+", choices=list(TRAINED), metavar="NAME", help="in training (default: all)")
+    parser.add_argument("--training-batch", type=int, help="images in training (default: 128, for resnet18 256)")
     parser.add_argument("--pixels", type=int, default=224, help="width and height of images (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
     parser.add_argument("--inner", type=int, default=5, help="calls in a measurement (default: %(default)s)")

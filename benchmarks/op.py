@@ -58,7 +58,7 @@ class Plain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """As PWLU."""
-        return reference.forward(x, *self.act.unit_parameters(), self.act.channel_dim)
+        return reference.forward(x, *self.act.blocks(), self.act.channel_dim)
 
 
 def competitors(problem: Problem, options: argparse.Namespace) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -80,7 +80,7 @@ def competitors(problem: Problem, options: argparse.Namespace) -> dict[str, Call
     fused = unit(first).eval()
     pwlu.fuse_(fused)
     calls[f"pwlu N={first} fused"] = fused
-    calls[f"pwlu N={first} with moments"] = lambda x: ops.observe(x, *act.unit_parameters(), dim)[0]
+    calls[f"pwlu N={first} with moments"] = lambda x: ops.observe(x, act.weight, first, dim, act.statistics.pool)
     large = problem.shape == GPU_SHAPES[0] and problem.layout == "NCHW" and problem.dtype != "float16"
     if not options.fast and (options.device == "cpu" or large):  # compiling takes half a minute
         if options.device == "cpu":

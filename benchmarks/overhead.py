@@ -1,4 +1,5 @@
-"""What an eager call costs on a small tensor, where Python and the dispatcher take the time: microseconds, beside F.silu.
+"""What an eager call costs on a small tensor, where Python and the dispatcher take the time: microseconds, beside nn.SiLU
+and nn.PReLU.
 
 A step of training, forward and backward, is timed for one call and for a chain of eight, divided by eight, which is nearer to
 networks: on a GPU, backward is another thread's work, and waking that up takes longer than the rest.
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from timing import RESULTS, machine, write
 from torch import Tensor
 
@@ -24,17 +24,16 @@ from pwlu.recipes.timing import interleaved, percentiles
 def registered() -> Callable[..., Tensor]:
     """pwlu::forward again, its derivative registered in the usual, slower way."""
     library = torch.library.Library("pwlu_overhead", "DEF")
-    library.define(f"forward(Tensor x, {ops._PARAMETERS}, int channel_dim) -> Tensor")
-    for key in ("CPU", "CUDA"):
-        library.impl("forward", implementations.kernel_forward, key)
+    library.define(f"forward{ops._SCHEMAS['forward']}")
+    library.impl("forward", implementations.forward, "CompositeExplicitAutograd")
     operator = torch.ops.pwlu_overhead.forward.default
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:6])
-        ctx.channel_dim = inputs[6]
+        ctx.save_for_backward(*inputs[:2])
+        ctx.rest = inputs[2:]
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*ops.backward(grad, *ctx.saved_tensors, ctx.channel_dim, True, True), None)
+        return (*ops.backward(grad, *ctx.saved_tensors, *ctx.rest, True, True), None, None)
 
     torch.library.register_autograd("pwlu_overhead::forward", backward, setup_context=setup, lib=library)
     registered.library = library  # type: ignore[attr-defined]  # the operator lives as long as its library
@@ -62,19 +61,19 @@ def main() -> None:
     # a GPU takes no longer for 100 000 elements than for a few
     x = torch.randn((8, 8) if options.device == "cpu" else (8, 64, 14, 14), device=options.device, requires_grad=True)
     act = pwlu.PWLU(x.shape[1]).to(options.device)
-    parameters = act.unit_parameters()
-    slow = registered()
-    kernel = implementations.kernel_of(x)
+    prelu = torch.nn.PReLU(x.shape[1]).to(options.device)
+    arguments, slow, kernel = (act.weight, act.intervals, 1), registered(), implementations.kernel_of(x)
     calls: dict[str, Callable[[Tensor], Tensor]] = {
-        "F.silu": F.silu,
+        "nn.SiLU": torch.nn.SiLU(),
+        "nn.PReLU": prelu,
         "PWLU": act,
-        "functional.pwlu": lambda x: pwlu.functional.pwlu(x, *parameters),
-        "operator alone": lambda x: ops.forward(x, *parameters, 1),
-        "operator with register_autograd": lambda x: slow(x, *parameters, 1),
+        "operator alone": lambda x: ops.forward(x, *arguments),
+        "operator with register_autograd": lambda x: slow(x, *arguments),
     }
-    steps = {name: (call, () if name == "F.silu" else parameters) for name, call in calls.items()}
+    learned = {"nn.SiLU": (), "nn.PReLU": (prelu.weight,)}
+    steps = {name: (call, learned.get(name, (act.weight,))) for name, call in calls.items()}
     if kernel is not None:
-        calls["kernel alone"] = lambda x: kernel.forward(x.detach(), *parameters, 1)
+        calls["kernel from Python"] = lambda x: kernel.forward(x.detach(), *arguments)
     time = partial(interleaved, rounds=options.rounds, wait=None if options.device == "cpu" else torch.cuda.synchronize)
     forward = {name: partial(call, x) for name, call in calls.items()}
     times = {"forward": time(forward, inner=200)}
@@ -86,7 +85,7 @@ def main() -> None:
         times[what] = {name: [each / length for each in milliseconds] for name, milliseconds in found.items()}
     rows = []
     for what, found in times.items():
-        base = percentiles(found["F.silu"])["p50_ms"]
+        base = percentiles(found["nn.SiLU"])["p50_ms"]
         print(f"\n{what}")
         for name, each in found.items():
             middle = percentiles(each)["p50_ms"]

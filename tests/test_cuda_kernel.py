@@ -10,10 +10,10 @@ import warnings
 
 import pytest
 import torch
-from helpers import assert_within, oracle, unit, wild_values
+from helpers import Unpacked, assert_within, oracle, unit, weight_of, wild_values
 
 import pwlu
-from pwlu import implementations, ops, reference
+from pwlu import ops, reference
 from pwlu.functional import pwlu as function
 from pwlu.kernels import cuda
 from pwlu.kernels.cuda import compile as kernels
@@ -64,6 +64,7 @@ def problem(form, dtype, device, intervals=16):
 
 def compare(kernel, form, dtype, device, intervals=16):
     """Everything the kernels compute against the oracle."""
+    kernel = Unpacked(kernel)
     grad, x, parameters, dim = problem(form, dtype, device, intervals)
     y, bound, gradients, bounds = oracle(x, parameters, dim, grad)
     assert_within(kernel.forward(x, *parameters, dim), y, bound)
@@ -75,7 +76,7 @@ def compare(kernel, form, dtype, device, intervals=16):
     assert all(torch.equal(a, b) for a, b in zip(again, others, strict=True))  # bit for bit
     count, mean, m2 = kernel.moments(x, parameters[0].shape[0], dim)
     values = x.double().movedim(dim, 0).reshape(len(mean), -1) if len(mean) > 1 else x.double().reshape(1, -1)
-    assert count.item() == values.shape[1]
+    assert count.tolist() == [values.shape[1]] * len(mean)
     torch.testing.assert_close(mean.double(), values.mean(1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(m2.double(), values.var(1, correction=0) * values.shape[1], rtol=1e-5, atol=0)
 
@@ -101,6 +102,7 @@ def compare_last_knot(kernel, device):
     parameters = [torch.tensor([-3.0], device=device), torch.tensor([3.0], device=device), *unit(1, 16, device=device)[2:]]
     assert ((x + 3) * (16 / torch.tensor(6.0, device=device)) >= 16).all()
     y, bound, gradients, bounds = oracle(x, parameters, 0, torch.ones_like(x))
+    kernel = Unpacked(kernel)
     assert_within(kernel.forward(x, *parameters, 0), y, bound)
     grad_x, others = kernel.backward(torch.ones_like(x), x, *parameters, 0, True, True)
     for actual, expected, limit in zip([grad_x, *others], gradients, bounds, strict=True):
@@ -187,52 +189,39 @@ def test_more_intervals_than_fit_run_on_plain_torch(kernel, device):
 # The pool.
 
 
-def compare_pools(kernel, device, channels=37):
-    """Bit for bit as plain torch, call after call: of nothing, numbers of every size, and what is not finite."""
-    kinds = ["normal", "none", "far", "huge", "wild"]
+def compare_pools(kernel, device, shape=(6, 37, 8)):
+    """Bit for bit as plain torch merges, call after call: of nothing, numbers of every size, and what is not finite."""
+    kinds, channels = ["normal", "none", "far", "wild"], shape[1]
     pool, expected = (torch.zeros(3, channels, device=device) for _ in range(2))
-    for number, kind in enumerate(["none", *kinds, *kinds]):
-        mean, m2 = torch.randn(channels, device=device), 50 * torch.rand(channels, device=device)
-        count = torch.tensor({"none": 0, "huge": 2**40 + 1}.get(kind, 7 + 3 * number), device=device)
+    for kind in ["none", *kinds, *kinds]:
+        x, alone = torch.randn(shape, device=device), torch.zeros(3, channels, device=device)
         if kind == "none":
-            mean, m2 = torch.zeros_like(mean), torch.zeros_like(m2)
+            x = x[:0]
         if kind == "far":
-            mean *= 1e3 ** torch.arange(channels, device=device).remainder(9)
+            x += 1e3 ** torch.arange(channels, device=device).remainder(9)[:, None]
         if kind == "wild":
             wild = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, 1.0, -0.0, 1e-40], device=device)
-            mean, m2 = (wild[torch.randint(len(wild), (channels,), device=device)] for _ in range(2))
-        expected = reference.merge(expected, count, mean, m2)
-        assert kernel.pool(pool, count, mean, m2)
+            x[0, :, 0] = wild[torch.randint(len(wild), (channels,), device=device)]
+        for target in (alone, pool):
+            assert kernel.moments(x, 1, target) is None
+        expected = reference.merge(expected, torch.tensor(x.numel() // channels, device=device), *alone[1:])
         assert torch.equal(pool.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0)), kind
         assert torch.equal(pool.isnan(), expected.isnan()), kind
 
 
-@pytest.mark.parametrize("channels", [1, 2, 31, 128, 129, 100_000])
-def test_pools(kernel, device, channels):
-    compare_pools(kernel, device, channels)
+@pytest.mark.parametrize("shape", [(3, 1, 50), (4, 2, 1), (2, 31, 7), (2, 129, 16), (2, 100_000, 1)])
+def test_pools(kernel, device, shape):
+    compare_pools(kernel, device, shape)
 
 
 def test_pools_that_are_left_to_plain_torch(kernel, device):
-    """What a kernel does not take, or what broadcasts: the operator does as the reference, and never reads out of bounds."""
-    pool, count = torch.rand(3, 4, device=device), torch.tensor(5, device=device)
-    mean, m2 = torch.randn(4, device=device), torch.rand(4, device=device)
-    for arguments in (
-        (pool.double(), count, mean, m2),
-        (pool, count, mean.double(), m2),
-        (pool, count.float(), mean, m2),
-        (pool, count.expand(4), mean, m2),
-        (pool, count.cpu(), mean, m2),
-        (pool, count, mean[:1], m2),
-        (pool, count, mean, torch.rand(8, device=device)[::2]),
-        (torch.rand(4, 3, device=device).t(), count, mean, m2),
-    ):
-        expected = reference.merge(*arguments)
-        assert not kernel.pool(*arguments)
-        ops.pool(*arguments)
-        assert torch.equal(arguments[0], expected)
-    for wrong in ((pool[:2], count, mean, m2), (pool, count, torch.randn(5, device=device), m2)):
-        with pytest.raises((RuntimeError, ValueError)):
-            ops.pool(*wrong)
+    """What a kernel does not take: the operator does as the reference."""
+    x = torch.randn(6, 4, device=device)
+    for pool in (torch.rand(3, 4, device=device).double(), torch.rand(4, 3, device=device).t()):
+        expected = reference.merge(pool, torch.tensor(6, device=device), *reference.moments(x, 4, 1))
+        assert kernel.moments(x, 1, pool) is NotImplemented
+        ops.moments(x, 1, pool)
+        assert torch.equal(pool, expected)
 
 
 def test_a_captured_forward_of_phase_one():
@@ -368,8 +357,9 @@ def test_tensors_on_two_devices(device):
     _, x, parameters, dim = problem("planes", torch.float32, device)
     with pytest.raises(ValueError, match="heights is on cpu"):
         function(x, *parameters[:2], parameters[2].cpu(), *parameters[3:], dim)
-    with pytest.raises(ValueError, match="expected parameters"):
-        implementations.kernel_forward(x, *parameters[:2], parameters[2].cpu(), *parameters[3:], dim)
+    weight, intervals = weight_of(parameters)
+    with pytest.raises(ValueError, match="weight is on cpu"):
+        ops.forward(x, weight.cpu(), intervals, dim)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -385,7 +375,7 @@ def test_more_than_2_to_the_31_elements(kernel, device, form, dtype):
         "one channel": ((2**31 + 8192,), 0),
     }[form]
     channels = 1 if form == "one channel" else shape[dim]
-    parameters = unit(channels, 16, device=device)
+    parameters, kernel = unit(channels, 16, device=device), Unpacked(kernel)
     x = torch.full(shape, 0.25, dtype=dtype, device=device)
     flat = x.view(-1)
     ends = (2 * torch.randn(shape[-1] * 4 if shape[-1] < 10_000 else 4096, device=device)).to(dtype)
@@ -411,7 +401,7 @@ def test_more_than_2_to_the_31_elements(kernel, device, form, dtype):
         gradients[2].double().sum(1), torch.full((channels,), x.numel() / channels, device=device).double(), rtol=1e-4, atol=0
     )
     count, mean, _ = kernel.moments(x, channels, dim)
-    assert count.item() == x.numel() // channels
+    assert count.tolist() == [x.numel() // channels] * channels
     torch.testing.assert_close(mean, torch.full_like(mean, 0.25), rtol=1e-3, atol=1e-3)
 
 
@@ -431,11 +421,10 @@ MISTAKES = [
     ("backward.cu", "pair.y -= i * pair.x;", ""),
     ("backward.cu", "pair.x += more.x, pair.y += more.y;", ""),
     ("finish.cu", "for (int group = 1; group < groups; ++group)", "for (int group = 2; group < groups; ++group)"),
-    ("finish.cu", "n < 1.0f ? 1.0f : n", "n"),
-    ("finish.cu", "__fadd_rn(mean, __fmul_rn(distance, share))", "fmaf(distance, share, mean)"),
-    ("finish.cu", "__fmul_rn(__fmul_rn(distance, distance), n_1)", "__fmul_rn(distance, __fmul_rn(distance, n_1))"),
-    ("finish.cu", "&mean = pool[(i64)a.channels + channel]", "&mean = pool[2 * (i64)a.channels + channel]"),
-    ("finish.cu", "if (channel >= a.channels) return;\n  float *pool", "if (channel + 1 >= a.channels) return;\n  float *pool"),
+    ("finish.cu", "__fadd_rn(*pool_mean, __fmul_rn(distance, share))", "fmaf(distance, share, *pool_mean)"),
+    ("finish.cu", "__fmul_rn(__fmul_rn(distance, n_1), __fmul_rn(distance, share))", "distance * distance * n_1 * share"),
+    ("finish.cu", "*pool_mean = pool + a.channels", "*pool_mean = pool + 2 * a.channels"),
+    ("finish.cu", "if (channel >= a.channels) return;", "if (channel + 1 >= a.channels) return;"),
     ("map.cu", "a.m2 + b.m2 + difference * difference * a.count * share", "a.m2 + b.m2"),
 ]
 
@@ -461,4 +450,4 @@ def test_mistakes_are_found(kernel, device, file, old, new, monkeypatch):
         step = (parameters[1] - parameters[0]) / 40
         x = torch.cat([x, parameters[0] + step * torch.arange(41, device=device), parameters[1]])
         slope = reference.backward(torch.ones_like(x), x, *parameters, 0)[0]
-        assert torch.allclose(broken.backward(torch.ones_like(x), x, *parameters, 0, True, False)[0], slope, rtol=1e-5)
+        assert torch.allclose(Unpacked(broken).backward(torch.ones_like(x), x, *parameters, 0, True, False)[0], slope, rtol=1e-5)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -148,12 +148,17 @@ class TwoPhase:
         self.process_group = process_group
         self.report: list[Realigned] = []
         self._joined = False  # whether the optimizer is ready for units that learn
+        self._completing = False  # whether the optimizer takes a step that is none
         self._check_alone()
         self._look_again()
         for unit in self._units.values():
             unit.phase = 2 if unit.statistics.realigned else 1
         # The optimizer holds the controller, not the other way round: it lives as long as the optimizer does, and lets go then.
-        self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+            optimizer.register_state_dict_pre_hook(self._complete),
+        ]
         self._let_go = weakref.finalize(optimizer, _let_go, list(self._units.values()))
         self._let_go.atexit = False
 
@@ -181,7 +186,9 @@ class TwoPhase:
         return f"TwoPhase({units}, {phase}, {self.steps} of {self.realign_at} steps of Phase I taken)"
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """No gradient, no change: a gradient of zero would still move a parameter by momentum or decay."""
+        """Take the gradients of units away in Phase I: one of zero would still move a parameter by momentum or decay."""
+        if self._completing:
+            return None
         if any(unit.statistics.loaded for unit in self._units.values()):
             self._look_again()
         units = self._units.values()
@@ -205,7 +212,7 @@ class TwoPhase:
         return (args[0], still, *args[2:]), kwargs
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.phase != 1:
+        if self.phase != 1 or self._completing or self._is_dummy(optimizer):
             return
         # A fused optimizer is called by GradScaler also when it is to do nothing; the others are not called then.
         found_inf = getattr(optimizer, "found_inf", None)
@@ -217,6 +224,47 @@ class TwoPhase:
             self.report = realign_(self.model)
             for copy in self.copies:
                 self._copy_to(copy)
+
+    def _is_dummy(self, optimizer: Optimizer) -> bool:
+        """Return whether a step trains nothing: torch.distributed.checkpoint takes one to make an optimizer's state."""
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if any(rate.device.type != "cpu" if isinstance(rate, Tensor) else False for rate in rates) or any(map(float, rates)):
+            return False
+        return not any(bool(unit.statistics.pool.any()) for unit in self._units.values())
+
+    @torch.no_grad()
+    def _complete(self, optimizer: Optimizer) -> None:
+        """Give the optimizer a state of units before it is saved, as it would be at their first step.
+
+        Until then it has none, as units have no gradients in Phase I, and torch.distributed.checkpoint would refuse to load it.
+        """
+        weights = [p for unit in self._units.values() for p in unit.parameters() if p.requires_grad]
+        weights = [p for p in weights if p not in optimizer.state]
+        if not weights or not optimizer.state or isinstance(optimizer, torch.optim.LBFGS):  # that has one state for all
+            return
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients, values = [p.grad for p in held], [p.clone() for p in weights]
+        decays = [group.get("weight_decay") for group in optimizer.param_groups]
+        self._completing = True
+        try:
+            for p in held:
+                p.grad = None
+            for p in weights:
+                p.grad = torch.zeros_like(p)
+            for group in optimizer.param_groups:
+                group["weight_decay"] = 0.0
+            optimizer.step()
+        finally:
+            self._completing = False
+            for p, gradient in zip(held, gradients, strict=True):
+                p.grad = gradient
+            for group, decay in zip(optimizer.param_groups, decays, strict=True):
+                group.pop("weight_decay") if decay is None else group.update(weight_decay=decay)
+        for p, value in zip(weights, values, strict=True):
+            p.copy_(value)
+            state = optimizer.state[p]
+            if "step" in state:  # all else is zero, as at the start
+                state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], Tensor) else 0
 
     @torch.no_grad()
     def _copy_to(self, copy: list[PWLU]) -> None:

@@ -87,11 +87,35 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// The derivative of forward or, for a unit that stands still, of observe: its weight has a gradient of zero, but not none.
+// What a node keeps besides x and the weight. A unit that stands still was observed: its weight has a gradient of zero.
+struct Settings {
+  int64_t intervals, channel_dim;
+  bool still, need_input, need_weight;
+};
+
+variable_list gradients(const Tensor& grad, const Tensor& x, const Tensor& weight, const Settings& s) {
+  const bool learns = s.need_weight && !s.still && grad.defined();
+  variable_list found(2);
+  if (grad.defined() && (s.need_input || learns)) {  // else what follows has none to give
+    Gradients both;
+    if (ordinary(grad, x, weight) && !at::GradMode::is_enabled()) {  // it is enabled if a second derivative is wanted
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      both = ::backward(grad, x, weight, s.intervals, s.channel_dim, s.need_input, learns);
+    } else {
+      static const auto op = find<Backward>("pwlu::backward");
+      both = op.call(grad, x, weight, s.intervals, s.channel_dim, s.need_input, learns);
+    }
+    if (s.need_input) found[0] = std::get<0>(both);
+    if (learns) found[1] = std::get<1>(both);
+  }
+  if (s.need_weight && !learns) found[1] = at::zeros_like(weight);  // zero, but not missing
+  return found;
+}
+
+// The derivative of forward and observe.
 struct UnitBackward : Node {
   SavedVariable x_, weight_;
-  int64_t intervals_, channel_dim_;
-  bool still_;
+  Settings settings_;
 
   std::string name() const override { return "PWLUBackward"; }
 
@@ -101,43 +125,48 @@ struct UnitBackward : Node {
     weight_.reset_data();
   }
 
-  variable_list apply(variable_list&& grads) override {
-    const std::lock_guard lock(mutex_);
-    variable_list found(2);
-    const Tensor& grad = grads[0];
-    const bool need_input = task_should_compute_output(0), need_weight = task_should_compute_output(1);
-    const Tensor x = x_.unpack(), weight = weight_.unpack();
-    if (!grad.defined()) {  // what follows has none to give
-      if (need_weight) found[1] = at::zeros_like(weight);
-      return found;
-    }
-    Gradients gradients;
-    static const auto op = find<Backward>("pwlu::backward");
-    const bool is_ordinary = ordinary(grad, x, weight);
-    if (is_ordinary && !at::GradMode::is_enabled()) {  // it is enabled if a second derivative is wanted
-      const at::AutoDispatchBelowADInplaceOrView guard;
-      gradients = ::backward(grad, x, weight, intervals_, channel_dim_, need_input, need_weight && !still_);
-    } else {
-      gradients = op.call(grad, x, weight, intervals_, channel_dim_, need_input, need_weight && !still_);
-    }
-    if (need_input) found[0] = std::get<0>(gradients);
-    if (need_weight) found[1] = still_ ? at::zeros_like(weight) : std::get<1>(gradients);
-    return found;
+  Settings asked() const {
+    Settings s = settings_;
+    s.need_input = task_should_compute_output(0), s.need_weight = task_should_compute_output(1);
+    return s;
   }
 
-  // Compiled autograd traces apply.
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard lock(mutex_);
+    return gradients(grads[0], x_.unpack(), weight_.unpack(), asked());
+  }
+
+  // Compiled autograd: a node says what it depends on, and has itself recorded as a function of its inputs and of numbers.
+
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(x_, false);
     args.collect(weight_, false);
-    args.collect(intervals_);
-    args.collect(channel_dim_);
-    args.collect(still_);
+    args.collect(settings_.intervals);
+    args.collect(settings_.channel_dim);
+    args.collect(settings_.still);
+  }
+
+  static variable_list recorded(const variable_list& grads, const std::vector<c10::IValue>& a) {
+    return gradients(grads[0], a[0].toTensor(), a[1].toTensor(),
+                     {a[2].toInt(), a[3].toInt(), a[4].toBool(), a[5].toBool(), a[6].toBool()});
   }
 
   variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
+    namespace compiled = torch::dynamo::autograd;
     saved.before(x_);
     saved.before(weight_);
-    auto found = apply(variable_list(grads));
+    const Settings s = asked();
+    const std::vector<c10::IValue> arguments{x_.unpack(),  weight_.unpack(), s.intervals,  s.channel_dim,
+                                             s.still, s.need_input,     s.need_weight};
+    const auto tensor = at::TensorType::get();
+    const auto number = at::IntType::get();
+    const auto flag = at::BoolType::get();
+    const auto metadata = compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+        compiled::get_input_metadata(next_edges()));
+    const auto& python = compiled::getPyCompilerInterface();
+    const auto function =
+        python->bind_function(saved.get_py_compiler(), name(), recorded, {tensor, tensor, number, number, flag, flag, flag});
+    auto found = python->call_function(saved.get_py_compiler(), "apply_functional", function, grads, arguments, metadata);
     saved.after(x_);
     saved.after(weight_);
     return found;
@@ -161,7 +190,7 @@ Tensor differentiable(const Tensor& x, const Tensor& weight, int64_t intervals, 
   node->set_next_edges(torch::autograd::collect_next_edges(x, weight));
   node->x_ = SavedVariable(x, false);
   node->weight_ = SavedVariable(weight, false);
-  node->intervals_ = intervals, node->channel_dim_ = channel_dim, node->still_ = still;
+  node->settings_ = {intervals, channel_dim, still, false, false};
   const Tensor y = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return serve();

@@ -45,15 +45,16 @@ int main(void) {
                     void *p[5] = {elements(real, cs), elements(real, cs), elements(real, (size_t)(c * (n + 1))), elements(real, cs), elements(real, cs)};
                     void *d[5] = {elements(real, cs), elements(real, cs), elements(real, (size_t)(c * (n + 1))), elements(real, cs), elements(real, cs)};
                     void *slopes = elements(real, entries), *offsets = elements(real, entries);
+                    void *pool = elements(real, 3 * cs);
                     int bad = pwlu_forward(in_turn, threads, dtype, x, y, o, c, i, n, p[0], p[1], p[2], p[3], p[4]);
                     bad |= pwlu_lookup(in_turn, threads, dtype, x, y, o, c, i, n, p[0], p[1], slopes, offsets);
                     bad |= pwlu_backward(in_turn, threads, dtype, g, x, y, o, c, i, n, p[0], p[1], p[2], p[3], p[4], d[0], d[1], d[2], d[3], d[4]);
                     bad |= pwlu_backward(in_turn, threads, dtype, g, x, NULL, o, c, i, n, p[0], p[1], p[2], p[3], p[4], d[0], d[1], d[2], d[3], d[4]);
                     bad |= pwlu_backward(in_turn, threads, dtype, g, x, y, o, c, i, n, p[0], p[1], p[2], p[3], p[4], NULL, NULL, NULL, NULL, NULL);
-                    bad |= pwlu_moments(in_turn, threads, dtype, x, o, c, i, d[0], d[1]);
+                    bad |= pwlu_moments(in_turn, threads, dtype, x, o, c, i, pool);
                     if (bad) return 1;
                     for (int q = 0; q < 5; q++) free(p[q]), free(d[q]);
-                    free(x), free(g), free(y), free(slopes), free(offsets);
+                    free(x), free(g), free(y), free(slopes), free(offsets), free(pool);
                     checked++;
                 }
     printf("checked %d problems\n", checked);

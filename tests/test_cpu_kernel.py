@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU_VARIANTS, DTYPES, NAMES, assert_within, oracle, parameter_dtype, unit
+from helpers import CPU_VARIANTS, DTYPES, Unpacked, assert_within, oracle, parameter_dtype, unit, weight_of
 
 import pwlu
 from pwlu.kernels import build, cpu
@@ -22,7 +22,7 @@ needs_compiler = pytest.mark.skipif(build.compiler() is None or sys.platform == 
 
 @pytest.fixture(params=CPU_VARIANTS)
 def kernel(request):
-    return cpu.load(request.param)
+    return Unpacked(cpu.load(request.param))
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_many_threads(kernel, threads, shape, dim, count):
 def test_outputs_of_all_variants_are_the_same_bits(dtype, shape, dim):
     x, grad = (torch.randn(shape).to(dtype) for _ in range(2))
     parameters = unit(shape[dim], 16, parameter_dtype(dtype))
-    first, *others = (cpu.load(variant) for variant in CPU_VARIANTS)
+    first, *others = (Unpacked(cpu.load(variant)) for variant in CPU_VARIANTS)
     for other in others:
         ours, theirs = (results(kernel, x, grad, parameters, dim)[:2] for kernel in (first, other))
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -79,9 +79,8 @@ def test_parameter_gradients_have_the_accuracy_of_doubles(kernel):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_output_is_written(kernel, dtype, monkeypatch):
     """Outputs begin as NaN; a place the kernel forgot would stay so."""
-    empty_like, new_zeros = torch.empty_like, torch.Tensor.new_zeros
+    empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(torch.nan))
-    monkeypatch.setattr(torch.Tensor, "new_zeros", lambda *a, **k: new_zeros(*a, **k).fill_(torch.nan))
     for shape, dim in [((3, 5, 117), 1), ((515, 9), 1), ((7, 33, 2), 1), ((1025,), 0), ((2, 3), 1)]:
         x, grad = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
         channels = shape[dim] if len(shape) > 1 else 1
@@ -92,7 +91,7 @@ def test_every_output_is_written(kernel, dtype, monkeypatch):
 def test_threads_of_python_give_the_same(kernel, threads):
     """The stand-in for platforms whose OpenMP has no GOMP_parallel."""
     threads(3)
-    stand_in = cpu.Kernel(kernel.variant, kernel.path, parallel=cpu.python_threads)
+    stand_in = Unpacked(cpu.Kernel(kernel.code.variant, kernel.code.path, parallel=cpu.python_threads))
     x, grad, parameters = torch.randn(40, 8, 33, 33), torch.randn(40, 8, 33, 33), unit(8, 16)
     for a, b in zip(results(stand_in, x, grad, parameters), results(kernel, x, grad, parameters), strict=True):
         assert torch.equal(a, b)
@@ -103,16 +102,14 @@ def test_torchs_own_threads_do_the_work():
     assert cpu.torch_threads() is not None
 
 
-def test_parameters_of_any_dtype_and_layout(kernel):
-    x = torch.randn(4, 6, 9)
-    parameters = unit(6, 5, torch.float64)
-    strided = [torch.stack([p, p], -1)[..., 0] for p in parameters]
-    expected = kernel.forward(x, *(p.float() for p in parameters), 1)
-    assert torch.equal(kernel.forward(x, *strided, 1), expected)
-    _, grads = kernel.backward(x, x, *strided, 1, False, True)
-    assert all(g.dtype == torch.float64 for g in grads)
-    half = [p.bfloat16() for p in parameters]
-    assert torch.equal(kernel.forward(x, *half, 1), kernel.forward(x, *(p.float() for p in half), 1))
+def test_weights_of_any_dtype_and_layout(kernel):
+    x, (weight, intervals) = torch.randn(4, 6, 9), weight_of(unit(6, 5, torch.float64))
+    forward, backward = kernel.code.forward, kernel.code.backward
+    strided = torch.stack([weight, weight], -1)[..., 0]
+    assert torch.equal(forward(x, strided, intervals, 1), forward(x, weight.float(), intervals, 1))
+    assert backward(x, x, strided, intervals, 1, False, True)[1].dtype == torch.float64
+    half = weight.bfloat16()
+    assert torch.equal(forward(x, half, intervals, 1), forward(x, half.float(), intervals, 1))
 
 
 # what to break, and in which variant: the portable code, or that of vector registers
@@ -140,7 +137,7 @@ MUTATIONS = {
         "    for (int r = 0; r < LANES; r++) {\n        if (backward)",
     ),
     "a look-up that is off by one": ("(lookup ? t >= end", "(lookup ? t > end"),
-    "a mean without its shift": ("[first_position(j, c)] + mean);", "[first_position(j, c)] + mean * 1.001);"),
+    "a mean without its shift": ("[first_position(j, c)] + mean) - ", "[first_position(j, c)] + mean * 1.001) - "),
     "squares that are off": ("const double m2 = total[1] - total[0] * mean;", "const double m2 = total[1];"),
     "a gradient that is slightly off": (
         "(share + (double)i * g) / (double)n;",
@@ -164,7 +161,7 @@ def test_the_comparisons_can_fail(mutation, tmp_path):
     options = [*build.flags(variant), "-O1", "-shared", "-fPIC"]  # as wrong as with -O3, and sooner
     command = [*build.compiler(), *options, str(tmp_path / "cpu.c"), "-o", str(library), "-lm"]
     subprocess.run(command, check=True)
-    mutant = cpu.Kernel("mutant", library)
+    mutant = Unpacked(cpu.Kernel("mutant", library))
     with pytest.raises(AssertionError):
         _pass_all(mutant)
 
@@ -215,34 +212,37 @@ def _pass_all(kernel):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"heights": torch.zeros(3, 1)}, "C and N of at least 1"),
-        ({"heights": torch.zeros(1, 5)}, r"expected parameters of the shapes"),
-        ({"left": torch.zeros(30_000)}, r"expected parameters of the shapes"),
-        ({"x": torch.zeros(2, 4)}, r"does not have 3 channels in dimension 1"),
-        ({"x": torch.zeros(1, 2)}, r"does not have 3 channels in dimension 1"),
-        ({"x": torch.zeros(3)}, r"does not have 3 channels in dimension 1"),
-        ({"grad": torch.zeros(2)}, r"grad must have the shape"),
-        ({"x": torch.zeros(2, 3).long(), "grad": torch.zeros(2, 3).long()}, r"x must be float32"),
+        ({"intervals": 0}, "at least 1"),
+        ({"weight": torch.zeros(28)}, "weight"),
+        ({"weight": torch.zeros(3, 9)}, "weight"),
+        ({"x": torch.zeros(2, 4)}, "3 channels"),
+        ({"x": torch.zeros(1, 2)}, "3 channels"),
+        ({"x": torch.zeros(3)}, "3 channels"),
+        ({"grad": torch.zeros(2)}, "grad must have the shape"),
+        ({"x": torch.zeros(2, 3).long(), "grad": torch.zeros(2, 3).long()}, "x must be float32"),
     ],
 )
 def test_shapes_are_checked_before_c_sees_them(change, text):
     """Whoever calls the operators: a traced model does not come through functional.pwlu."""
-    parts = dict(zip(NAMES, unit(3, 4), strict=True)) | {"x": torch.zeros(2, 3), "grad": torch.zeros(2, 3)} | change
-    parameters = [parts[name] for name in NAMES]
+    weight, intervals = weight_of(unit(3, 4))
+    parts = {"weight": weight, "intervals": intervals, "x": torch.zeros(2, 3), "grad": torch.zeros(2, 3)} | change
+    unit_of = parts["weight"], parts["intervals"], 1
     with pytest.raises((ValueError, TypeError), match=text):
-        torch.ops.pwlu.backward(parts["grad"], parts["x"], *parameters, 1, True, True)
+        torch.ops.pwlu.backward(parts["grad"], parts["x"], *unit_of, True, True)
     if "grad" not in change or "x" in change:
         with pytest.raises((ValueError, TypeError), match=text):
-            torch.ops.pwlu.forward(parts["x"], *parameters, 1)
+            torch.ops.pwlu.forward(parts["x"], *unit_of)
+        with pytest.raises((ValueError, TypeError), match=text):
+            torch.ops.pwlu.observe(parts["x"], *unit_of, torch.zeros(3, 3))
     if "x" in change:
         with pytest.raises((ValueError, TypeError), match=text):
-            torch.ops.pwlu.moments(parts["x"], 3, 1)
+            torch.ops.pwlu.moments(parts["x"], 1, torch.zeros(3, 3))
 
 
 def test_a_traced_model_refuses_wrong_channels():
     traced = torch.jit.trace(torch.nn.Sequential(pwlu.PWLU(64)), torch.randn(2, 64))
     assert traced(torch.randn(5, 64)).shape == (5, 64)
-    with pytest.raises(Exception, match="does not have 64 channels"):
+    with pytest.raises(Exception, match="the unit has 64 channels"):
         traced(torch.randn(2, 65))
 
 
@@ -254,8 +254,8 @@ def test_threads_that_cannot_be_started(threads, monkeypatch):
     kernel = cpu.load(CPU_VARIANTS[0])
     stand_in = cpu.Kernel(kernel.variant, kernel.path, parallel=cpu.python_threads)
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    x, parameters = torch.randn(40, 8, 33, 33), unit(8, 16)
-    assert torch.equal(stand_in.forward(x, *parameters, 1), kernel.forward(x, *parameters, 1))
+    x, weight = torch.randn(40, 8, 33, 33), weight_of(unit(8, 16))
+    assert torch.equal(stand_in.forward(x, *weight, 1), kernel.forward(x, *weight, 1))
 
 
 @needs_compiler
@@ -318,7 +318,7 @@ def _free_memory():
 @pytest.mark.parametrize(("shape", "dim"), [((2, 2**30 + 5), 0), ((2**31 // 61 + 5, 61), 1)])
 def test_more_than_two_to_the_31_elements(shape, dim):
     """In planes and in rows; the ends of a tensor whose offsets do not fit 32 bits are right, and so are its moments."""
-    kernel = cpu.load(CPU_VARIANTS[0])
+    kernel = Unpacked(cpu.load(CPU_VARIANTS[0]))
     memory = mmap.mmap(-1, 2 * math.prod(shape), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # zeros, which take no memory until
     x = torch.frombuffer(memory, dtype=torch.bfloat16).view(shape)  # they are written
     last = x.narrow(1 - dim, shape[1 - dim] - 5, 5)

@@ -82,9 +82,10 @@ def test_movement():
         act.heights[1, 5] += 0.5
         act.heights[2] = 0.0
     (unit,) = describe(act)
-    span = float(act.start_parameters()[2][0].max() - act.start_parameters()[2][0].min())
+    start = pwlu.reference.unpack(act.start_weight(), act.intervals).heights[0]
+    span = float(start.max() - start.min())
     assert unit.movement[1] == pytest.approx(0.5 / span, rel=1e-4)
-    assert unit.movement[2] == pytest.approx(float(act.start_parameters()[2][0].abs().max()) / span, rel=1e-4)
+    assert unit.movement[2] == pytest.approx(float(start.abs().max()) / span, rel=1e-4)
     assert unit.members("moved") == [False, True, True]
 
 

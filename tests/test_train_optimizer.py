@@ -9,7 +9,7 @@ from networks import assert_equal_to_rounding, bounds_of_rounding, of_units, sam
 from recipes_helpers import after, batches_of, same_state, take_steps, task_of, trainee_of
 
 from pwlu import baselines
-from pwlu.module import PWLU
+from pwlu.module import PWLU, units_of
 from pwlu.recipes.rows import RECIPES
 from pwlu.smoothing import curvature
 
@@ -156,7 +156,8 @@ def test_moving_average():
         if kept is None:
             kept = now
         elif number == 7:  # the step that ended Phase I: where functions now are is no place between old and new
-            kept = {n: p if ".weight" not in n and ".bias" not in n else 0.9 * kept[n] + 0.1 * p for n, p in now.items()}
+            units = units_of(trainee.network)
+            kept = {n: p if n.removesuffix(".weight") in units else 0.9 * kept[n] + 0.1 * p for n, p in now.items()}
         else:
             kept = {n: 0.9 * kept[n] + 0.1 * p for n, p in now.items()}
 
@@ -206,11 +207,11 @@ def test_curvature_is_penalised_in_phase_two():
     settings = {**SHORT, "fix_init": 3.0, "precision": "float64"}
     plain, penalised = (trainee_of(task_of(**settings, curvature=factor)) for factor in (0.0, 0.25))
     penalty = curvature(penalised.network)
-    expected = torch.autograd.grad(0.25 * penalty, [unit.heights for unit in penalised.units.values()])
+    expected = torch.autograd.grad(0.25 * penalty, [unit.weight for unit in penalised.units.values()])
     without, with_it = gradients(plain), gradients(penalised)
     for name, gradient in zip(penalised.units, expected, strict=True):
         assert gradient.abs().max() > 1e-4
-        torch.testing.assert_close(with_it[f"{name}.heights"] - without[f"{name}.heights"], gradient, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(with_it[f"{name}.weight"] - without[f"{name}.weight"], gradient, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(with_it["0.weight"], without["0.weight"])
 
 

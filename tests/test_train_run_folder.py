@@ -9,6 +9,7 @@ import pytest
 import torch
 from recipes_helpers import SHORT, STEPS_AN_EPOCH, short_run, train
 
+from pwlu import reference
 from pwlu.analysis import Alignment
 from pwlu.recipes.environment import revision
 from pwlu.recipes.rows import RECIPES, settings
@@ -112,7 +113,7 @@ def test_functions_and_snapshots(finished):
     for unit, parameters in functions.items():
         assert set(parameters) == {"left", "right", "heights", "left_slope", "right_slope"}
         for name, value in parameters.items():
-            assert torch.equal(value, model[f"{unit}.{name}"])
+            assert torch.equal(value, getattr(reference.unpack(model[f"{unit}.weight"], 16), name))
             assert torch.equal(value, snapshots[-1][unit][name])
     assert (snapshots[0]["2"]["left"] == -3).all()
     assert not torch.equal(snapshots[0]["2"]["left"], snapshots[1]["2"]["left"])

@@ -164,7 +164,7 @@ struct UnitBackward : Node {
     const auto metadata = compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
         compiled::get_input_metadata(next_edges()));
     const auto& python = compiled::getPyCompilerInterface();
-    const auto function =
+    static const auto function =  // a name is bound once
         python->bind_function(saved.get_py_compiler(), name(), recorded, {tensor, tensor, number, number, flag, flag, flag});
     auto found = python->call_function(saved.get_py_compiler(), "apply_functional", function, grads, arguments, metadata);
     saved.after(x_);

@@ -217,7 +217,7 @@ def _pass_all(kernel):
         ({"weight": torch.zeros(3, 9)}, "weight"),
         ({"x": torch.zeros(2, 4)}, "3 channels"),
         ({"x": torch.zeros(1, 2)}, "3 channels"),
-        ({"x": torch.zeros(3)}, "3 channels"),
+        ({"x": torch.zeros(3)}, "x has 1 dimensions"),
         ({"grad": torch.zeros(2)}, "grad must have the shape"),
         ({"x": torch.zeros(2, 3).long(), "grad": torch.zeros(2, 3).long()}, "x must be float32"),
     ],

@@ -49,8 +49,7 @@ Tensor observe(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t
 
 Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim,
                    bool need_input, bool need_weight) {
-  if (need_input)
-    if (auto found = run_backward(grad, x, weight, intervals, channel_dim, need_weight)) return *found;
+  if (auto found = run_backward(grad, x, weight, intervals, channel_dim, need_input, need_weight)) return *found;
   static const auto python = find<Backward>("pwlu_python::serve_backward");
   return by_python(python, grad, x, weight, intervals, channel_dim, need_input, need_weight);
 }

@@ -229,21 +229,23 @@ std::optional<Tensor> run_lookup(const Tensor& x, const Tables& tables, int64_t 
   return run_map(kLookup, x, *p, arguments, y);
 }
 
-// The gradients of x, and of the weight if that is needed.
+// The gradients of x and of the weight; an empty tensor for one that is not needed.
 std::optional<std::tuple<Tensor, Tensor>> run_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                                                       int64_t intervals, int64_t channel_dim, bool need_weight) {
+                                                       int64_t intervals, int64_t channel_dim, bool need_input,
+                                                       bool need_weight) {
   const auto p = understand(x, weight, intervals, channel_dim);
   if (!p || grad.scalar_type() != p->dtype || grad.device() != x.device() || grad.sizes() != x.sizes()) return std::nullopt;
   if (grad.strides() != x.strides() || !grad.const_data_ptr()) return std::nullopt;
-  const Tensor grad_x = at::empty_like(x);
-  Tensor grad_weight = need_weight ? at::empty_like(weight) : at::empty({0}, weight.options());
+  const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };
+  const Tensor grad_x = need_input || on_gpu(x) ? at::empty_like(x) : none(x);  // on a GPU it is always written
+  const Tensor grad_weight = need_weight ? at::empty_like(weight) : none(weight);
   Arguments arguments(x, &grad, grad_x);
   arguments.set_blocks(3, weight.const_data_ptr(), *p);
   if (need_weight) arguments.set_blocks(8, grad_weight.mutable_data_ptr(), *p);
   if (on_gpu(x)) {
     const auto plan = plan_of(p->key(need_weight ? kBackward : kBackwardInput, x, arguments.aligned()));
     if (!plan || !launch(*plan, arguments, x, 2 * (p->intervals + 3) * p->channels)) return std::nullopt;
-    return std::tuple(grad_x, grad_weight);
+    return std::tuple(need_input ? grad_x : none(x), grad_weight);
   }
   const CpuKernel k = on_cpu();
   if (!k.parallel) return std::nullopt;

@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from networks import data, network, of_units, same, train, units, values
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import pwlu
 
@@ -74,6 +76,48 @@ def test_from_any_phase_into_any_other(source, target):
         train(m, o, data(4, seed=9))
     assert same(model.state_dict().values(), other.state_dict().values())
     assert phases.phase == 2
+
+
+OPTIMIZERS = {
+    "SGD": lambda weights: torch.optim.SGD(weights, lr=0.1),
+    "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "AdamW": lambda weights: torch.optim.AdamW(weights, lr=0.01, weight_decay=0.1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process
+@pytest.mark.parametrize("made", OPTIMIZERS)
+@pytest.mark.parametrize("steps", [0, 1, 2, REALIGN_AT, 5])
+def test_a_checkpoint_of_torch(steps, made, tmp_path):
+    """get_state_dict and set_state_dict, strictly, in both phases: training goes on to the last bit as without them.
+
+    Both take a step with a learning rate of 0 to make the optimizer's state, which is no step of Phase I.
+    """
+
+    def begin():
+        model = network()
+        optimizer = OPTIMIZERS[made](model.parameters())
+        return model, optimizer, pwlu.TwoPhase(model, optimizer, REALIGN_AT)
+
+    batches = data(8)
+    undisturbed, optimizer, _ = begin()
+    train(undisturbed, optimizer, batches)
+    model, optimizer, phases = begin()
+    train(model, optimizer, batches[:steps])
+    weights, state = get_state_dict(model, optimizer)
+    assert phases.steps == min(steps, REALIGN_AT)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
+    other, other_optimizer, other_phases = begin()
+    weights, state = get_state_dict(other, other_optimizer)
+    loaded = {"model": weights, "optimizer": state}
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    set_state_dict(other, other_optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    assert (other_phases.phase, other_phases.steps) == (phases.phase, phases.steps)
+    for continued, its_optimizer in ((model, optimizer), (other, other_optimizer)):
+        train(continued, its_optimizer, batches[steps:])
+    assert same(model.state_dict().values(), other.state_dict().values())
+    if steps:  # before the first, torch's own step counts in the state of Adam
+        assert same(undisturbed.state_dict().values(), model.state_dict().values())
 
 
 def test_phase_two_goes_on_without_a_controller():

@@ -60,7 +60,7 @@ def plain_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, p
 def _serving(device: torch.device) -> Any:
     from pwlu.kernels import cpu, cuda, eager
 
-    kernel = None
+    kernel: Any = None
     if device.type == "cuda":
         kernel = cuda.kernel(device.index)
     elif device.type == "cpu":

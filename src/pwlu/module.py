@@ -17,7 +17,7 @@ def _block(name: str, shape: str) -> property:
 
     def get(unit: "PWLU") -> Tensor:
         view: Tensor = getattr(unit.blocks(), name)
-        view.requires_grad_ = _refuse_to_freeze  # type: ignore[method-assign]  # torch's own message would not help
+        view.requires_grad_ = _refuse_to_freeze  # type: ignore[assignment,method-assign]  # torch's own message would not help
         return view
 
     def set(unit: "PWLU", value: Any) -> None:
@@ -145,9 +145,10 @@ class PWLU(nn.Module):
         self.gradient_scale = None if all(factor == 1.0 for factor in factors.values()) else scale
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        if self._buffers["gradient_scale"] is not None:
-            weight = torch.lerp(weight.detach(), weight, self.gradient_scale)  # the weight; its gradient is scaled
+        weight: Tensor = self.weight
+        scale = self._buffers["gradient_scale"]
+        if scale is not None:
+            weight = torch.lerp(weight.detach(), weight, scale)  # the weight; its gradient is scaled
         statistics: Any = self._modules["statistics"]  # by the way of attributes it would take longer
         if statistics.phase == 1 and self.training and isinstance(x, Tensor):
             return ops.observe(x, weight, self.intervals, self.channel_dim, statistics.pool)

@@ -129,7 +129,7 @@ class Kernel:
         done = self.moments(x, channel_dim, pool)
         return NotImplemented if done is NotImplemented else self.forward(x, weight, intervals, channel_dim)
 
-    def moments(self, x: Tensor, channel_dim: int, pool: Tensor) -> None:
+    def moments(self, x: Tensor, channel_dim: int, pool: Tensor) -> Any:
         """Add the moments of x to the pool; NotImplemented unless that is contiguous and of the type of the arithmetic."""
         if pool.dtype != (torch.float64 if x.dtype == torch.float64 else torch.float32) or not pool.is_contiguous():
             return NotImplemented

@@ -82,11 +82,10 @@ class Kernel:
         """Return y and add the moments of x to the pool, reading x once."""
         return self._map("observe", x, weight, intervals, channel_dim, pool)
 
-    def moments(self, x: Tensor, channel_dim: int, pool: Tensor) -> None:
+    def moments(self, x: Tensor, channel_dim: int, pool: Tensor) -> Any:
         """Add the moments of x to the pool."""
-        if self._run_map("moments", x, None, [0] * 5, 0, pool.shape[1], 1, channel_dim, pool) is NotImplemented:
-            return NotImplemented
-        return None
+        found = self._run_map("moments", x, None, [0] * 5, pool.shape[1], 1, channel_dim, pool)
+        return NotImplemented if found is NotImplemented else None
 
     def lookup(self, x: Tensor, *rest: Any) -> Tensor:
         """Return y of the fused form."""

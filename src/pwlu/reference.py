@@ -59,10 +59,11 @@ def along(parameter: Tensor, x: Tensor, channel_dim: int) -> Tensor:
     return parameter.reshape(shape)
 
 
-def pick(table: Tensor, index: Tensor, x: Tensor, channel_dim: int) -> Tensor:
+def pick(table: Tensor, index: Tensor, x: Tensor, channel_dim: int, unchecked: bool = False) -> Tensor:
     """table[c, index], element by element: from (C, M) and an index shaped like x to the shape of x."""
-    rows = torch.arange(table.shape[0], device=table.device) * table.shape[1]
-    return table.reshape(-1)[along(rows, x, channel_dim) + index]
+    rows = torch.arange(table.shape[0], device=table.device, dtype=index.dtype) * table.shape[1]
+    flat, place = table.reshape(-1), along(rows, x, channel_dim) + index
+    return torch.ops.aten._unsafe_index(flat, [place]) if unchecked else flat[place]
 
 
 def finite(x: Tensor) -> Tensor:
@@ -250,18 +251,29 @@ def tables(
     )
 
 
-def lookup(x: Tensor, left: Tensor, inv_step: Tensor, slopes: Tensor, offsets: Tensor, channel_dim: int) -> Tensor:
+def lookup(
+    x: Tensor,
+    left: Tensor,
+    inv_step: Tensor,
+    slopes: Tensor,
+    offsets: Tensor,
+    channel_dim: int,
+    unchecked: bool = False,
+) -> Tensor:
     """The form for inference: y = x S_j + O_j with j = clip(floor((x - B_L)/d), -1, N).
 
     Equal to the definition, which is continuous, up to rounding. It has aten operators alone, so that what is
-    exported runs anywhere.
+    exported runs anywhere. `unchecked`: the same numbers with 32-bit indices and without a check of their range, which Inductor
+    makes faster code of, and other runtimes may not know.
     """
     dtype = compute_dtype(x)
     value = finite(x.to(dtype))
     left, inv_step, slopes, offsets = (t.to(dtype) for t in (left, inv_step, slopes, offsets))
     position = ((value - along(left, x, channel_dim)) * along(inv_step, x, channel_dim)).floor()
-    j = position.nan_to_num(nan=0.0).clamp(-1, slopes.shape[1] - 2).long() + 1
-    return (value * pick(slopes, j, x, channel_dim) + pick(offsets, j, x, channel_dim)).to(x.dtype)
+    position = torch.where(position >= -1.0, position, -1.0).clamp(max=slopes.shape[1] - 2)  # of NaN: any, the result is NaN
+    j = position.to(torch.int32 if unchecked else torch.int64) + 1
+    slope, offset = (pick(table, j, x, channel_dim, unchecked) for table in (slopes, offsets))
+    return (value * slope + offset).to(x.dtype)
 
 
 def moments(x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, Tensor]:

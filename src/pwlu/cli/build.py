@@ -1,6 +1,7 @@
 """``pwlu build``: compile the libraries now, for images and clusters."""
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -31,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(_options: argparse.Namespace) -> int:
     """Build one after the other, and print a line for each."""
-    made = [_tell(f"cpu {variant}", lambda variant=variant: _cpu(variant)) for variant in build.variants()]
-    return int(not all([*made, _tell("eager", lambda: eager.compile_library(keep=True))]))
+    made = [_tell(f"cpu {variant}", functools.partial(_cpu, variant)) for variant in build.variants()]
+    return int(not all([*made, _tell("eager", functools.partial(eager.compile_library, keep=True))]))
 
 
 def _cpu(variant: str) -> Path:

@@ -13,13 +13,12 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("cpu.c")
@@ -30,6 +29,15 @@ _GNU_VARIANT = {"avx512": ["-mavx512f", "-mavx2", "-mf16c"], "avx2": ["-mavx2", 
 _MSVC_FLAGS = ["/O2", "/fp:precise", "/std:c11"]
 _MSVC_VARIANT = {"avx512": ["/arch:AVX512"], "avx2": ["/arch:AVX2"], "portable": []}
 _LONGEST, _DAY = 600, 86400  # seconds to wait for another process, and until what failed is tried again
+
+# Standard input is a pipe from the process that waits: when that has ended, the watch stops all that was started here.
+_WATCHED = """
+exec 3<&0
+(read -r line <&3; trap '' TERM; kill -s TERM 0; rm -rf "$0") & watch=$!
+"$@" <&- 3<&-; status=$?
+kill $watch
+exit $status
+"""
 
 
 def variants() -> tuple[str, ...]:
@@ -85,12 +93,16 @@ def compiler(variable: str = "CC", usual: tuple[str, ...] = ("cc", "gcc", "clang
 def build(variant: str, afresh: bool = False, keep: bool = False) -> Path:
     """Return the library of a variant of ``cpu.c``, compiled if the cache lacks it or it is to be made afresh; see make."""
     stem = place(f"cpu-{variant}", SOURCE, [*flags(variant), sysconfig.get_platform(), *platform.libc_ver()])
-    if not afresh and (found := find(stem)):
-        return found
+    if afresh and (found := find(stem)):
+        found.unlink(missing_ok=True)
+    return make(stem, lambda: [*_c_compiler(), *flags(variant), "-shared", "-fPIC"], SOURCE, ["-lm"], keep)
+
+
+def _c_compiler() -> list[str]:
     command = compiler()
     if command is None:
         raise OSError("no C compiler was found (looked for $CC, cc, gcc, clang)")
-    return make(stem, [*command, *flags(variant), "-shared", "-fPIC"], SOURCE, ["-lm"], afresh=afresh, keep=keep)
+    return command
 
 
 # The cache.
@@ -117,7 +129,7 @@ def failure(stem: Path) -> str | None:
     """Return what the compiler said when it failed, unless that was more than a day ago."""
     note = Path(f"{stem}.failed")
     with contextlib.suppress(OSError):
-        return note.read_text() if _is_private(note) and time.time() - note.stat().st_mtime < _DAY else None
+        return note.read_text() if time.time() - note.stat().st_mtime < _DAY else None
     return None
 
 
@@ -127,35 +139,26 @@ def is_being_made(stem: Path) -> bool:
 
     lock = Path(f"{stem}.lock")
     try:
-        if lock.exists():
-            with filelock.FileLock(lock, timeout=0):
-                pass
-    except filelock.Timeout:
-        return True
-    except OSError:  # a cache that cannot be written
-        pass
-    return False
+        with filelock.FileLock(lock, timeout=0) if lock.exists() else contextlib.nullcontext():
+            return False
+    except OSError as error:
+        return isinstance(error, filelock.Timeout)
 
 
 def make(
-    stem: Path,
-    command: list[str],
-    source: Path,
-    libraries: list[str],
-    afresh: bool = False,
-    keep: bool = False,
-    announce: str = "",
+    stem: Path, command: Callable[[], list[str]], source: Path, libraries: list[str], keep: bool = False, announce: str = ""
 ) -> Path:
-    """Compile a library into the cache and return its path; OSError says why that is impossible.
+    """Return the path of a library, compiled if the cache lacks it; OSError says why that is impossible.
 
-    One process compiles at a time. The others wait for it and take what it made, unless they are to make it afresh. Where the
-    cache cannot be used, the library is for this process alone; with `keep` that is an error.
-
-    `announce` is for a build that nobody asked for: it is printed before the compiler starts, and there is no second try on the
-    day of a failure.
+    One process compiles at a time; others wait for it and take what it made. Where the cache cannot be used, the library is for
+    this process alone; with `keep` that is an error. `announce` is for a build that nobody asked for: it is printed before the
+    compiler starts, and within a day of a failure there is no second try.
     """
+    if found := find(stem):
+        return found
     import filelock
 
+    compile_it = command()
     with contextlib.ExitStack() as stack:
         try:
             stem.parent.mkdir(0o755, parents=True, exist_ok=True)
@@ -165,34 +168,32 @@ def make(
                     "PWLU_CACHE to another folder"
                 )
             stack.enter_context(filelock.FileLock(f"{stem}.lock", timeout=_LONGEST))
-            if not afresh and (found := find(stem)):
+            if found := find(stem):
                 return found
-            folder, scratch = stem.parent, Path(f"{stem}.building")
-            shutil.rmtree(scratch, ignore_errors=True)  # left by a process that was killed
-            scratch.mkdir(0o700)
+            for left in stem.parent.glob(f"{stem.name}.building-*"):  # when the machine went down
+                shutil.rmtree(left, ignore_errors=True)
+            folder, scratch = stem.parent, Path(tempfile.mkdtemp(prefix=f"{stem.name}.building-", dir=stem.parent))
             stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
             if keep:
                 raise OSError(str(error)) from error
             folder = scratch = Path(tempfile.mkdtemp(prefix="pwlu-"))
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        if announce and (said := failure(stem)):
-            raise OSError(said)
-        made, note = scratch / "library", Path(f"{stem}.failed")
-        status, said = _run([*command, str(source), "-o", str(made), *libraries], scratch, announce)
-        if status:
-            said = f"{command[0]} failed on {source.name}: {said.strip()[-500:]}"
-            if folder == stem.parent:
-                note.write_text(said)
-                note.chmod(0o644)
-            raise OSError(said)
+        if announce:
+            if said := failure(stem):
+                raise OSError(said)
+            print(announce, file=sys.stderr, flush=True)
+        made, note = scratch / "library", folder / f"{stem.name}.failed"
+        done = _run([*compile_it, str(source), "-o", str(made), *libraries], scratch)
+        if done.returncode:
+            note.write_text(f"{compile_it[0]} failed on {source.name}: {done.stderr.strip()[-500:]}")
+            raise OSError(note.read_text())
         made.chmod(0o755)
         with open(made, "r+b") as file:
             path = folder / f"{stem.name}-{_digest(file.read())}.so"
             os.fsync(file.fileno())  # after a loss of power the name must not be there without the content
         os.replace(made, path)
-        if folder == stem.parent:
-            note.unlink(missing_ok=True)
+        note.unlink(missing_ok=True)
     return path
 
 
@@ -208,56 +209,13 @@ def _is_private(path: Path) -> bool:
     return found.st_uid in (0, os.getuid()) and not found.st_mode & 0o022
 
 
-# The compiler's process, and all that it starts, must not outlive this one.
-
-_guard = threading.Lock()  # held where a compiler starts, and for good when this process ends
-_running: dict["subprocess.Popen[str]", Path] = {}
-
-
-def _run(command: list[str], scratch: Path, announce: str) -> tuple[int, str]:
-    """Run a compiler; return its exit status and what it said."""
-    with _guard:
-        if announce:
-            print(announce, file=sys.stderr, flush=True)
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        _running[process] = scratch
+def _run(command: list[str], scratch: Path) -> "subprocess.CompletedProcess[str]":
+    """Run a compiler that does not outlive this process, nor leaves its folder behind, however this process ends."""
+    if sys.platform != "win32":
+        command = ["/bin/sh", "-c", _WATCHED, str(scratch), *command]
+    ends = os.pipe()
     try:
-        said = process.communicate()[1]
+        return subprocess.run(command, stdin=ends[0], capture_output=True, text=True, errors="replace", start_new_session=True)
     finally:
-        with _guard:  # a thread that comes here when the process ends must not take the killed compiler for a failure
-            del _running[process]
-            _kill(process)
-    return process.returncode, said
-
-
-def _kill(process: "subprocess.Popen[str]") -> None:
-    with contextlib.suppress(OSError):
-        if process.poll() is None:
-            process.kill() if sys.platform == "win32" else os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _end() -> None:
-    _guard.acquire()
-    for process, scratch in _running.items():
-        _kill(process)
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _forget() -> None:
-    global _guard
-    _guard = threading.Lock()
-    _running.clear()
-
-
-atexit.register(_end)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)  # a child must not kill its parent's compiler
+        for end in ends:
+            os.close(end)

@@ -42,9 +42,8 @@ class Launch(ctypes.Structure):
 
 
 library: Any = None  # once it is loaded
-why = ""  # the last attempt to have it failed
+why = ""  # it cannot be built
 _ready: Path | None = None  # built in the background, to be opened
-_builder: threading.Thread | None = None
 _known: set[tuple[Any, ...]] = set()  # what it learned of GPUs
 _of_cpu: Any = None  # the CPU's kernel that it knows
 
@@ -86,10 +85,9 @@ def _libraries() -> list[str]:
     return [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
 
 
-def compile_library(afresh: bool = False, keep: bool = False, announce: str = "") -> Path:
+def compile_library(keep: bool = False, announce: str = "") -> Path:
     """Return the library's path, compiled if the cache lacks it: see ``build.make``."""
-    found = None if afresh else build.find(stem())
-    return found or build.make(stem(), [*_compiler(), *_flags()], SOURCE, _libraries(), afresh, keep, announce)
+    return build.make(stem(), lambda: [*_compiler(), *_flags()], SOURCE, _libraries(), keep, announce)
 
 
 # Loading.
@@ -101,23 +99,19 @@ def load() -> bool:
     ``PWLU_EAGER=compiled`` builds it first where it is missing, and asks for it: that it cannot be had is then an error.
     ``PWLU_EAGER=python`` does without.
     """
-    global why
     wish = _wish()
     try:
         found = compile_library() if wish == "compiled" else build.find(stem()) if wish == "auto" else None
-        if found is None:
-            return False
-        try:
-            _open(found)
-        except OSError:  # made on another machine that shares the cache
-            found.unlink(missing_ok=True)
-            if wish == "auto":
-                raise
-            _open(compile_library(afresh=True))
+        if found is not None:
+            try:
+                _open(found)
+            except OSError:  # made on another machine that shares the cache: to be made anew
+                found.unlink(missing_ok=True)
+                if wish == "compiled":
+                    _open(compile_library())
     except OSError as error:
         if wish == "compiled":
             raise OSError(f"PWLU_EAGER=compiled, but {error}") from error
-        why = str(error)
     return library is not None
 
 
@@ -134,10 +128,8 @@ def _open(found: Path) -> None:
 @functools.cache
 def build_in_background() -> None:
     """Start a thread that compiles the library, unless it is there, is not wanted, or cannot be built."""
-    global _builder
     if library is None and _wish() == "auto":
-        _builder = threading.Thread(target=_build, name="pwlu-build", daemon=True)
-        _builder.start()
+        threading.Thread(target=_build, name="pwlu-build", daemon=True).start()
 
 
 def _build() -> None:
@@ -160,7 +152,9 @@ def load_if_ready() -> None:
     try:
         _open(found)
     except OSError as error:
-        why = str(error)
+        why = f"{found.name} was built but cannot be opened: {error}"
+        found.unlink(missing_ok=True)
+        Path(f"{stem()}.failed").write_text(why)  # or every process would build it anew
 
 
 def _is_plain() -> bool:
@@ -184,7 +178,7 @@ def state() -> str:
     if found := build.find(stem()):
         return f"Python; built, used by the next process ({found})"
     if build.is_being_made(stem()):
-        return f"Python; being built ({stem()}.building), used when it is ready"
+        return "Python; being built, used when it is ready"
     try:
         _compiler()
     except OSError as error:

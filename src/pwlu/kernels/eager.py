@@ -5,6 +5,7 @@ processor. Compiling takes some 15 seconds of a core and needs a C++ compiler. A
 does it, once on a machine; that process opens the library between two calls, and all later ones when they import pwlu.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -153,8 +154,9 @@ def load_if_ready() -> None:
         _open(found)
     except OSError as error:
         why = f"{found.name} was built but cannot be opened: {error}"
-        found.unlink(missing_ok=True)
-        Path(f"{stem()}.failed").write_text(why)  # or every process would build it anew
+        with contextlib.suppress(OSError):  # or every process would build it anew
+            found.unlink()
+            Path(f"{stem()}.failed").write_text(why)
 
 
 def _is_plain() -> bool:
@@ -175,16 +177,17 @@ def state() -> str:
         return f"compiled, loaded ({library._name})"
     if _wish() == "python":
         return "Python (PWLU_EAGER=python)"
-    if found := build.find(stem()):
-        return f"Python; built, used by the next process ({found})"
-    if build.is_being_made(stem()):
-        return "Python; being built, used when it is ready"
     try:
+        if found := build.find(stem()):
+            return f"Python; built, used by the next {'call' if _ready else 'process'} ({found})"
+        if build.is_being_made(stem()):
+            return "Python; being built, used when it is ready"
         _compiler()
+        said = why or build.failure(stem())
     except OSError as error:
-        return f"Python; cannot be built here because {error}"
-    if said := why or build.failure(stem()):
-        return f"Python; cannot be built here because {said}; after that is mended, `pwlu build` tries again"
+        said = str(error)
+    if said:
+        return f"Python; cannot be built here because {said}; once that is mended, `pwlu build` tries again"
     return "Python; not built yet: the first process that uses a kernel does that in the background, `pwlu build` does it now"
 
 

@@ -250,10 +250,10 @@ def test_a_process_takes_over(cache):
 def test_no_compiler_is_left_behind(cache, end):
     """Nor what it started, nor its files, nor a note that it failed."""
     pids = cache.tools / "pids"
-    cxx = cache.compiler("long", f"touch $TMPDIR/x; sleep 300 & echo $$ $! > {pids}.part; mv {pids}.part {pids}; wait")
+    cxx = cache.compiler("long", f"sleep 300 & echo $$ $! > {pids}.part; mv {pids}.part {pids}; wait")
     wait = f"while not pathlib.Path({str(pids)!r}).exists(): time.sleep(0.01)\n"
     last = {"return": "", "error": "raise ValueError"}.get(end, "time.sleep(300)")
-    process = cache.start(USE + wait + last, CXX=cxx, TMPDIR=str(cache.tools))
+    process = cache.start(USE + wait + last, CXX=cxx)
     eventually(pids.exists)
     assert any(cache.folder.glob("*.building-*"))
     if isinstance(end, signal.Signals):

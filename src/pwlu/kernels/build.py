@@ -34,7 +34,8 @@ _LONGEST, _DAY = 600, 86400  # seconds to wait for another process, and until wh
 _WATCHED = """
 exec 3<&0
 (read -r line <&3; trap '' TERM; kill -s TERM 0; rm -rf "$0") & watch=$!
-"$@" <&- 3<&-; status=$?
+"$@" </dev/null 3<&-; status=$?
+exec 2>/dev/null  # some shells tell of the kill
 kill $watch
 exit $status
 """

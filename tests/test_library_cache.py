@@ -3,7 +3,6 @@
 In most tests the compilers are small scripts that copy a library which is there already.
 """
 
-import contextlib
 import os
 import shutil
 import signal
@@ -61,7 +60,7 @@ class Cache:
 
     def __init__(self, folder, processes):
         self.root, self.folder = folder / "cache", folder / "cache" / "libraries"
-        self.tools, self.log, self.processes = folder, folder / "log", processes
+        self.tools, self.log, self.processes, self.running = folder, folder / "log", processes, []
         self.built = {"cpu": cpu.load(VARIANT).path, "eager": Path(eager.library._name)}
         self.stems = {"cpu": self.folder / _stem_of_cpu().name, "eager": self.folder / eager.stem().name}
         self.environment = {"PWLU_CACHE": str(self.root), "PWLU_EAGER": "auto"}
@@ -102,7 +101,8 @@ class Cache:
         """A process that runs on."""
         variables = os.environ | self.environment | {"PYTHONPATH": str(SOURCES)} | environment
         pipe = subprocess.PIPE
-        return subprocess.Popen([sys.executable, "-c", code], env=variables, stdout=pipe, stderr=pipe, text=True)
+        self.running.append(subprocess.Popen([sys.executable, "-c", code], env=variables, stdout=pipe, stderr=pipe, text=True))
+        return self.running[-1]
 
     def names(self):
         """What is there, except for locks."""
@@ -119,7 +119,11 @@ def _stem_of_cpu():
 
 @pytest.fixture
 def cache(tmp_path, processes):
-    return Cache(tmp_path, processes)
+    cache = Cache(tmp_path, processes)
+    yield cache
+    for process in cache.running:  # those of a test that failed, too
+        process.kill()
+        process.communicate()
 
 
 def eventually(condition):
@@ -473,9 +477,8 @@ def info_without_a_home(cache):
 @pytest.mark.slow
 def test_info_while_another_process_builds(cache):
     process = cache.start(USE + SWITCH, CXX=cache.compiler("long", "sleep 300"))
-    with contextlib.closing(process.stdout), contextlib.closing(process.stderr):
-        eventually(lambda: cache.started("long"))
-        assert info(cache) == "Python; being built, used when it is ready"
-        process.kill()
-        process.wait()
+    eventually(lambda: cache.started("long"))
+    assert info(cache) == "Python; being built, used when it is ready"
+    process.kill()
+    process.communicate()
     assert info(cache).startswith("Python; not built yet")

@@ -1,12 +1,11 @@
-"""The operators in eager mode without Python: what it launches, how it comes to be built, and what serves without it.
+"""The operators in eager mode without Python: what it launches, and what serves without it.
 
-All other tests run with it too, where it can be built: see conftest.py.
+How it is built and loaded: test_library_cache.py. All other tests run with it too, where it can be built: see conftest.py.
 """
 
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,11 @@ import torch
 from helpers import unit, weight_of
 
 from pwlu import implementations, ops
-from pwlu.kernels import build, cpu, eager
+from pwlu.kernels import build, eager
 
 HERE = Path(__file__).parent
 SOURCES = Path(eager.__file__).parents[2]
-USE = "import pwlu, torch; from pwlu.kernels import eager; assert pwlu.PWLU(3)(torch.ones(2, 3)).sum() == 6; print(eager.why)"
+USE = "import pwlu, torch; from pwlu.kernels import eager; assert pwlu.PWLU(3)(torch.ones(2, 3)).sum() == 6"
 pytestmark = pytest.mark.skipif(eager.library is None, reason="eager.cpp was not built here")
 
 
@@ -33,61 +32,10 @@ def run(*arguments, **environment):
 def test_launches_are_those_of_python(tmp_path):
     """Without a GPU: kernels, grids and arguments, for training, Phase I and the fused form; failed launches; many shapes."""
     command = [*eager._compiler(), *eager._flags(), "-O1", "-DPWLU_PRETEND_GPU"]
-    build.compile_into(tmp_path / eager.path().name, command, eager.SOURCE, eager._libraries())
+    build.make(tmp_path / "libraries" / eager.stem().name, lambda: command, eager.SOURCE, eager._libraries())
     status, said = run("eager_launches.py", PWLU_CACHE=str(tmp_path), PWLU_EAGER="compiled")
     assert status == 0, said
     assert int(said) > 500
-
-
-@pytest.mark.slow
-def test_built_aside_for_later_processes(tmp_path):
-    environment = {"PWLU_CACHE": str(tmp_path), "PWLU_EAGER": "auto"}
-    assert "not built yet" in run("-c", USE, **environment)[1]
-    library = tmp_path / eager.path().name
-    eventually(library.exists)
-    assert run("-c", USE, **environment)[1].strip() == str(library)
-    assert f"eager mode  compiled ({library})" in run("-m", "pwlu", "info", **environment)[1]
-
-
-def eventually(condition):
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() < start + 300
-        time.sleep(0.1)
-
-
-def test_a_failure_is_noted(tmp_path):
-    """Not tried again by every process, but a day later; not at the same time either; and said by `pwlu info`."""
-    broken, log, cache = tmp_path / "c++", tmp_path / "log", tmp_path / "cache"
-    broken.write_text(f"#!/bin/sh\necho started >> {log}\necho too old >&2\nexit 1\n")
-    broken.chmod(0o755)
-    environment = {"PWLU_CACHE": str(cache), "PWLU_EAGER": "auto", "CXX": str(broken)}
-    note = cache / eager.path().with_suffix(".failed").name
-    building = Path(f"{cache / eager.path().name}.building")
-
-    def started():
-        """How often, after one more process that uses a kernel."""
-        status, said = run("-W", "error", "-c", USE, **environment)
-        assert status == 0, said
-        eventually(lambda: not building.exists() or any(building.parent.glob("keep")))
-        return log.read_text().count("started")
-
-    assert started() == 1
-    assert note.read_text() == f"{broken} failed on eager.cpp:\ntoo old\n"
-    assert f"eager mode  Python ({broken} failed on eager.cpp:" in run("-m", "pwlu", "info", **environment)[1]
-    assert started() == 1
-    os.utime(note, (0, 0))
-    assert started() == 2
-    note.unlink()
-    building.mkdir()
-    (cache / "keep").touch()
-    assert started() == 2  # another process is at it
-    (cache / "keep").unlink()
-    os.utime(building, (0, 0))
-    assert started() == 3  # but has died
-    status, said = run("-c", "import pwlu", **(environment | {"PWLU_EAGER": "compiled"}))
-    assert status == 1
-    assert f"PWLU_EAGER=compiled, but {broken} failed on eager.cpp: too old" in said
 
 
 @pytest.mark.parametrize("executable", ["None", "''", "'/gone/python'"])
@@ -98,17 +46,6 @@ def test_without_an_executable(executable, tmp_path):
         "-c", f"import sys; sys.executable = {executable}; {USE}", PWLU_CACHE=str(tmp_path / "file"), PWLU_EAGER="auto"
     )
     assert status == 0, said
-
-
-def test_a_damaged_library(tmp_path):
-    library = tmp_path / eager.path().name
-    for content in (b"no library" * 100, cpu.load(cpu.usable_variants()[0]).path.read_bytes()):
-        library.write_bytes(content)
-        environment = {"PWLU_CACHE": str(tmp_path), "PWLU_EAGER": "auto", "CXX": "false"}
-        status, said = run("-c", USE, **environment)
-        assert status == 0, said
-        assert "invalid ELF header" in said or "is no library of pwlu" in said
-        assert not library.exists()  # it will be made anew
 
 
 def test_wishes(tmp_path):

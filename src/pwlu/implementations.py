@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pwlu import checks, reference
+from pwlu.kernels import eager
 
 # Plain torch, on every device.
 
@@ -58,7 +59,7 @@ def plain_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, p
 
 @functools.cache  # so that a warning that there is none comes once
 def _serving(device: torch.device) -> Any:
-    from pwlu.kernels import cpu, cuda, eager
+    from pwlu.kernels import cpu, cuda
 
     kernel: Any = None
     if device.type == "cuda":
@@ -66,12 +67,13 @@ def _serving(device: torch.device) -> Any:
     elif device.type == "cpu":
         kernel = cpu.kernel()
     if kernel is not None:
-        eager.build_aside()
+        eager.build_in_background()
     return kernel
 
 
 def kernel_of(x: Tensor) -> Any:
     """Return the kernels that serve the device of x, or None; they are imported when first used."""
+    eager.load_if_ready()
     return _serving(x.device)
 
 

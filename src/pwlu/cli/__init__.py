@@ -9,6 +9,7 @@ from pwlu.version import __version__
 
 COMMANDS = {
     "info": "versions, devices, and which code computes PWLU where, and why",
+    "build": "compile now what the first process would, for images and clusters",
     "train": "train an architecture on a data set with a chosen activation",
     "compare": "fill a table of activations, architectures and seeds",
     "report": "a run as one page of HTML: curves, alignment, shapes, all learned functions",

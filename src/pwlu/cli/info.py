@@ -27,7 +27,7 @@ def run(_options: argparse.Namespace) -> int:
         ("python", f"{platform.python_version()}, {platform.platform()}"),
         ("processor", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
         ("CPU", _cpu()),
-        ("eager mode", f"{'compiled' if eager.library is not None else 'Python'} ({eager.why})"),
+        ("eager mode", eager.state()),
         *((f"cuda:{i}", _cuda(i)) for i in range(torch.cuda.device_count())),
         *((name, "plain torch (pwlu.reference): pwlu has no kernel for this device") for name in _others()),
     ]

@@ -169,16 +169,23 @@ def usable_variants() -> list[str]:
     return list(build.variants()[build.variants().index(best) :])
 
 
+def installed(variant: str) -> Kernel | None:
+    """Return the kernel of that name that came with the package, or None."""
+    for path in sorted(Path(__file__).parent.glob(f"_cpu_{variant}.*")):
+        try:
+            return Kernel(variant, path)
+        except OSError:  # a stale or foreign file: build anew
+            continue
+    return None
+
+
 @functools.cache
 def load(variant: str) -> Kernel:
     """The kernel of that name, from the installed package or built on first use; OSError says why there is none."""
     if variant not in usable_variants():
         raise OSError(f"unknown or unusable CPU kernel {variant!r}: this processor can run {', '.join(usable_variants())}")
-    for installed in sorted(Path(__file__).parent.glob(f"_cpu_{variant}.*")):
-        try:
-            return Kernel(variant, installed)
-        except OSError:  # a stale or foreign file: build anew
-            continue
+    if kernel := installed(variant):
+        return kernel
     try:
         return Kernel(variant, build.build(variant))
     except OSError:  # damaged, or made on another machine that shares the cache

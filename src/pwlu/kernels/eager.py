@@ -1,18 +1,17 @@
 """The operators in eager mode without Python, ``eager.cpp``: compiled for the torch that is here, loaded, and taught.
 
 A call through Python takes ten times as long as one of torch's own operators, which shows wherever a GPU waits for its
-processor. Building takes some 15 seconds of a core and needs a C++ compiler, so it is done once on a machine, aside: the first
-process that uses a kernel starts it and runs on with Python, all later ones find the library in the cache.
+processor. Compiling takes some 15 seconds of a core and needs a C++ compiler. A thread of the first process that uses a kernel
+does it, once on a machine; that process opens the library between two calls, and all later ones when they import pwlu.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
 import platform
-import shutil
-import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,10 @@ _WHATS = ("forward", "lookup", "observe", "backward", "backward_input")  # enum 
 _TYPES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}  # c10::ScalarType
 _KEY, _NUMBERS = ctypes.c_int64 * 9, ctypes.c_ubyte * 80  # Key, and the end of struct Arguments
 _MOST = 4096  # shapes remembered
-_HOUR, _DAY = 3600, 86400  # after which a build is taken for dead, and one that failed is tried again
-# One process builds: the one that makes the folder. The shell ends at once, and what it started is nobody's child.
-_ASIDE = """
-library=$1; folder=$library.building; shift
-mkdir -p "${library%/*}" && mkdir "$folder" || exit 0
-( if "$@" -o "$folder/library" 2> "$folder/said"
-then mv "$folder/library" "$library"
-else { echo "$1 failed on eager.cpp:"; tail -c 500 "$folder/said"; } > "$folder/why"; mv "$folder/why" "${library%.so}.failed"
-fi
-rm -rf "$folder" ) &
-"""
+_ANNOUNCE = (
+    "pwlu: compiling its C++ part in the background, once on this machine (15 s of a core or more); this process uses it when "
+    "it is ready. PWLU_EAGER=python turns this off."
+)
 
 
 class Launch(ctypes.Structure):
@@ -51,7 +43,8 @@ class Launch(ctypes.Structure):
 
 
 library: Any = None  # once it is loaded
-why = "not asked for yet"
+why = ""  # it cannot be built
+_ready: Path | None = None  # built in the background, to be opened
 _known: set[tuple[Any, ...]] = set()  # what it learned of GPUs
 _of_cpu: Any = None  # the CPU's kernel that it knows
 
@@ -64,8 +57,8 @@ def _wish() -> str:
 
 
 @functools.cache
-def path() -> Path:
-    """Where the library for this torch is, once it has been built."""
+def stem() -> Path:
+    """Return the path of the library for this torch in the cache, without its digest: see ``build.place``."""
     here = [torch.__version__, str(torch.version.git_version), platform.machine(), *platform.libc_ver()]
     return build.place("eager", SOURCE, [*(header.read_text() for header in HEADERS), *_flags(), *here])
 
@@ -77,89 +70,125 @@ def _flags() -> list[str]:
 
 
 def _compiler() -> list[str]:
+    """Return the compiler's command; OSError says why ``eager.cpp`` cannot be compiled here."""
     if sys.platform == "win32":
         raise OSError("eager.cpp is not built on Windows")
+    headers = Path(torch.__file__).parent / "include"
+    if not (headers / "torch" / "library.h").exists():
+        raise OSError(f"torch was installed without its C++ headers (looked in {headers})")
     command = build.compiler("CXX", ("c++", "g++", "clang++"))
     if command is None:
         raise OSError("no C++ compiler was found (looked for $CXX, c++, g++, clang++)")
     return command
 
 
-def compile_library() -> Path:
-    """Compile it now; OSError says why that is impossible."""
-    return build.compile_into(path(), [*_compiler(), *_flags()], SOURCE, _libraries())
-
-
 def _libraries() -> list[str]:
     return [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
 
 
+def compile_library(keep: bool = False, announce: str = "") -> Path:
+    """Return the library's path, compiled if the cache lacks it: see ``build.make``."""
+    return build.make(stem(), lambda: [*_compiler(), *_flags()], SOURCE, _libraries(), keep, announce)
+
+
+# Loading.
+
+
 def load() -> bool:
-    """Load the library if it is there, before the operators are registered; whether it was.
+    """Load the library if it is there, after the operators were registered; return whether it was.
 
     ``PWLU_EAGER=compiled`` builds it first where it is missing, and asks for it: that it cannot be had is then an error.
     ``PWLU_EAGER=python`` does without.
     """
-    global library, why
     wish = _wish()
-    if wish == "python":
-        why = "PWLU_EAGER=python"
-        return False
     try:
-        found = path()
-        if wish == "auto" and not found.exists():
-            why = _failure() or "not built yet: that is done aside, by the first process that uses a kernel, for later ones"
-            return False
-        if not found.exists():
-            found = compile_library()
-        try:
-            library = _open(found)
-        except OSError:  # damaged, or made on another machine that shares the cache: to be made anew
-            found.unlink(missing_ok=True)
-            if wish == "auto":
-                raise
-            library = _open(compile_library())
+        found = compile_library() if wish == "compiled" else build.find(stem()) if wish == "auto" else None
+        if found is not None:
+            try:
+                _open(found)
+            except OSError:  # made on another machine that shares the cache: to be made anew
+                found.unlink(missing_ok=True)
+                if wish == "compiled":
+                    _open(compile_library())
     except OSError as error:
         if wish == "compiled":
             raise OSError(f"PWLU_EAGER=compiled, but {error}") from error
-        why = str(error)
-        return False
-    library.pwlu_learn_gpu.argtypes = [_KEY, ctypes.POINTER(Launch), ctypes.POINTER(Launch), ctypes.c_int64, ctypes.c_void_p]
-    why = library._name
-    return True
+    return library is not None
 
 
-def _open(found: Path) -> Any:
-    """The library, whose kernels are registered by that."""
+def _open(found: Path) -> None:
+    """Open the library, which registers its kernels: they go before those of Python."""
+    global library
     opened = ctypes.CDLL(str(found))
     if not hasattr(opened, "pwlu_learn_gpu"):
         raise OSError(f"{found.name} is no library of pwlu")
-    return opened
+    opened.pwlu_learn_gpu.argtypes = [_KEY, ctypes.POINTER(Launch), ctypes.POINTER(Launch), ctypes.c_int64, ctypes.c_void_p]
+    library = opened
 
 
 @functools.cache
-def build_aside() -> None:
-    """Start to build the library for processes to come, unless it is there, is not wanted, or could not be built."""
+def build_in_background() -> None:
+    """Start a thread that compiles the library, unless it is there, is not wanted, or cannot be built."""
+    if library is None and _wish() == "auto":
+        threading.Thread(target=_build, name="pwlu-build", daemon=True).start()
+
+
+def _build() -> None:
+    global _ready, why
     try:
-        if library is not None or _wish() != "auto" or path().exists() or _failure():
-            return
-        command = [*_compiler(), *_flags(), str(SOURCE), *_libraries()]
-        folder, nothing = Path(f"{path()}.building"), subprocess.DEVNULL
-        if folder.exists() and time.time() - folder.stat().st_mtime > _HOUR:
-            shutil.rmtree(folder, ignore_errors=True)
-        arguments = ["/bin/sh", "-c", _ASIDE, "sh", str(path()), *command]
-        subprocess.run(arguments, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
-    except OSError:  # it is not needed
+        _ready = compile_library(keep=True, announce=_ANNOUNCE)
+    except OSError as error:  # it is not needed
+        why = str(error)
+
+
+def load_if_ready() -> None:
+    """Open the library that a thread has built since the last call; a call that is under way, and its graph, stay in Python.
+
+    Torch's table of kernels must not change while another thread reads it, hence the conditions.
+    """
+    global _ready, why
+    if _ready is None or not _is_plain():
         return
-
-
-def _failure() -> str | None:
-    """What the compiler said the last time, unless that is so long ago that it is asked again."""
-    note = path().with_suffix(".failed")
+    found, _ready = _ready, None
     try:
-        return note.read_text().strip() if time.time() - note.stat().st_mtime < _DAY else None
-    except OSError:
-        return None
+        _open(found)
+    except OSError as error:
+        why = f"{found.name} was built but cannot be opened: {error}"
+        with contextlib.suppress(OSError):  # or every process would build it anew
+            found.unlink()
+            Path(f"{stem()}.failed").write_text(why)
+
+
+def _is_plain() -> bool:
+    """Return whether this is the main thread, outside of backward passes, modes, transforms and tracing."""
+    return (
+        threading.current_thread() is threading.main_thread()
+        and torch._C._current_graph_task_id() == -1
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._get_tracing_state() is None
+        and not torch.compiler.is_compiling()
+    )
+
+
+def state() -> str:
+    """Return what serves in eager mode, and why: for ``pwlu info``."""
+    if library is not None:
+        return f"compiled, loaded ({library._name})"
+    if _wish() == "python":
+        return "Python (PWLU_EAGER=python)"
+    try:
+        if found := build.find(stem()):
+            return f"Python; built, used by the next {'call' if _ready else 'process'} ({found})"
+        if build.is_being_made(stem()):
+            return "Python; being built, used when it is ready"
+        _compiler()
+        said = why or build.failure(stem())
+    except OSError as error:
+        said = str(error)
+    if said:
+        return f"Python; cannot be built here because {said}; once that is mended, `pwlu build` tries again"
+    return "Python; not built yet: the first process that uses a kernel does that in the background, `pwlu build` does it now"
 
 
 # Teaching.

@@ -419,7 +419,7 @@ def test_build_command_fails(cache, capsys):
     done = cache.command("build", CXX="/no/such")
     assert done.returncode == 1
     assert done.stderr.strip() == "pwlu build: eager could not be built: the compiler CXX='/no/such' was not found"
-    cache.root.rename(cache.tools / "old")
+    shutil.rmtree(cache.root, ignore_errors=True)  # there is none if the package came with its CPU kernels
     cache.root.touch()
     done = cache.command("build")
     assert done.returncode == 1

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from pwlu.module import PWLU, plain_weight, units_of, whole, write
 from pwlu.realignment import Realigned, realign_, some
-from pwlu.statistics import advance_
+from pwlu.statistics import InputStatistics, advance_
 from pwlu.text import counted
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # the first: batch and instance norm
@@ -88,8 +88,7 @@ def freeze_(model: nn.Module, frozen: bool = True) -> list[str]:
 
 def _take_gradients(units: Iterable[PWLU]) -> None:
     for unit in units:
-        for parameter in unit.parameters():
-            parameter.grad = None
+        plain_weight(unit).grad = None
 
 
 def _join(optimizer: Optimizer, units: Iterable[PWLU]) -> None:
@@ -134,6 +133,7 @@ class TwoPhase:
         self._units = units_of(model)
         if not self._units:
             raise ValueError(f"TwoPhase: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)")
+        self._statistics = [unit.statistics for unit in self._units.values()]
         if any(isinstance(module, nn.DataParallel) for module in model.modules()):
             raise ValueError(
                 "TwoPhase: nn.DataParallel runs copies of the model, whose statistics would be lost. "
@@ -151,26 +151,26 @@ class TwoPhase:
         self._completing = False  # whether the optimizer takes a step that is none
         self._check_alone()
         self._look_again()
-        for unit in self._units.values():
-            unit.phase = 2 if unit.statistics.realigned else 1
+        for statistics in self._statistics:
+            statistics.phase = 2 if statistics.realigned else 1
         # The optimizer holds the controller, not the other way round: it lives as long as the optimizer does, and lets go then.
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
             optimizer.register_state_dict_pre_hook(self._complete),
         ]
-        self._let_go = weakref.finalize(optimizer, _let_go, list(self._units.values()))
+        self._let_go = weakref.finalize(optimizer, _let_go, self._statistics)
         self._let_go.atexit = False
 
     @property
     def phase(self) -> int:
         """1 or 2; 0 when it has let go of the model."""
-        return max((unit.phase for unit in self._units.values()), default=0)
+        return max(statistics.phase for statistics in self._statistics)
 
     @property
     def steps(self) -> int:
         """Steps of Phase I taken so far."""
-        if any(unit.statistics.loaded for unit in self._units.values()):
+        if any(statistics.loaded for statistics in self._statistics):
             self._look_again()
         return self._steps
 
@@ -189,7 +189,7 @@ class TwoPhase:
         """Take the gradients of units away in Phase I: one of zero would still move a parameter by momentum or decay."""
         if self._completing:
             return None
-        if any(unit.statistics.loaded for unit in self._units.values()):
+        if any(statistics.loaded for statistics in self._statistics):
             self._look_again()
         units = self._units.values()
         if self.phase != 1:
@@ -218,7 +218,7 @@ class TwoPhase:
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and found_inf.item():
             return
-        advance_([unit.statistics for unit in self._units.values()], self.process_group)
+        advance_(self._statistics, self.process_group)
         self._steps += 1
         if self._steps >= self.realign_at:
             self.report = realign_(self.model)
@@ -230,7 +230,7 @@ class TwoPhase:
         rates = [group["lr"] for group in optimizer.param_groups]
         if any(rate.device.type != "cpu" if isinstance(rate, Tensor) else False for rate in rates) or any(map(float, rates)):
             return False
-        return not any(bool(unit.statistics.pool.any()) for unit in self._units.values())
+        return not any(bool(statistics.pool.any()) for statistics in self._statistics)
 
     @torch.no_grad()
     def _complete(self, optimizer: Optimizer) -> None:
@@ -275,7 +275,7 @@ class TwoPhase:
 
     def _look_again(self) -> None:
         """Steps and phase as the model's state has them."""
-        states = {(int(s.steps), bool(s.realigned)) for s in (unit.statistics for unit in self._units.values())}
+        states = {(int(s.steps), bool(s.realigned)) for s in self._statistics}
         if len(states) > 1:
             raise ValueError(
                 "TwoPhase: the PWLUs of this model have not come equally far: (steps of Phase I, realigned) are "
@@ -288,8 +288,8 @@ class TwoPhase:
                 f"realign_at={self.realign_at} has passed. Write a realign_at above {self._steps}, or realign now: "
                 "pwlu.realign_(model), before TwoPhase."
             )
-        for unit in self._units.values():
-            unit.statistics.loaded = False
+        for statistics in self._statistics:
+            statistics.loaded = False
         self._joined = False
 
     def _check_alone(self) -> None:
@@ -336,9 +336,9 @@ class TwoPhase:
         return others
 
 
-def _let_go(units: Sequence[PWLU]) -> None:
-    for unit in units:
-        unit.phase = 0
+def _let_go(statistics: Sequence[InputStatistics]) -> None:
+    for each in statistics:
+        each.phase = 0
 
 
 def _unwrapped(optimizer: Any) -> Optimizer:

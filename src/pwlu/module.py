@@ -57,7 +57,6 @@ class PWLU(nn.Module):
         y = act(torch.randn(8, 64, 32, 32))  # equals relu(x) until it is trained
     """
 
-    statistics: InputStatistics
     gradient_scale: Tensor | None
     left = _block("left", "(C,)")
     right = _block("right", "(C,)")

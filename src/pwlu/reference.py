@@ -270,8 +270,9 @@ def lookup(
     value = finite(x.to(dtype))
     left, inv_step, slopes, offsets = (t.to(dtype) for t in (left, inv_step, slopes, offsets))
     position = ((value - along(left, x, channel_dim)) * along(inv_step, x, channel_dim)).floor()
-    position = torch.where(position >= -1.0, position, -1.0).clamp(max=slopes.shape[1] - 2)  # of NaN: any, the result is NaN
-    j = position.to(torch.int32 if unchecked else torch.int64) + 1
+    # NaN may go to any segment: the result is NaN.
+    known = torch.where(position >= -1, position, -1.0) if unchecked else position.nan_to_num(nan=0.0)
+    j = known.clamp(-1, slopes.shape[1] - 2).to(torch.int32 if unchecked else torch.int64) + 1
     slope, offset = (pick(table, j, x, channel_dim, unchecked) for table in (slopes, offsets))
     return (value * slope + offset).to(x.dtype)
 

@@ -54,8 +54,9 @@ class InputStatistics(nn.Module):
     @property
     def pool(self) -> Tensor:
         """Count, mean and sum of squared deviations of the input since the last step of the optimizer: (3, C)."""
-        if self._pool.device != self.running_mean.device:  # fully_shard moves parameters and buffers, one by one
-            self._pool = self._pool.to(self.running_mean.device)
+        device = self._buffers["running_mean"].device  # type: ignore[union-attr]  # through attributes it would take longer
+        if self._pool.device != device:  # fully_shard moves parameters and buffers, one by one
+            self._pool = self._pool.to(device)
         return self._pool
 
     @torch.no_grad()
@@ -118,15 +119,19 @@ def advance_(statistics: Sequence[InputStatistics], group: "dist.ProcessGroup | 
     """
     alike: dict[tuple[torch.device, torch.dtype], list[InputStatistics]] = {}
     for each in statistics:
-        alike.setdefault((each.running_mean.device, each.running_mean.dtype), []).append(each)
+        mean: Any = each._buffers["running_mean"]
+        alike.setdefault((mean.device, mean.dtype), []).append(each)
     for (device, _), together in alike.items():
         _advance(together, torch.float32 if device.type == "mps" else torch.float64, group)
 
 
 def _advance(statistics: list[InputStatistics], wide: torch.dtype, group: "dist.ProcessGroup | None") -> None:
-    mu, sigma = (torch.cat([getattr(s, name) for s in statistics]).to(wide) for name in _FLOATING)
-    updates, dropped = (torch.cat([getattr(s, name) for s in statistics]) for name in _COUNTS)
+    # There may be hundreds of units, and this runs at every step: few operators, and no attributes of modules, which are slow.
+    buffers: list[Any] = [s._buffers for s in statistics]
     pools = [s.pool for s in statistics]
+    averages, counts = ([b[name] for name in names for b in buffers] for names in (_FLOATING, _COUNTS))
+    mu, sigma = torch.cat(averages).to(wide).chunk(2)
+    updates, dropped = torch.cat(counts).chunk(2)
     count, mean, m2 = _over_processes(torch.cat(pools, 1).to(wide), mu, group)
     finite = mean.isfinite() & m2.isfinite()
     good = finite & (count > 0)
@@ -134,12 +139,10 @@ def _advance(statistics: list[InputStatistics], wide: torch.dtype, group: "dist.
     first = updates == 0
     mu = torch.where(good, torch.where(first, mean, (1 - MOMENTUM) * mu + MOMENTUM * mean), mu)
     sigma = torch.where(good, torch.where(first, std, (1 - MOMENTUM) * sigma + MOMENTUM * std), sigma)
-    sizes = [pool.shape[1] for pool in pools]
-    results = {"running_mean": mu, "running_std": sigma, "updates": updates + good, "dropped": dropped + ~finite}
-    for name, values in results.items():
-        targets = [getattr(s, name) for s in statistics]
-        torch._foreach_copy_(targets, list(values.to(targets[0].dtype).split(sizes)))  # of one type: one launch
-    torch._foreach_add_([s.steps for s in statistics], 1)
+    sizes = 2 * [pool.shape[1] for pool in pools]
+    for targets, values in ((averages, (mu, sigma)), (counts, (updates + good, dropped + ~finite))):
+        torch._foreach_copy_(targets, list(torch.cat(values).to(targets[0].dtype).split(sizes)))  # of one type: one launch
+    torch._foreach_add_([b["steps"] for b in buffers], 1)
     torch._foreach_zero_(pools)
 
 

@@ -44,6 +44,7 @@ class Launch(ctypes.Structure):
 
 library: Any = None  # once it is loaded
 why = ""  # it cannot be built
+_builder: threading.Thread | None = None
 _ready: Path | None = None  # built in the background, to be opened
 _known: set[tuple[Any, ...]] = set()  # what it learned of GPUs
 _of_cpu: Any = None  # the CPU's kernel that it knows
@@ -129,8 +130,10 @@ def _open(found: Path) -> None:
 @functools.cache
 def build_in_background() -> None:
     """Start a thread that compiles the library, unless it is there, is not wanted, or cannot be built."""
+    global _builder
     if library is None and _wish() == "auto":
-        threading.Thread(target=_build, name="pwlu-build", daemon=True).start()
+        _builder = threading.Thread(target=_build, name="pwlu-build", daemon=True)
+        _builder.start()
 
 
 def _build() -> None:
@@ -180,7 +183,7 @@ def state() -> str:
     try:
         if found := build.find(stem()):
             return f"Python; built, used by the next {'call' if _ready else 'process'} ({found})"
-        if build.is_being_made(stem()):
+        if (_builder and _builder.is_alive()) or build.is_being_made(stem()):
             return "Python; being built, used when it is ready"
         _compiler()
         said = why or build.failure(stem())

@@ -3,6 +3,8 @@
 import copy
 import functools
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -86,10 +88,45 @@ def test_the_repr_says_where_it_is():
     assert repr(phases) == "TwoPhase(2 PWLUs, removed, 2 of 2 steps of Phase I taken)"
 
 
+def test_after_fusing():
+    model, _optimizer, phases = controlled(realign_at=2, steps=3)
+    pwlu.fuse_(model)
+    assert repr(phases) == "TwoPhase(2 PWLUs, Phase II, 2 of 2 steps of Phase I taken)"
+
+
+def test_fusing_in_phase_one_is_a_warning():
+    model, *_ = controlled(steps=1)
+    with pytest.warns(UserWarning, match="fuse_: 1, 3 ended in Phase I and learned nothing"):
+        pwlu.fuse_(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize(("steps", "warned"), [(0, False), (2, True), (3, False)])
+def test_a_process_that_ends_in_phase_one_says_so(steps, warned):
+    code = f"""
+import torch, pwlu
+model = torch.nn.Sequential(torch.nn.Linear(3, 3), pwlu.PWLU(3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+pwlu.TwoPhase(model, optimizer, realign_at=3)
+for _ in range({steps}):
+    model(torch.randn(8, 3)).sum().backward()
+    optimizer.step()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    assert ("the process ends in Phase I, after 2 of 3 steps" in done.stderr) == warned
+
+
+def test_weight_decay_of_units_is_a_warning():
+    model = network()
+    with pytest.warns(UserWarning, match=r"weight decay of 0\.1, .*pwlu\.parameter_groups"):
+        pwlu.TwoPhase(model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), 3)
+
+
 def test_remove():
     """The units train from the next step on; another controller goes on counting where this one was."""
     model, optimizer, phases = controlled(steps=1)
-    phases.remove()
+    with pytest.warns(UserWarning, match="remove in Phase I, after 1 of 3 steps: the PWLUs have learned nothing yet"):
+        phases.remove()
     phases.remove()
     assert [unit.phase for unit in units(model)] == [0, 0]
     before = values(of_units(model))
@@ -323,6 +360,7 @@ def test_parameter_groups_leave_out_what_is_frozen():
     assert len(learned["params"]) == 2
 
 
+@pytest.mark.filterwarnings("ignore:TwoPhase. the PWLUs have a weight decay")
 @pytest.mark.parametrize("make", [SGD, functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)])
 def test_frozen_units_do_not_move(make):
     """Neither by momentum nor by decay, also where gradients are set to zero instead of taken away; and back again."""

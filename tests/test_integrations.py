@@ -22,6 +22,8 @@ from training import (
 
 import pwlu
 
+pytestmark = pytest.mark.filterwarnings("ignore:TwoPhase. the PWLUs have a weight decay")  # that of AdamW by default
+
 
 @pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated")
 @pytest.mark.filterwarnings(r"ignore:.*The '\w+_dataloader' does not have many workers")

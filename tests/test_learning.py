@@ -23,6 +23,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import pwlu
 
 U = 2.0**-53
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:TwoPhase. the PWLUs have a weight decay"
+)  # to see that it does not move them in Phase I
 SGD = functools.partial(optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1)
 OPTIMIZERS = {
     "SGD": SGD,

@@ -13,6 +13,8 @@ from resume_worker import BOUNDARY, REALIGN_AT, SKIPPED, STEPS
 
 import pwlu
 
+pytestmark = pytest.mark.filterwarnings("ignore:TwoPhase. the PWLUs have a weight decay")  # as somebody may write it
+
 
 @pytest.fixture(scope="module")
 def start():

@@ -81,7 +81,7 @@ def test_from_any_phase_into_any_other(source, target):
 OPTIMIZERS = {
     "SGD": lambda weights: torch.optim.SGD(weights, lr=0.1),
     "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
-    "AdamW": lambda weights: torch.optim.AdamW(weights, lr=0.01, weight_decay=0.1),
+    "AdamW": lambda weights: torch.optim.AdamW(weights, lr=0.01, weight_decay=0.0),
 }
 
 

@@ -1,6 +1,8 @@
 """The paper's two phases, as hooks of the optimizer: any training loop stays as it is."""
 
+import atexit
 import gc
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -161,6 +163,8 @@ class TwoPhase:
         ]
         self._let_go = weakref.finalize(optimizer, _let_go, self._statistics)
         self._let_go.atexit = False
+        self._warn_of_decay(optimizer)
+        _LIVING.add(self)
 
     @property
     def phase(self) -> int:
@@ -176,6 +180,10 @@ class TwoPhase:
 
     def remove(self) -> None:
         """Let go of model and optimizer. PWLUs then train from the next step on, wherever they are."""
+        self._warn_of_phase_one("remove")
+        self._detach()
+
+    def _detach(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._let_go()
@@ -302,6 +310,26 @@ class TwoPhase:
                 "or call its remove() first."
             )
 
+    def _warn_of_phase_one(self, when: str) -> None:
+        """Warn if training was begun and ends before the units have learned anything."""
+        if self.phase == 1 and self.steps:
+            warnings.warn(
+                f"TwoPhase: {when} in Phase I, after {self.steps} of {self.realign_at} steps: the PWLUs have learned nothing "
+                "yet. Train longer, or make TwoPhase with a smaller realign_at",
+                stacklevel=3,
+            )
+
+    def _warn_of_decay(self, optimizer: Optimizer) -> None:
+        learned = {id(unit.weight) for unit in self._units.values()}
+        decays = [g.get("weight_decay", 0.0) for g in optimizer.param_groups if any(id(p) in learned for p in g["params"])]
+        if any(decays):
+            warnings.warn(
+                f"TwoPhase: the PWLUs have a weight decay of {max(decays):g}, which pulls heights and bounds towards zero. "
+                "Make the optimizer with groups: torch.optim.SGD(pwlu.parameter_groups(model, lr=..., weight_decay=...)). "
+                "With Hugging Face's Trainer write pwlu.integrations.hugging_face.own_group_(trainer) right after it is made",
+                stacklevel=3,
+            )
+
     def _check_weights(self) -> None:
         """Realignment writes every weight, so each must be a parameter of its own."""
         owners: dict[int, str] = {}
@@ -334,6 +362,15 @@ class TwoPhase:
                 "copies=[copy.deepcopy(model)]"
             )
         return others
+
+
+_LIVING: "weakref.WeakSet[TwoPhase]" = weakref.WeakSet()
+
+
+@atexit.register
+def _warn_at_exit() -> None:
+    for phases in _LIVING:
+        phases._warn_of_phase_one("the process ends")
 
 
 def _let_go(statistics: Sequence[InputStatistics]) -> None:

@@ -65,7 +65,7 @@ class TwoPhaseCallback(TrainerCallback):
         """Begin, or go on with, the phase the model is in: if the Trainer resumes, it has loaded its checkpoint by now."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         if self.phases is not None:
-            self.phases.remove()  # of a training that was broken off
+            self.phases._detach()  # of a training that was broken off
         self._phase_at_end = 0
         self.phases = phases = TwoPhase(model, optimizer, self._steps(args, kwargs.get("train_dataloader")))
         if state.global_step and phases.phase == 1 and not phases.steps:
@@ -82,20 +82,12 @@ class TwoPhaseCallback(TrainerCallback):
                 "PWLU will learn. Train longer, or realign earlier.",
                 stacklevel=2,
             )
-        learned = _parameters_of_units(model)
-        decays = {g.get("weight_decay", 0.0) for g in optimizer.param_groups if any(id(p) in learned for p in g["params"])}
-        if any(decays):
-            warnings.warn(
-                f"TwoPhaseCallback: PWLU parameters have a weight decay of {max(decays):g}, which pulls heights and bounds "
-                "towards zero. Right after the Trainer is made, write pwlu.integrations.hugging_face.own_group_(trainer).",
-                stacklevel=2,
-            )
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Let go of model and optimizer: another training may begin."""
         if self.phases is not None:
             self._phase_at_end = self.phases.phase
-            self.phases.remove()
+            self.phases._detach()
 
     def _steps(self, args: TrainingArguments, loader: Any) -> int:
         if self.realign_after_epochs is None:

@@ -92,7 +92,7 @@ def fuse_(model: nn.Module) -> list[str]:
         )
     if strange := [name for name, unit in units.items() if type(unit) is not PWLU]:
         raise TypeError(f"fuse_: {', '.join(strange)} is of a subclass of PWLU, whose forward may do more than the table can")
-    if still := [name for name, unit in units.items() if unit.statistics.steps and not unit.statistics.realigned]:
+    if still := [name for name, unit in units.items() if unit.statistics.is_unfinished()]:
         warnings.warn(
             f"fuse_: {', '.join(still[:3])}{' and others' * (len(still) > 3)} ended in Phase I and learned nothing. Train past "
             "realign_at steps of pwlu.TwoPhase first",

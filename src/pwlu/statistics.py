@@ -59,6 +59,10 @@ class InputStatistics(nn.Module):
             self._pool = self._pool.to(device)
         return self._pool
 
+    def is_unfinished(self) -> bool:
+        """Return whether Phase I was begun and not ended."""
+        return not self.steps.is_meta and bool(self.steps) and not self.realigned
+
     @torch.no_grad()
     def reset(self) -> None:
         """Forget everything. A controller begins anew with it."""

@@ -94,6 +94,16 @@ def test_info(capsys):
         assert word in printed
 
 
+def test_output_that_nobody_reads():
+    """As in `pwlu info | head -0`: no traceback, and a status of its own."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        done = subprocess.run([sys.executable, "-m", "pwlu", "info"], stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 141
+    assert done.stderr == "pwlu: stopped, because nobody reads its output any more (as after `| head`)\n"
+
+
 def test_help_is_worth_reading(capsys):
     for arguments in (["--help"], ["info", "--help"]):
         with pytest.raises(SystemExit) as stopped:

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -34,4 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given[:1] == [name]:
             importlib.import_module(f"pwlu.cli.{name}").add_arguments(command)
     options = parser.parse_args(given)
-    return importlib.import_module(f"pwlu.cli.{options.command}").run(options)
+    try:
+        status: int = importlib.import_module(f"pwlu.cli.{options.command}").run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more at exit, which would print a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print("pwlu: stopped, because nobody reads its output any more (as after `| head`)", file=sys.stderr)
+        return 128 + 13  # as a shell says of a program that SIGPIPE ended
+    return status

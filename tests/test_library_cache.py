@@ -70,14 +70,14 @@ class Cache:
             )
 
     def compiler(self, name, script):
-        """A compiler that notes that it was started."""
+        """Write a compiler that records that it was started; return its path."""
         path = self.tools / f"compiler-{name}"
         path.write_text(f"#!/bin/sh\necho {name} >> {self.log}\n{script}\n")
         path.chmod(0o755)
         return str(path)
 
     def started(self, name):
-        """How often a compiler was."""
+        """Return how often a compiler was started."""
         return self.log.read_text().split().count(name) if self.log.exists() else 0
 
     def fill(self):
@@ -89,7 +89,7 @@ class Cache:
         return Path(f"{self.stems[name]}-{build._digest(self.built[name].read_bytes())}.so")
 
     def run(self, code, **environment):
-        """What a process prints."""
+        """Return what a process prints."""
         done = self.processes(["-c", code], os.environ | self.environment | environment)
         assert not done.returncode, done.stderr
         return done.stdout
@@ -98,14 +98,14 @@ class Cache:
         return self.processes(["-m", "pwlu", *words], os.environ | self.environment | environment)
 
     def start(self, code, **environment):
-        """A process that runs on."""
+        """Start a process and return without waiting for it."""
         variables = os.environ | self.environment | {"PYTHONPATH": str(SOURCES)} | environment
         pipe = subprocess.PIPE
         self.running.append(subprocess.Popen([sys.executable, "-c", code], env=variables, stdout=pipe, stderr=pipe, text=True))
         return self.running[-1]
 
     def names(self):
-        """What is there, except for locks."""
+        """Return the names of the files there, except for locks."""
         return sorted(path.name for path in self.folder.iterdir() if path.suffix != ".lock")
 
 
@@ -148,7 +148,7 @@ DAMAGES = [("cpu", "truncated"), *(("eager", how) for how in ("truncated", "chan
 @pytest.mark.slow
 @pytest.mark.parametrize(("which", "damage"), DAMAGES)
 def test_what_is_damaged_or_foreign_is_built_anew(cache, which, damage):
-    """A library that is cut off ends a process that opens it."""
+    """Rebuild it: opening half a library would end the process."""
     made = cache.fill()
     path, content = made[which], made[which].read_bytes()
     if damage == "truncated":
@@ -189,7 +189,7 @@ def test_a_folder_that_others_can_write(cache):
 
 @pytest.mark.slow
 def test_no_library_of_pwlu(cache):
-    """What is whole but does not open is made anew; if that does not open either, no process tries again."""
+    """Build again what is whole but does not open; if the new one does not open either, stop trying."""
     made = cache.fill()
     made["eager"].unlink()
     wrong = Path(f"{cache.stems['eager']}-{build._digest(cache.built['cpu'].read_bytes())}.so")
@@ -269,7 +269,7 @@ def test_no_compiler_is_left_behind(cache, end):
 
 
 def runs(pid):
-    """Whether a process does; one that nobody has asked for its exit status does not."""
+    """Return whether a process runs; a zombie does not."""
     state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True).stdout.strip()
     return bool(state) and not state.startswith("Z")
 

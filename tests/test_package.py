@@ -95,7 +95,7 @@ def test_info(capsys):
 
 
 def test_output_that_nobody_reads():
-    """As in `pwlu info | head -0`: no traceback, and a status of its own."""
+    """Print no traceback, and end with status 141, as in `pwlu info | head -0`."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as closed:

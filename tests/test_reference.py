@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import NAMES, assert_within, oracle, over_channel, unit, wild_values
+from helpers import DTYPES, NAMES, assert_within, oracle, over_channel, parameter_dtype, unit, wild_values
 
 from pwlu import reference
 
@@ -99,3 +99,15 @@ def test_no_value_takes_the_tables_out_of_range():
     assert y.isnan().tolist() == x.isnan().tolist()
     y = reference.lookup(x, parameters[0], *reference.tables(*parameters), 1)
     assert y.isnan().tolist() == x.isnan().tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_unchecked_look_up_gives_the_same_bits(dtype):
+    """Compare also what is not finite and what lies on knots, in every segment."""
+    parameters = unit(3, 5, parameter_dtype(dtype))
+    wild = wild_values(dtype, parameters)
+    x = torch.cat([wild, 3 * torch.randn(300).to(dtype)])[:, None].expand(-1, 3)
+    tables = parameters[0], *reference.tables(*parameters)
+    checked, unchecked = (reference.lookup(x, *tables, 1, unchecked=flag) for flag in (False, True))
+    assert torch.equal(checked.isnan(), unchecked.isnan())
+    assert torch.equal(checked.nan_to_num(0), unchecked.nan_to_num(0))

@@ -11,7 +11,7 @@ from pwlu.kernels import build, cpu, eager
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None beyond --help."""
+    """Add the help text; there are no options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Compile what the first process that uses pwlu would compile, and print where it is and how long that took:\n"

@@ -126,9 +126,14 @@ def find(stem: Path) -> Path | None:
     return None
 
 
+def note_of(stem: Path) -> Path:
+    """Return where a failed build is noted."""
+    return stem.with_name(f"{stem.name}.failed")
+
+
 def failure(stem: Path) -> str | None:
     """Return what the compiler said when it failed, unless that was more than a day ago."""
-    note = Path(f"{stem}.failed")
+    note = note_of(stem)
     with contextlib.suppress(OSError):
         return note.read_text() if time.time() - note.stat().st_mtime < _DAY else None
     return None
@@ -184,7 +189,7 @@ def make(
             if said := failure(stem):
                 raise OSError(said)
             print(announce, file=sys.stderr, flush=True)
-        made, note = scratch / "library", folder / f"{stem.name}.failed"
+        made, note = scratch / "library", note_of(folder / stem.name)
         done = _run([*compile_it, str(source), "-o", str(made), *libraries], scratch)
         if done.returncode:
             note.write_text(f"{compile_it[0]} failed on {source.name}: {done.stderr.strip()[-500:]}")

@@ -159,7 +159,7 @@ def load_if_ready() -> None:
         why = f"{found.name} was built but cannot be opened: {error}"
         with contextlib.suppress(OSError):  # or every process would build it anew
             found.unlink()
-            Path(f"{stem()}.failed").write_text(why)
+            build.note_of(stem()).write_text(why)
 
 
 def _is_plain() -> bool:

@@ -90,6 +90,38 @@ def check_tables(x: Tensor, left: Tensor, inv_step: Tensor, slopes: Tensor, offs
     check_channels(x, wide[0], channel_dim)
 
 
+def check_norm_input(x: Tensor, *rest: Any) -> None:
+    """Raise unless x can be normalised per channel, and with running statistics if it is not training."""
+    check_input(x)
+    if x.ndim < 2:
+        raise ValueError(f"pwlu: x must have the shape (batch, channels, ...) to be normalised, not {tuple(x.shape)}")
+    gamma, beta, running_mean, running_var, *_, training, pool = rest
+    if not training and (running_mean is None or running_var is None):
+        raise ValueError("pwlu: a norm that is not training needs running_mean and running_var")
+    for name, vector in (("gamma", gamma), ("beta", beta), ("running_mean", running_mean), ("running_var", running_var)):
+        if vector is not None:
+            check_parameter(name, vector, x)
+            if vector.shape != (x.shape[1],):
+                raise ValueError(f"pwlu: {name} must have the shape ({x.shape[1]},), one per channel, not {tuple(vector.shape)}")
+    if pool is not None and check_pool(x, 1, pool) != x.shape[1]:
+        raise ValueError(f"pwlu: pool must have {x.shape[1]} channels as x has, not {pool.shape[1]}")
+
+
+def check_norm(x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int, *rest: Any) -> None:
+    """Raise unless a norm, a residual and a weight fit x."""
+    channels = check_weight(x, weight, intervals, 1)
+    if x.ndim < 2 or norm.shape != (4, x.shape[1]) or channels != x.shape[1]:
+        raise ValueError(
+            f"pwlu: behind a norm, x must be (batch, channels, ...), the norm (4, channels) and the weight one of as many "
+            f"channels, not {tuple(x.shape)}, {tuple(norm.shape)} and {channels}"
+        )
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device):
+        raise ValueError(
+            f"pwlu: residual must have the shape, type and device of x, {tuple(x.shape)}, {x.dtype} and {x.device}, not "
+            f"{tuple(residual.shape)}, {residual.dtype} and {residual.device}"
+        )
+
+
 def whole_number(owner: str, name: str, value: Any, hint: str, least: int | None = None) -> int:
     """Return the value as an int; raise ValueError if it is none, or too small."""
     try:

@@ -83,7 +83,7 @@ def _served(name: str, plain: Callable[..., Any], check: Callable[..., Any]) -> 
     def call(*arguments: Any) -> Any:
         check(*arguments)
         kernel = kernel_of(arguments[0])
-        found = NotImplemented if kernel is None else getattr(kernel, name)(*arguments)
+        found = NotImplemented if not hasattr(kernel, name) else getattr(kernel, name)(*arguments)
         return plain(*arguments) if found is NotImplemented else found
 
     return call
@@ -115,6 +115,83 @@ def _observe_apart(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, 
 
 
 observe = _served("observe", _observe_apart, check_observe)
+
+
+# Behind a batch norm. Where there is no kernel for all of it, torch normalises, and the kernels of a unit do the rest.
+
+
+def plain_normalization(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    batches: Tensor | None,
+    factor: float,
+    eps: float,
+    training: bool,
+    pool: Tensor | None,
+) -> Tensor:
+    """Return the norm of x, or of the running statistics; in training, those, the number of batches and the pool follow it."""
+    dtype = reference.compute_dtype(x)
+    if not training:
+        assert running_mean is not None and running_var is not None  # noqa: PT018  # checked
+        return reference.normalization(running_mean.to(dtype), running_var.to(dtype), gamma, beta, eps)
+    count, own = x.numel() // x.shape[1], torch.zeros(3, x.shape[1], dtype=dtype, device=x.device)
+    moments(x, 1, own)
+    _, mean, m2 = own
+    for running, new in ((running_mean, mean), (running_var, m2 / max(count - 1, 1))):
+        if running is not None:
+            running.copy_((1 - factor) * running.to(dtype) + factor * new)
+    if batches is not None:
+        batches.add_(1)
+    norm = reference.normalization(mean, m2 / count, gamma, beta, eps)
+    if pool is not None:  # z has the mean beta and the deviation gamma, but for eps
+        _, inv_std, scale, shift = norm
+        pool.copy_(reference.merge(pool, torch.tensor(count, device=x.device), shift, m2 * scale.square()))
+    return norm
+
+
+def norm_forward_apart(
+    x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int, pool: Tensor | None
+) -> Tensor:
+    """Return y of the normalised x, and with a pool add the moments of z to that."""
+    z = reference.normalize(x, residual, norm)
+    y = forward(z, weight, intervals, 1) if pool is None else observe(z, weight, intervals, 1, pool)
+    return _laid_out(x, y.to(x.dtype))
+
+
+def norm_backward_apart(
+    grad: Tensor, x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of z (empty without a residual), the sums of the norm, and the gradient of the weight."""
+    z = reference.normalize(x, residual, norm)
+    grad_z, grad_weight = backward(grad.to(z.dtype), z, weight, intervals, 1, True, True)
+    sums = reference.norm_sums(grad_z, x, norm)
+    return x.new_empty(0) if residual is None else _laid_out(x, grad_z.to(x.dtype)), sums, grad_weight
+
+
+def norm_input_apart(
+    grad: Tensor,
+    x: Tensor,
+    norm: Tensor,
+    weight: Tensor,
+    intervals: int,
+    sums: Tensor | None,
+    count: float,
+    of_z: bool,
+) -> Tensor:
+    """Return the gradient of x; `of_z`: grad is the gradient of z, else that of y."""
+    if not of_z:
+        z = reference.normalize(x, None, norm)
+        grad, _ = backward(grad.to(z.dtype), z, weight, intervals, 1, True, False)
+    return _laid_out(x, reference.norm_input(grad, x, norm, sums, count))
+
+
+normalization = _served("normalization", plain_normalization, checks.check_norm_input)
+norm_forward = _served("norm_forward", norm_forward_apart, checks.check_norm)
+norm_backward = _served("norm_backward", norm_backward_apart, lambda grad, *rest: checks.check_norm(*rest))
+norm_input = _served("norm_input", norm_input_apart, lambda grad, x, *rest: checks.check_norm(x, None, *rest))
 
 
 def warm_up(

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from pwlu import checks, implementations, reference
-from pwlu.kernels import eager
 
 _SCHEMAS = {
     "forward": "(Tensor x, Tensor weight, int intervals, int channel_dim) -> Tensor",
@@ -36,13 +35,15 @@ _SCHEMAS = {
     "moments": "(Tensor x, int channel_dim, Tensor(a!) pool) -> ()",
 }
 _library = torch.library.Library("pwlu", "DEF")
-for _name, _schema in _SCHEMAS.items():
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
-forward = torch.ops.pwlu.forward.default
-backward = torch.ops.pwlu.backward.default
-lookup = torch.ops.pwlu.lookup.default
-observe = torch.ops.pwlu.observe.default
-moments = torch.ops.pwlu.moments.default
+
+
+def define(name: str, schema: str) -> Any:
+    """Return a new operator, to be registered."""
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    return getattr(torch.ops.pwlu, name).default
+
+
+forward, backward, lookup, observe, moments = (define(*_each) for _each in _SCHEMAS.items())
 
 
 # Shapes, for tracing and the meta device.
@@ -81,11 +82,13 @@ def _transformed() -> bool:
     return torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
-def _wanted(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def wanted(*tensors: Tensor | None) -> bool:
+    """Return whether any of the tensors needs a gradient."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def _below_autograd(operator: Callable[..., Any], *arguments: Any) -> Any:
+def below_autograd(operator: Callable[..., Any], *arguments: Any) -> Any:
+    """Call an operator without autograd."""
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
 
@@ -98,7 +101,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.set_materialize_grads(False)
         ctx.intervals, ctx.channel_dim, ctx.still = intervals, channel_dim, bool(pool)
-        return _below_autograd(observe if pool else forward, x, weight, intervals, channel_dim, *pool)
+        return below_autograd(observe if pool else forward, x, weight, intervals, channel_dim, *pool)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -110,7 +113,7 @@ class _Differentiable(torch.autograd.Function):
             arguments = (grad, x, weight, ctx.intervals, ctx.channel_dim, need_input, learns)
             # Gradients are enabled in a backward pass only if a second derivative is wanted.
             differentiable = torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0
-            grad_x, grad_weight = backward(*arguments) if differentiable else _below_autograd(backward, *arguments)
+            grad_x, grad_weight = backward(*arguments) if differentiable else below_autograd(backward, *arguments)
         if need_weight and not learns:
             grad_weight = torch.zeros_like(weight)  # zero, but not missing: DistributedDataParallel waits for it
         return (grad_x, grad_weight, None, None, *[None] * ctx.still)
@@ -121,7 +124,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        return _below_autograd(lookup, *arguments)
+        return below_autograd(lookup, *arguments)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
@@ -134,56 +137,57 @@ class _Lookup(torch.autograd.Function):
 def _autograd_forward(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
     if _transformed():
         return reference.forward(x, *reference.unpack(weight, intervals), channel_dim)
-    if _wanted(x, weight):
+    if wanted(x, weight):
         return _Differentiable.apply(x, weight, intervals, channel_dim)
-    return _below_autograd(forward, x, weight, intervals, channel_dim)
+    return below_autograd(forward, x, weight, intervals, channel_dim)
 
 
 def _autograd_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Use plain torch, which is differentiable, where a second derivative is asked for."""
-    if _transformed() or _wanted(grad, x, weight):
+    if _transformed() or wanted(grad, x, weight):
         return implementations.plain_backward(grad, x, weight, *rest)
-    return _below_autograd(backward, grad, x, weight, *rest)
+    return below_autograd(backward, grad, x, weight, *rest)
 
 
 def _autograd_lookup(*arguments: Any) -> Tensor:
-    wanted = _wanted(*arguments[:-1])
+    wanted = wanted(*arguments[:-1])
     if torch.autograd.forward_ad._current_level >= 0 or (wanted and _transformed()):
         _Lookup.backward(None, arguments[0])
-    return _Lookup.apply(*arguments) if wanted else _below_autograd(lookup, *arguments)
+    return _Lookup.apply(*arguments) if wanted else below_autograd(lookup, *arguments)
 
 
 def _autograd_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
     if _transformed():
         moments(x.detach(), channel_dim, pool)
         return _autograd_forward(x, weight.detach(), intervals, channel_dim)
-    if _wanted(x, weight):
+    if wanted(x, weight):
         return _Differentiable.apply(x, weight, intervals, channel_dim, pool)
-    return _below_autograd(observe, x, weight, intervals, channel_dim, pool)
+    return below_autograd(observe, x, weight, intervals, channel_dim, pool)
 
 
 def _autograd_moments(x: Tensor, channel_dim: int, pool: Tensor) -> None:
     """Statistics are observed, not differentiated."""
-    _below_autograd(moments, x.detach(), channel_dim, pool)
+    below_autograd(moments, x.detach(), channel_dim, pool)
 
 
 # Gradient checkpointing runs forward again in the backward pass, when its input has been counted. So ask when it runs, also
 # from compiled code.
 
 
-def _rerun() -> bool:
+def is_rerun() -> bool:
+    """Return whether gradient checkpointing runs forward again, in a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _observe_once(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
-    if _rerun():
+    if is_rerun():
         implementations.check_observe(x, weight, intervals, channel_dim, pool)
         return implementations.forward(x, weight, intervals, channel_dim)
     return implementations.observe(x, weight, intervals, channel_dim, pool)
 
 
 def _moments_once(x: Tensor, channel_dim: int, pool: Tensor) -> None:
-    if not _rerun():
+    if not is_rerun():
         implementations.moments(x, channel_dim, pool)
 
 
@@ -212,16 +216,22 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "moments": (_moments_once, _fake_moments, _autograd_moments),
 }
 _python = torch.library.Library("pwlu_python", "DEF")  # what eager.cpp falls back to
-for _name, (_serve, _fake, _differentiate, *_batch) in _IMPLEMENTATIONS.items():
-    _serve = torch._disable_dynamo(_serve)
-    _library.impl(_name, _serve, "CompositeExplicitAutograd")
-    _library.impl(_name, _differentiate, "Autograd")
-    torch.library.register_fake(f"pwlu::{_name}", _fake, lib=_library)
-    if _batch:
-        _library.impl(_name, _batch[0], "FuncTorchBatchedDecomposition")
-    _python.define(f"serve_{_name}{_SCHEMAS[_name]}")
-    _python.impl(f"serve_{_name}", _serve, "CompositeExplicitAutograd")
-    _python.define(f"differentiate_{_name}{_SCHEMAS[_name]}")
-    _python.impl(f"differentiate_{_name}", _differentiate, "CompositeImplicitAutograd")
+
+
+def register(name: str, schema: str, serve: Callable[..., Any], fake: Any, differentiate: Any, batch: Any = None) -> None:
+    """Give an operator that is defined its implementations, and eager.cpp a way to each."""
+    serve = torch._disable_dynamo(serve)
+    _library.impl(name, serve, "CompositeExplicitAutograd")
+    _library.impl(name, differentiate, "Autograd")
+    torch.library.register_fake(f"pwlu::{name}", fake, lib=_library)
+    if batch:
+        _library.impl(name, batch, "FuncTorchBatchedDecomposition")
+    _python.define(f"serve_{name}{schema}")
+    _python.impl(f"serve_{name}", serve, "CompositeExplicitAutograd")
+    _python.define(f"differentiate_{name}{schema}")
+    _python.impl(f"differentiate_{name}", differentiate, "CompositeImplicitAutograd")
+
+
+for _name, _functions in _IMPLEMENTATIONS.items():
+    register(_name, _SCHEMAS[_name], *_functions)
 torch.library.register_vmap("pwlu::moments", _moments_batched, lib=_library)
-eager.load()

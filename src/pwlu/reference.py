@@ -300,6 +300,77 @@ def merge(pool: Tensor, count: Tensor, mean: Tensor, m2: Tensor) -> Tensor:
     return torch.stack([n, mean_1 + distance * share, m2_1 + m2.to(pool.dtype) + distance * n_1 * (distance * share)])
 
 
+# Behind a batch norm: z = gamma (x - m)/sqrt(v + eps) + beta (+ r), y = PWLU(z). x is (B, C, ...), the channels are its
+# dimension 1. z is not rounded to the type of x. A norm is four vectors (4, C) of the compute type: mean m, 1/sqrt(v + eps),
+# scale gamma/sqrt(v + eps), shift beta.
+
+
+def normalization(mean: Tensor, variance: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Tensor:
+    """Return the norm of a mean and a (biased) variance: (4, C)."""
+    inv_std = (variance + eps).rsqrt()
+    scale = inv_std if gamma is None else gamma.to(inv_std.dtype) * inv_std
+    shift = torch.zeros_like(mean) if beta is None else beta.to(mean.dtype)
+    return torch.stack([mean, inv_std, scale, shift])
+
+
+def normalize(x: Tensor, residual: Tensor | None, norm: Tensor) -> Tensor:
+    """Return z = (x - mean) scale + shift (+ residual) in the compute type.
+
+    Each operation is rounded on its own, in this order. This is part of the definition, as the segment depends on it.
+    """
+    mean, _, scale, shift = (along(row, x, 1) for row in norm)
+    z = (x.to(norm.dtype) - mean) * scale + shift
+    return z if residual is None else z + residual.to(norm.dtype)
+
+
+def norm_forward(x: Tensor, residual: Tensor | None, norm: Tensor, *blocks: Tensor) -> Tensor:
+    """Return y, in the type of x. `blocks`: of a unit with C channels."""
+    return forward(normalize(x, residual, norm), *blocks, 1).to(x.dtype)
+
+
+def norm_sums(grad_z: Tensor, x: Tensor, norm: Tensor) -> Tensor:
+    """Return three sums per channel (3, C): of g_z, the gradient of beta; of g_z (x - m); and the gradient of gamma.
+
+    The last is the second over sqrt(v + eps).
+    """
+    wide = torch.float32 if x.device.type == "mps" else torch.float64  # many small numbers are added
+    others = [d for d in range(x.ndim) if d != 1]
+    centred = x.to(norm.dtype) - along(norm[0], x, 1)
+    of_g = grad_z.sum(others, dtype=wide).to(norm.dtype)
+    of_centred = (grad_z.to(wide) * centred).sum(others).to(norm.dtype)
+    return torch.stack([of_g, of_centred, of_centred * norm[1]])
+
+
+def norm_input(grad_z: Tensor, x: Tensor, norm: Tensor, sums: Tensor | None, count: float) -> Tensor:
+    """Return the gradient of x, scale (g_z - mean(g_z) - x_hat mean(g_z x_hat)), in the type of x.
+
+    Without sums, mean and variance are constants: scale g_z. `count`: elements per channel, of all processes.
+    """
+    mean, inv_std, scale, _ = (along(row, x, 1) for row in norm)
+    grad_z = grad_z.to(norm.dtype)
+    if sums is not None:
+        of_g, of_centred = (along(row / count, x, 1) for row in sums[:2])
+        grad_z = grad_z - of_g - (x.to(norm.dtype) - mean) * (of_centred * inv_std * inv_std)
+    return (scale * grad_z).to(x.dtype)
+
+
+def norm_act(
+    x: Tensor,
+    residual: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    eps: float,
+    *blocks: Tensor,
+) -> Tensor:
+    """Return y, with mean and variance given or, without them, those of x. Differentiable: this defines all gradients."""
+    values = x.to(compute_dtype(x))
+    if mean is None or variance is None:
+        variance, mean = torch.var_mean(values.movedim(1, 0).reshape(x.shape[1], -1), dim=1, correction=0)
+    return norm_forward(x, residual, normalization(mean, variance, gamma, beta, eps), *blocks)
+
+
 def start(function: Callable[[Tensor], Tensor], left: Tensor, right: Tensor, intervals: int) -> tuple[Tensor, Tensor, Tensor]:
     """Heights, left slope and right slope with which a unit with these bounds (C,) starts as `function`.
 

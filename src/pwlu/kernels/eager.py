@@ -20,7 +20,11 @@ import torch
 from pwlu.kernels import build
 
 SOURCE, *HEADERS = (Path(__file__).with_name(name) for name in ("eager.cpp", "eager_kernels.h"))
-_WHATS = ("forward", "lookup", "observe", "backward", "backward_input")  # enum What
+_WHATS = (  # enum What
+    *("forward", "lookup", "observe", "moments", "backward", "backward_input"),
+    *("norm_forward", "norm_add_forward", "norm_observe", "norm_add_observe"),
+    *("norm_backward", "norm_add_backward", "norm_input", "norm_add_input", "batch_norm", "running_norm"),
+)
 _TYPES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}  # c10::ScalarType
 _KEY, _NUMBERS = ctypes.c_int64 * 9, ctypes.c_ubyte * 80  # Key, and the end of struct Arguments
 _MOST = 4096  # shapes remembered

@@ -22,9 +22,13 @@ using Tables = std::array<const Tensor*, 4>;  // of the fused form: left, 1/d, s
 
 // What is learned.
 
-enum What : int64_t { kForward, kLookup, kObserve, kBackward, kBackwardInput };
+enum What : int64_t {
+  kForward, kLookup, kObserve, kMoments, kBackward, kBackwardInput,
+  kNormForward, kNormAddForward, kNormObserve, kNormAddObserve, kNormBackward, kNormAddBackward, kNormInput, kNormAddInput,
+  kBatchNorm, kRunningNorm,
+};
 
-constexpr size_t kAddresses = 15, kNumbers = 80;  // struct Arguments of element.cuh
+constexpr size_t kAddresses = 19, kNumbers = 80;  // struct Arguments of element.cuh
 
 struct Launch {
   void* function;

@@ -1,4 +1,5 @@
-// The gradient of x, and for each channel and line two sums: G of g, and P of g t.
+// The gradient of x, and for each channel and line two sums: G of g, and P of g t. Behind a norm (NORM) there are two passes:
+// the first (SUMS) also adds up g_z and g_z (x - mean) and, with ADD, writes g_z; the second writes the gradient of x.
 // Every thread adds to columns of its own in shared memory, [line][thread]: no atomics, no bank conflicts, and the same
 // bits every time.
 
@@ -46,12 +47,45 @@ __device__ void finish(const Arguments &a, int channel, const Sum &sum) {
     write(a.gradients[1], channel, a.kind, of_right * share - right_slope * above.x);
     write(a.gradients[3], channel, a.kind, below.y * step);
     write(a.gradients[4], channel, a.kind, above.y * step - width * above.x);
+    if (a.sums) {
+      const double2 of_norm = sum(n + 3);
+      a.sums[channel] = (float)of_norm.x;
+      a.sums[a.channels + channel] = (float)of_norm.y;
+      a.sums[2 * a.channels + channel] = (float)(of_norm.y * a.norm[a.channels + channel]);
+    }
   }
 }
 
 __device__ double2 widen(float2 pair) { return make_double2(pair.x, pair.y); }
 
-// One element: the gradient of x, and what the sums need. `slopes` and `stride` as lines_from made them.
+// Lines of a thread's column. A norm's sums are one more.
+#define SUM_LINES(kind, intervals) (LINES(intervals) + ((kind) & NORM ? 1 : 0))
+
+// What a kernel does, besides x and g. The second pass behind an addition has g_z from the first.
+template <int KIND>
+struct Pass {
+  static constexpr bool sums = KIND & SUMS, norm = KIND & NORM;
+  static constexpr bool reads_residual = sums && (KIND & ADD), slopes = sums || !(KIND & ADD);
+  static constexpr bool writes = !(sums && norm) || (KIND & ADD);
+};
+
+// The norm of a channel in a backward pass: two sums in the first one, the gradient of x in the second.
+struct NormBackward : Normal {
+  float of_g, of_centred;
+
+  __device__ NormBackward() : of_g(0.0f), of_centred(0.0f) {}
+  __device__ NormBackward(const Arguments &a, int channel, bool sums) : Normal(a, channel), of_g(0.0f), of_centred(0.0f) {
+    if (sums || !a.sums) return;  // without sums, the statistics are constants
+    const float inv_std = a.norm[a.channels + channel];
+    of_g = a.sums[channel] * a.factor;
+    of_centred = a.sums[a.channels + channel] * a.factor * inv_std * inv_std;
+  }
+
+  __device__ void add(float g_z, float centred) { of_g += g_z, of_centred = fmaf(g_z, centred, of_centred); }
+  __device__ float input(float g_z, float centred) const { return scale * (g_z - of_g - centred * of_centred); }
+};
+
+// One element: the gradient of x (of z behind a norm), and what the sums need. `slopes` and `stride` as lines_from made them.
 template <bool CARE>
 __device__ float derivative(float x, float g, const Bounds &b, unsigned slopes, unsigned stride, float intervals, float &t,
                             unsigned &bits) {
@@ -67,109 +101,162 @@ __device__ void clear(float (&x)[W], float (&g)[W]) {
   for (int j = 0; j < W; ++j) x[j] = 0.0f, g[j] = 0.0f;
 }
 
-// U vectors of W elements, the gradients in place of x. Element j has its own bounds and slopes (EACH), or all share the first.
-template <int U, int W, bool EACH>
-__device__ void differentiate(float (&x)[U][W], const float (&g)[U][W], const Bounds *b, const unsigned *slopes, unsigned stride,
-                              float intervals, float limit, float (&t)[U][W], unsigned (&bits)[U][W]) {
+// U vectors of W elements, the gradients in place of x. Element j has its own norm, bounds and slopes (EACH), or all share the
+// first.
+template <int KIND, int U, int W, bool EACH>
+__device__ void differentiate(float (&x)[U][W], const float (&g)[U][W], const float (&residual)[U][W], NormBackward *norm,
+                              const Bounds *b, const unsigned *slopes, unsigned stride, float intervals, float limit,
+                              float (&t)[U][W], unsigned (&bits)[U][W]) {
+  float centred[U][W];
   bool tame = true;
 #pragma unroll
-  for (int u = 0; u < U; ++u) tame = are_tame(x[u], limit) && tame;
-  if (tame) {
+  for (int u = 0; u < U; ++u) {
+    if (Pass<KIND>::norm) {
 #pragma unroll
-    for (int u = 0; u < U; ++u)
-#pragma unroll
-      for (int j = 0; j < W; ++j)
-        x[u][j] =
-            derivative<false>(x[u][j], g[u][j], b[EACH ? j : 0], slopes[EACH ? j : 0], stride, intervals, t[u][j], bits[u][j]);
-  } else {
-#pragma unroll
-    for (int u = 0; u < U; ++u)
-#pragma unroll
-      for (int j = 0; j < W; ++j)
-        x[u][j] =
-            derivative<true>(x[u][j], g[u][j], b[EACH ? j : 0], slopes[EACH ? j : 0], stride, intervals, t[u][j], bits[u][j]);
+      for (int j = 0; j < W; ++j) {
+        const Normal &own = norm[EACH ? j : 0];
+        centred[u][j] = own.centred(x[u][j]);
+        x[u][j] = Pass<KIND>::reads_residual ? own.z(x[u][j], residual[u][j]) : own.z(x[u][j]);
+      }
+    }
+    tame = are_tame(x[u], limit) && tame;
   }
+#pragma unroll
+  for (int u = 0; u < U; ++u)
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      const int own = EACH ? j : 0;
+      if (!Pass<KIND>::slopes) x[u][j] = g[u][j];
+      else if (tame)
+        x[u][j] = derivative<false>(x[u][j], g[u][j], b[own], slopes[own], stride, intervals, t[u][j], bits[u][j]);
+      else x[u][j] = derivative<true>(x[u][j], g[u][j], b[own], slopes[own], stride, intervals, t[u][j], bits[u][j]);
+    }
+  if (!Pass<KIND>::norm) return;
+#pragma unroll
+  for (int u = 0; u < U; ++u)
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      NormBackward &own = norm[EACH ? j : 0];
+      if (Pass<KIND>::sums) own.add(x[u][j], centred[u][j]);
+      else x[u][j] = own.input(x[u][j], centred[u][j]);
+    }
 }
 
-// Adds two elements to sums that may be the same ones, without waiting for the first before the second is read: then the first
-// brings both.
-__device__ void add_two(unsigned first, float g, float t, unsigned second, float h, float s) {
-  const float2 a = load_pair(first), b = load_pair(second);
-  float2 sum = make_float2(a.x + g, fmaf(g, t, a.y));
-  if (first == second) sum.x += h, sum.y = fmaf(h, s, sum.y);
-  store_pair(second, make_float2(b.x + h, fmaf(h, s, b.y)));
-  store_pair(first, sum);
+// Both are added to sums that may be the same ones: then the first brings both, and is stored last.
+__device__ void add_two(float2 &a, float2 &b, bool same, float g, float t, float h, float s) {
+  a.x += g, a.y = fmaf(g, t, a.y);
+  if (same) a.x += h, a.y = fmaf(h, s, a.y);
+  b.x += h, b.y = fmaf(h, s, b.y);
 }
 
-// Adds U vectors to a thread's columns; element j to columns[j] (EACH), or all to the first.
-template <int U, int W, bool EACH>
+// Adds U vectors to a thread's columns; element j to columns[j] (EACH), or all to the first. DISJOINT: no two of columns are the
+// same, so that all of a vector's sums are on their way at once.
+template <int U, int W, bool EACH, bool DISJOINT>
 __device__ void accumulate(const float (&g)[U][W], const float (&t)[U][W], const unsigned (&bits)[U][W], const unsigned *columns,
                            unsigned stride) {
+  constexpr int AT_ONCE = DISJOINT ? W : 1;
 #pragma unroll
   for (int u = 0; u < U; u += 2)
 #pragma unroll
-    for (int j = 0; j < W; ++j) {
-      const unsigned column = columns[EACH ? j : 0], address = bits[u][j] * stride + column;
-      if (U > 1) {
-        add_two(address, g[u][j], t[u][j], bits[(u + 1) % U][j] * stride + column, g[(u + 1) % U][j], t[(u + 1) % U][j]);
-      } else {
-        const float2 sum = load_pair(address);
-        store_pair(address, make_float2(sum.x + g[u][j], fmaf(g[u][j], t[u][j], sum.y)));
+    for (int from = 0; from < W; from += AT_ONCE) {
+      const int v = (u + 1) % U;
+      float2 a[AT_ONCE], b[AT_ONCE];
+      unsigned first[AT_ONCE], second[AT_ONCE];
+#pragma unroll
+      for (int k = 0; k < AT_ONCE; ++k) {
+        const int j = from + k;
+        const unsigned column = columns[EACH ? j : 0];
+        first[k] = bits[u][j] * stride + column, second[k] = bits[v][j] * stride + column;
+        a[k] = load_pair(first[k]);
+        if (U > 1) b[k] = load_pair(second[k]);
+      }
+#pragma unroll
+      for (int k = 0; k < AT_ONCE; ++k) {
+        const int j = from + k;
+        if (U > 1) add_two(a[k], b[k], first[k] == second[k], g[u][j], t[u][j], g[v][j], t[v][j]);
+        else a[k].x += g[u][j], a[k].y = fmaf(g[u][j], t[u][j], a[k].y);
+      }
+#pragma unroll
+      for (int k = 0; k < AT_ONCE; ++k) {
+        if (U > 1) store_pair(second[k], b[k]);
+        store_pair(first[k], a[k]);
       }
     }
 }
 
+// What a thread reads, on its way from memory while those before are worked on.
+template <typename T, int W, int KIND>
+struct Read {
+  Vector<T, W> x, grad, residual;
+  __device__ void fetch(const Vector<T, W> *from, const Vector<T, W> *of_grad, const Vector<T, W> *of_residual, i64 at) {
+    x = from[at], grad = of_grad[at];
+    if (Pass<KIND>::reads_residual) residual = of_residual[at];
+  }
+  __device__ void decode(float (&values)[W], float (&g)[W], float (&added)[W], bool valid) const {
+    x.decode(values);
+    grad.decode(g);
+    if (Pass<KIND>::reads_residual) residual.decode(added);
+    if (!valid) clear(values, g);
+  }
+};
+
 // A block works on one channel, a thread on U vectors at a time: more if there are so many intervals that few threads fit.
-template <typename T, int W, bool SUMS, int U>
+template <typename T, int W, int KIND, int U>
 __device__ void backward_planes(const Arguments &a) {
+  using On = Pass<KIND>;
   extern __shared__ float2 columns[];  // [line][thread], then the slopes
-  const int lines = LINES(a.intervals), threads = blockDim.x, channel = blockIdx.x;
-  float *slopes = reinterpret_cast<float *>(columns + (SUMS ? lines * threads : 0));
+  const int lines = LINES(a.intervals), sum_lines = SUM_LINES(KIND, a.intervals), threads = blockDim.x, channel = blockIdx.x;
+  float *slopes = reinterpret_cast<float *>(columns + (On::sums ? sum_lines * threads : 0));
   const Stretch<W> stretch(a);
   const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x);
   const Vector<T, W> *__restrict__ grad = static_cast<const Vector<T, W> *>(a.grad);
+  const Vector<T, W> *__restrict__ residual = static_cast<const Vector<T, W> *>(a.residual);
   Vector<T, W> *__restrict__ out = static_cast<Vector<T, W> *>(a.out);
-  Vector<T, W> ahead[U], given[U];  // on their way from memory while those before are worked on
+  Read<T, W, KIND> ahead[U];
   i64 at[U];
 #pragma unroll
   for (int u = 0; u < U; ++u) {
     at[u] = stretch.at(threadIdx.x + u * threads);
-    if (threadIdx.x + u * threads < stretch.count) ahead[u] = x[at[u]], given[u] = grad[at[u]];
+    if (threadIdx.x + u * threads < stretch.count) ahead[u].fetch(x, grad, residual, at[u]);
   }
-  const Bounds b(a, channel);
-  for (int k = threadIdx.x; k < lines; k += threads) slopes[k] = line(a, channel, k, b).x;
+  NormBackward norm;
+  if (On::norm) norm = NormBackward(a, channel, On::sums);
+  Bounds b;
+  if (On::slopes) {
+    b = Bounds(a, channel);
+    for (int k = threadIdx.x; k < lines; k += threads) slopes[k] = line(a, channel, k, b).x;
+  }
   const unsigned own = address_of(columns + threadIdx.x), stride = 8 * threads, column = lines_from(own, stride);
-  if (SUMS)
+  if (On::sums)
     for (int k = 0; k < lines; ++k) store_pair(own + k * stride, make_float2(0.0f, 0.0f));
   __syncthreads();
   const unsigned table = lines_from(address_of(slopes), 4);
   const float intervals = (float)a.intervals, limit = b.limit();
   for (int i = threadIdx.x; i < stretch.count; i += U * threads) {
-    float values[U][W], g[U][W], t[U][W];
+    float values[U][W], g[U][W], added[U][W], t[U][W];
     unsigned bits[U][W];
     i64 here[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      ahead[u].decode(values[u]);
-      given[u].decode(g[u]);
+      ahead[u].decode(values[u], g[u], added[u], u == 0 || i + u * threads < stretch.count);
       here[u] = at[u];
-      if (u > 0 && i + u * threads >= stretch.count) clear(values[u], g[u]);
       const int next = i + (U + u) * threads;
       if (next < stretch.count) {
         at[u] = stretch.at(next);
-        ahead[u] = x[at[u]], given[u] = grad[at[u]];
+        ahead[u].fetch(x, grad, residual, at[u]);
       }
     }
-    differentiate<U, W, false>(values, g, &b, &table, 4, intervals, limit, t, bits);
+    differentiate<KIND, U, W, false>(values, g, added, &norm, &b, &table, 4, intervals, limit, t, bits);
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       Vector<T, W> result;
       result.encode(values[u]);
-      if (u == 0 || i + u * threads < stretch.count) out[here[u]] = result;
+      if (On::writes && (u == 0 || i + u * threads < stretch.count)) out[here[u]] = result;
     }
-    if (SUMS) accumulate<U, W, false>(g, t, bits, &column, stride);
+    if (On::sums) accumulate<U, W, false, false>(g, t, bits, &column, stride);
   }
-  if (!SUMS) return;
+  if (!On::sums) return;
+  if (On::norm) store_pair(own + lines * stride, make_float2(norm.of_g, norm.of_centred));
   __syncthreads();
   const auto sum_of = [&](int k, int from, int count) {  // of line k's columns, beginning at another bank for every k
     float2 sum = make_float2(0.0f, 0.0f);
@@ -183,27 +270,29 @@ __device__ void backward_planes(const Arguments &a) {
   };
   const float2 *totals = columns;
   int apart = threads;
-  if (lines > threads) {
-    for (int k = threadIdx.x; k < lines; k += threads) columns[k * threads] = sum_of(k, 0, threads);
+  if (sum_lines > threads) {
+    for (int k = threadIdx.x; k < sum_lines; k += threads) columns[k * threads] = sum_of(k, 0, threads);
   } else {  // several threads a line add up a part of its columns each
-    const int parts = threads / lines, part = threadIdx.x / lines, length = (threads + parts - 1) / parts, from = part * length;
+    const int parts = threads / sum_lines, part = threadIdx.x / sum_lines;
+    const int length = (threads + parts - 1) / parts, from = part * length;
     float2 sum = make_float2(0.0f, 0.0f);
-    if (part < parts && from < threads) sum = sum_of(threadIdx.x % lines, from, min(length, threads - from));
+    if (part < parts && from < threads) sum = sum_of(threadIdx.x % sum_lines, from, min(length, threads - from));
     __syncthreads();
     columns[threadIdx.x] = sum;  // [part][line]
     __syncthreads();
-    if (threadIdx.x < lines) {
+    if (threadIdx.x < sum_lines) {
       for (int other = 1; other < parts; ++other) {
-        sum.x += columns[other * lines + threadIdx.x].x;
-        sum.y += columns[other * lines + threadIdx.x].y;
+        sum.x += columns[other * sum_lines + threadIdx.x].x;
+        sum.y += columns[other * sum_lines + threadIdx.x].y;
       }
       columns[threads + threadIdx.x] = sum;
     }
     totals = columns + threads, apart = 1;
   }
   if (a.splits > 1) {
-    float2 *partial = static_cast<float2 *>(a.partial) + ((i64)blockIdx.y * gridDim.z + blockIdx.z) * lines * a.channels + channel;
-    for (int k = threadIdx.x; k < lines; k += threads) partial[(i64)k * a.channels] = totals[k * apart];
+    const i64 split = (i64)blockIdx.y * gridDim.z + blockIdx.z;
+    float2 *partial = static_cast<float2 *>(a.partial) + split * sum_lines * a.channels + channel;
+    for (int k = threadIdx.x; k < sum_lines; k += threads) partial[(i64)k * a.channels] = totals[k * apart];
     return;
   }
   __syncthreads();
@@ -211,37 +300,41 @@ __device__ void backward_planes(const Arguments &a) {
 }
 
 // A block works on a panel of a row's vectors, over some rows; a thread on one vector of each, with a column for every channel of
-// it.
-template <typename T, int W, bool SUMS, bool MIXED>
+// it. A thread reads several vectors ahead, and works on two at a time.
+template <typename T, int W, int KIND, bool MIXED>
 __device__ void backward_rows(const Arguments &a) {
+  using On = Pass<KIND>;
   constexpr int U = MIXED ? MIXED_AT_ONCE : ROWS_AT_ONCE;
   constexpr int OWN = MIXED ? (W > 1 ? 2 : 1) : W;  // columns of a thread
   extern __shared__ float2 columns[];                // [line][own column][thread], then the slopes, [line][place]
-  const int lines = LINES(a.intervals), threads = blockDim.x;
+  const int lines = LINES(a.intervals), sum_lines = SUM_LINES(KIND, a.intervals), threads = blockDim.x;
   const Panel<W, MIXED> panel(a);
   const int rows = panel.rows, places = panel.places;
   const i64 stride = panel.stride;
   const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x) + panel.start;
   const Vector<T, W> *__restrict__ grad = static_cast<const Vector<T, W> *>(a.grad) + panel.start;
+  const Vector<T, W> *__restrict__ residual = static_cast<const Vector<T, W> *>(a.residual) + panel.start;
   Vector<T, W> *__restrict__ out = static_cast<Vector<T, W> *>(a.out) + panel.start;
-  Vector<T, W> ahead[U], given[U];
+  Read<T, W, KIND> ahead[U];
 #pragma unroll
   for (int u = 0; u < U; ++u)
-    if (u < panel.count) ahead[u] = x[u * stride], given[u] = grad[u * stride];
+    if (u < panel.count) ahead[u].fetch(x, grad, residual, u * stride);
 
-  float *slopes = reinterpret_cast<float *>(columns + (SUMS ? lines * OWN * threads : 0));
-  float *room = SUMS ? reinterpret_cast<float *>(columns) : slopes + lines * places;  // columns are not in use yet
+  float *slopes = reinterpret_cast<float *>(columns + (On::sums ? sum_lines * OWN * threads : 0));
+  float *room = On::sums ? reinterpret_cast<float *>(columns) : slopes + lines * places;  // columns are not in use yet
+  NormBackward norm[W];
   Bounds b[W];
   float limit = 1e30f;
 #pragma unroll
   for (int j = 0; j < W; ++j) {
-    b[j] = Bounds(a, panel.channel[j]);
-    limit = fminf(limit, b[j].limit());
+    if (On::norm) norm[j] = NormBackward(a, panel.channel[j], On::sums);
+    if (On::slopes) b[j] = Bounds(a, panel.channel[j]), limit = fminf(limit, b[j].limit());
   }
-  lines_of_panel(a, panel, room, [&](int k, int place, float2 entry) { slopes[k * places + place] = entry.x; });
+  if (On::slopes)
+    lines_of_panel(a, panel, room, [&](int k, int place, float2 entry) { slopes[k * places + place] = entry.x; });
   __syncthreads();
   const unsigned own_address = address_of(columns + threadIdx.x), column_bytes = 8 * OWN * threads, line_bytes = 4 * places;
-  if (SUMS)
+  if (On::sums)
     for (int k = 0; k < lines * OWN; ++k) store_pair(own_address + k * 8 * threads, make_float2(0.0f, 0.0f));
   unsigned column[W], table[W];
 #pragma unroll
@@ -252,29 +345,47 @@ __device__ void backward_rows(const Arguments &a) {
   }
   const float intervals = (float)a.intervals;
   for (int i = 0; i < panel.count; i += U) {
-    float values[U][W], g[U][W], t[U][W];
-    unsigned bits[U][W];
-    x += U * stride, grad += U * stride;
+    Read<T, W, KIND> now[U];
+    x += U * stride, grad += U * stride, residual += U * stride;
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      ahead[u].decode(values[u]);
-      given[u].decode(g[u]);
-      if (u > 0 && i + u >= panel.count) clear(values[u], g[u]);
-      if (i + U + u < panel.count) ahead[u] = x[u * stride], given[u] = grad[u * stride];
+      now[u] = ahead[u];
+      if (i + U + u < panel.count) ahead[u].fetch(x, grad, residual, u * stride);
     }
-    differentiate<U, W, true>(values, g, b, table, line_bytes, intervals, limit, t, bits);
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-      Vector<T, W> result;
-      result.encode(values[u]);
-      if (u == 0 || i + u < panel.count) out[u * stride] = result;
+    for (int u = 0; u < U; u += 2) {
+      float values[2][W], g[2][W], added[2][W], t[2][W];
+      unsigned bits[2][W];
+      const bool valid[2] = {u == 0 || i + u < panel.count, i + u + 1 < panel.count};
+#pragma unroll
+      for (int v = 0; v < 2; ++v) now[u + v].decode(values[v], g[v], added[v], valid[v]);
+      differentiate<KIND, 2, W, true>(values, g, added, norm, b, table, line_bytes, intervals, limit, t, bits);
+#pragma unroll
+      for (int v = 0; v < 2; ++v) {
+        Vector<T, W> result;
+        result.encode(values[v]);
+        if (On::writes && valid[v]) out[(u + v) * stride] = result;
+      }
+      if (On::sums) accumulate<2, W, true, !MIXED>(g, t, bits, column, column_bytes);
     }
     out += U * stride;
-    if (SUMS) accumulate<U, W, true>(g, t, bits, column, column_bytes);
   }
-  if (!SUMS) return;
+  if (!On::sums) return;
+  if (On::norm) {
+    float2 of_norm[OWN];
+#pragma unroll
+    for (int own = 0; own < OWN; ++own) of_norm[own] = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      float2 &pair = of_norm[!MIXED ? j : OWN > 1 && panel.channel[j] != panel.channel[0] ? OWN - 1 : 0];
+      pair.x += norm[j].of_g, pair.y += norm[j].of_centred;
+    }
+#pragma unroll
+    for (int own = 0; own < OWN; ++own) store_pair(own_address + lines * column_bytes + own * 8 * threads, of_norm[own]);
+  }
   __syncthreads();
-  // The threads' columns are added up in the place of the first thread that has the channel. A warp takes the lines of 32 channels.
+  // The threads' columns are added up in the place of the first thread that has the channel. A warp takes the lines of 32
+  // channels.
   const int width = a.width, inner = MIXED ? (int)a.inner : 1;
   const auto first_of = [&](int c) { return c * inner / W; };                                      // vector
   const auto own = [&](int c, int vector) { return MIXED ? (int)(vector * W < c * inner) : c % W; };  // 1: another comes first
@@ -283,7 +394,7 @@ __device__ void backward_rows(const Arguments &a) {
     const int c = base + lane;
     if (c >= panel.channels) continue;
     const int first = first_of(c), last = MIXED ? ((c + 1) * inner - 1) / W : first;
-    for (int k = threadIdx.x / 32; k < lines; k += warps) {
+    for (int k = threadIdx.x / 32; k < sum_lines; k += warps) {
       float2 sum = make_float2(0.0f, 0.0f);
       for (int vector = first; vector <= last; ++vector) {
         const float2 *parts = columns + (k * OWN + own(c, vector)) * threads + vector;
@@ -291,7 +402,7 @@ __device__ void backward_rows(const Arguments &a) {
         for (int row = 0; row < rows; ++row) sum.x += parts[row * width].x, sum.y += parts[row * width].y;
       }
       if (a.splits > 1)
-        static_cast<float2 *>(a.partial)[((i64)blockIdx.y * lines + k) * a.channels + panel.first_channel + c] = sum;
+        static_cast<float2 *>(a.partial)[((i64)blockIdx.y * sum_lines + k) * a.channels + panel.first_channel + c] = sum;
       else columns[(k * OWN + own(c, first)) * threads + first] = sum;
     }
   }

@@ -25,8 +25,24 @@ BACKWARD_VECTORS: dict[str, dict[str, tuple[int, ...]]] = VECTORS | {
     "rows": {"float32": (2, 1), "bfloat16": (4, 2, 1), "float16": (4, 2, 1)}
 }
 MANY_AT_ONCE = 4  # vectors a thread of backward_many_planes works on at a time
-MAPS = {"forward": "FORWARD", "lookup": "LOOKUP", "observe": "FORWARD | MOMENTS", "moments": "MOMENTS"}
-BACKWARDS = (("backward", "true", 1), ("backward_many", "true", MANY_AT_ONCE), ("backward_input", "false", 1))
+MAPS = {
+    "forward": "FORWARD",
+    "lookup": "LOOKUP",
+    "observe": "FORWARD | MOMENTS",
+    "moments": "MOMENTS",
+    "norm_forward": "FORWARD | NORM",
+    "norm_add_forward": "FORWARD | NORM | ADD",
+    "norm_observe": "FORWARD | NORM | MOMENTS",
+    "norm_add_observe": "FORWARD | NORM | ADD | MOMENTS",
+}
+BACKWARDS = {
+    "backward": "SUMS",
+    "backward_input": "0",
+    "norm_backward": "SUMS | NORM",
+    "norm_add_backward": "SUMS | NORM | ADD",
+    "norm_input": "NORM",
+    "norm_add_input": "NORM | ADD",
+}
 FORMS = {"planes": ("planes", ""), "rows": ("rows", ", false"), "mixed": ("rows", ", true")}
 MAP_THREADS, BACKWARD_THREADS, MIXED_THREADS, FINISH_THREADS = 256, 128, 256, 512
 
@@ -51,22 +67,27 @@ class Function(NamedTuple):
 
 def functions() -> dict[str, Function]:
     """Every kernel there is, by name: ``{operation}_{planes|rows|mixed}_{dtype}_{elements at once}``."""
-    found = [Function(f"finish_{what}", f"reduce_{what}", FINISH_THREADS) for what in ("gradients", "moments")]
+    found = [Function(f"finish_{what}", f"reduce_{what}", FINISH_THREADS) for what in ("gradients", "moments", "norm")]
     for dtype, of_c in TYPES.items():
         for form, (template, last) in FORMS.items():
             for width in VECTORS[form][dtype]:
                 for what, kind in MAPS.items():
                     of_template = f"map_{template}<{of_c}, {width}, {kind}{last}>"
-                    resident = {"moments": "1", "observe": "1536"}.get(what, "RESIDENT_THREADS") if form == "planes" else "1"
+                    full = what in ("forward", "lookup")  # others need more registers
+                    resident = ("RESIDENT_THREADS" if full else "1536" if what == "observe" else "1") if form == "planes" else "1"
                     threads = MIXED_THREADS if form == "mixed" else MAP_THREADS
                     found.append(Function(f"{what}_{form}_{dtype}_{width}", of_template, threads, resident))
             for width in BACKWARD_VECTORS[form][dtype]:
-                for what, sums, at_once in BACKWARDS:
-                    if form == "planes" or at_once == 1:
-                        of_template = f"backward_{template}<{of_c}, {width}, {sums}{last or f', {at_once}'}>"
-                        resident = "1024" if form == "planes" and at_once == 1 else "1"
-                        threads = MIXED_THREADS if form == "mixed" else BACKWARD_THREADS
-                        found.append(Function(f"{what}_{form}_{dtype}_{width}", of_template, threads, resident))
+                for what, kind in BACKWARDS.items():
+                    threads = MIXED_THREADS if form == "mixed" else BACKWARD_THREADS
+                    if form != "planes":
+                        of_template = f"backward_{template}<{of_c}, {width}, {kind}{last}>"
+                        found.append(Function(f"{what}_{form}_{dtype}_{width}", of_template, threads))
+                        continue
+                    for name, at_once, resident in ((what, 1, "1024"), (f"{what}_many", MANY_AT_ONCE, "1")):
+                        if at_once == 1 or "SUMS" in kind:
+                            of_template = f"backward_{template}<{of_c}, {width}, {kind}, {at_once}>"
+                            found.append(Function(f"{name}_{form}_{dtype}_{width}", of_template, threads, resident))
     return {function.name: function for function in found}
 
 

@@ -20,8 +20,8 @@ _POINTER, _UNSIGNED = ctypes.c_void_p, ctypes.c_uint
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _INVALID_CONTEXT = 201
 
-ADDRESSES = 15  # the pointers at the head of struct Arguments
-_PACK = struct.Struct(f"{ADDRESSES}P{NUMBERS_BYTES}s")
+ADDRESSES = 19  # the pointers at the head of struct Arguments, and two floats in the place of one
+_PACK = struct.Struct(f"{ADDRESSES}Q{NUMBERS_BYTES}s")
 
 
 @functools.cache

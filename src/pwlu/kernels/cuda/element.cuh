@@ -40,6 +40,10 @@ struct Arguments {
   void *gradients[5];
   void *partial;  // what every block adds to the sums
   float *pool;    // (3, channels): count, mean, M2
+  const void *residual;  // what is added to the normalised x
+  float *norm;           // (4, channels): mean, 1/sqrt(variance + eps), scale, shift
+  float *sums;           // (3, channels): sums of g_z and of g_z (x - mean), gradient of gamma
+  float factor, eps;     // factor: of the running statistics, or 1/count in norm_input
   i64 outer, inner, per_channel;             // per_channel: elements of a channel
   i64 of_split;                              // planes or rows at least that every block (or its row of threads) takes
   int channels, intervals, splits, kind;     // kind: the parameters' type, 0 float32, 1 bfloat16, 2 float16
@@ -149,6 +153,22 @@ struct Place {
 
 // The address of line k is bits * stride + this, where line 0 is at `address`.
 __device__ unsigned lines_from(unsigned address, unsigned stride) { return address - (MAGIC_BITS - 1u) * stride; }
+
+// What kernels are made of. NORM: x is normalised first; ADD: then another tensor is added.
+enum Kind { FORWARD = 1, LOOKUP = 2, MOMENTS = 4, NORM = 8, ADD = 16, SUMS = 32 };
+
+// z of an element, each operation rounded on its own as in reference.normalize.
+struct Normal {
+  float mean, scale, shift;
+
+  __device__ Normal() : mean(0.0f), scale(1.0f), shift(0.0f) {}
+  __device__ Normal(const Arguments &a, int channel)
+      : mean(a.norm[channel]), scale(a.norm[2 * a.channels + channel]), shift(a.norm[3 * a.channels + channel]) {}
+
+  __device__ float centred(float x) const { return __fsub_rn(x, mean); }
+  __device__ float z(float x) const { return __fadd_rn(__fmul_rn(centred(x), scale), shift); }
+  __device__ float z(float x, float residual) const { return __fadd_rn(z(x), residual); }
+};
 
 struct Bounds {
   float left, right, scale;  // right is left, and scale 1, where nothing lies between the bounds

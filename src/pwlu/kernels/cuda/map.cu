@@ -1,6 +1,5 @@
-// What maps x to y, collecting moments on the way if asked to: forward, lookup, moments, observe.
+// What maps x to y, collecting moments on the way if asked to: forward, lookup, moments, observe; with NORM of z instead of x.
 
-enum Kind { FORWARD = 1, LOOKUP = 2, MOMENTS = 4 };
 #define MAP_ROWS_AT_ONCE 8  // vectors of a column that a thread works on at a time
 #define MAP_MIXED_AT_ONCE 4
 
@@ -66,6 +65,20 @@ __device__ float2 entry_of_lookup(const Arguments &a, int channel, int k) {
   return make_float2(read(a.parameters[2], at, a.kind), read(a.parameters[3], at, a.kind));
 }
 
+// The elements of a vector: x, or z if it is normalised. Element j has the norm j (EACH), or all share the first.
+template <int KIND, bool EACH = false, typename Vectors, int W>
+__device__ void decode(const Vectors &x, const Vectors &residual, const Normal *normal, float (&values)[W]) {
+  x.decode(values);
+  if (!(KIND & NORM)) return;
+  float added[W];
+  if (KIND & ADD) residual.decode(added);
+#pragma unroll
+  for (int j = 0; j < W; ++j) {
+    const Normal &own = normal[EACH ? j : 0];
+    values[j] = (KIND & ADD) ? own.z(values[j], added[j]) : own.z(values[j]);
+  }
+}
+
 // A block works on one channel.
 template <typename T, int W, int KIND>
 __device__ void map_planes(const Arguments &a) {
@@ -74,10 +87,17 @@ __device__ void map_planes(const Arguments &a) {
   const int channel = blockIdx.x, threads = blockDim.x;
   const Stretch<W> stretch(a);
   const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x);
+  const Vector<T, W> *__restrict__ residual = static_cast<const Vector<T, W> *>(a.residual);
   Vector<T, W> *__restrict__ y = static_cast<Vector<T, W> *>(a.out);
-  Vector<T, W> ahead;  // on its way from memory while the one before is worked on
+  Vector<T, W> ahead, added;  // on their way from memory while those before are worked on
   i64 at = stretch.at(threadIdx.x);
-  if (threadIdx.x < stretch.count) ahead = x[at];
+  const auto fetch = [&] {
+    ahead = x[at];
+    if (KIND & ADD) added = residual[at];
+  };
+  if (threadIdx.x < stretch.count) fetch();
+  Normal normal;
+  if (KIND & NORM) normal = Normal(a, channel);
   Bounds b;
   float limit = 1e30f;
   if (KIND & (FORWARD | LOOKUP)) {
@@ -92,7 +112,7 @@ __device__ void map_planes(const Arguments &a) {
   int seen = 0;
   if (KIND & MOMENTS) {  // a warp's shift is the mean of the first elements its threads have
     float first[W];
-    ahead.decode(first);
+    decode<KIND>(ahead, added, &normal, first);
     const bool any = threadIdx.x < stretch.count;
     const float sum = warp_sum(any ? first[0] : 0.0f), count = warp_sum(any ? 1.0f : 0.0f);
     shifted.shift = sum / fmaxf(count, 1.0f);
@@ -101,11 +121,11 @@ __device__ void map_planes(const Arguments &a) {
   const unsigned lines = lines_from(address_of(table), 8);
   for (int i = threadIdx.x; i < stretch.count; i += threads) {
     float values[W];
-    ahead.decode(values);
+    decode<KIND>(ahead, added, &normal, values);
     const i64 here = at;
     if (i + threads < stretch.count) {
       at = stretch.at(i + threads);
-      ahead = x[at];
+      fetch();
     }
     if (KIND & MOMENTS) {
 #pragma unroll
@@ -149,11 +169,21 @@ __device__ void map_rows(const Arguments &a) {
   const Panel<W, MIXED> panel(a);
   const i64 stride = panel.stride;
   const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x) + panel.start;
+  const Vector<T, W> *__restrict__ residual = static_cast<const Vector<T, W> *>(a.residual) + panel.start;
   Vector<T, W> *__restrict__ y = static_cast<Vector<T, W> *>(a.out) + panel.start;
-  Vector<T, W> ahead[U];
+  Vector<T, W> ahead[U], added[U];
+  const auto fetch = [&](int u) {
+    ahead[u] = x[u * stride];
+    if (KIND & ADD) added[u] = residual[u * stride];
+  };
 #pragma unroll
   for (int u = 0; u < U; ++u)
-    if (u < panel.count) ahead[u] = x[u * stride];
+    if (u < panel.count) fetch(u);
+  Normal normal[W];
+  if (KIND & NORM) {
+#pragma unroll
+    for (int j = 0; j < W; ++j) normal[j] = Normal(a, panel.channel[j]);
+  }
   Bounds b[W];
   float limit = 1e30f;
   if (KIND & (FORWARD | LOOKUP)) {
@@ -190,25 +220,25 @@ __device__ void map_rows(const Arguments &a) {
   int seen = 0;
   if (KIND & MOMENTS) {
     float values[W];
-    ahead[0].decode(values);
+    decode<KIND, true>(ahead[0], added[0], normal, values);
 #pragma unroll
     for (int j = 0; j < W; ++j) shifted[j] = {panel.count > 0 ? values[j] : 0.0f, 0.0f, 0.0f};
   }
   const float intervals = (float)a.intervals;
   const unsigned stride_of_lines = 8 * panel.places, lines = lines_from(address_of(table), stride_of_lines);
   for (int i = 0; i < panel.count; i += U) {
-    Vector<T, W> now[U];
-    x += U * stride;
+    Vector<T, W> now[U], now_added[U];
+    x += U * stride, residual += U * stride;
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      now[u] = ahead[u];
-      if (i + U + u < panel.count) ahead[u] = x[u * stride];
+      now[u] = ahead[u], now_added[u] = added[u];
+      if (i + U + u < panel.count) fetch(u);
     }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const bool valid = u == 0 || i + u < panel.count;
       float values[W];
-      now[u].decode(values);
+      decode<KIND, true>(now[u], now_added[u], normal, values);
       if ((KIND & MOMENTS) && valid) {
 #pragma unroll
         for (int j = 0; j < W; ++j) shifted[j].add(values[j]);

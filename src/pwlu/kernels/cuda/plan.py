@@ -227,8 +227,8 @@ def _plan(work: _Work, geometry: tuple[int, int, int], intervals: int, kind: int
 def plan_map(
     what: str, dtype: str, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu
 ) -> Plan | None:
-    """forward, lookup, moments, or observe (forward with moments); None if that does not fit the device."""
-    moments, has_table = what in ("observe", "moments"), what != "moments"
+    """Return the launch of a map, by its name in ``compile.MAPS``; None if it does not fit the device."""
+    moments, has_table = "MOMENTS" in kernels.MAPS[what], what != "moments"
     lines = intervals + (2 if what == "lookup" else 3)
     sizes = (lines, 8 if has_table else 0, 4 if has_table else 0, 0, 12 if moments else 0)
     costs = (4.0, 1e9, 0.0) if moments else (2.0, _MAP_STEPS, 0.0)
@@ -236,21 +236,26 @@ def plan_map(
     return _plan(work, geometry, intervals, kind, aligned, gpu)
 
 
+def sum_lines(what: str, intervals: int) -> int:
+    """Return the pairs of sums per channel that a backward kernel adds up: one per line, and one of a norm; 0: it has none."""
+    flags = kernels.BACKWARDS[what]
+    return intervals + 3 + ("NORM" in flags) if "SUMS" in flags else 0
+
+
 def plan_backward(
-    sums: bool, dtype: str, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu
+    what: str, dtype: str, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu
 ) -> Plan | None:
-    """The gradient of x and, with sums, those of the parameters; None if that does not fit the device."""
-    lines = intervals + 3
-    sizes = (lines, 4, 0 if sums else 4, 8 if sums else 0, 0)
-    costs = (lines / 8, 1e9, 4.0) if sums else (2.0, _MAP_STEPS, 0.0)
-    name = "backward" if sums else "backward_input"
-    work = _Work(name, dtype, kernels.BACKWARD_VECTORS, kernels.BACKWARD_THREADS, *sizes, *costs)
+    """Return the launch of a backward kernel, by its name in ``compile.BACKWARDS``; None if it does not fit the device."""
+    sums = sum_lines(what, intervals)
+    sizes = (sums or intervals + 3, 4, 0 if sums else 4, 8 if sums else 0, 0)
+    costs = (sums / 8, 1e9, 4.0) if sums else (2.0, _MAP_STEPS, 0.0)
+    work = _Work(what, dtype, kernels.BACKWARD_VECTORS, kernels.BACKWARD_THREADS, *sizes, *costs)
     return _plan(work, geometry, intervals, kind, aligned, gpu)
 
 
-def plan_finish(plan: Plan, channels: int, intervals: int) -> Plan:
-    """The sum over a backward's splits."""
-    lines, together = intervals + 3, 4 if channels >= 4 else 1
+def plan_finish(plan: Plan, channels: int, lines: int) -> Plan:
+    """Return the sum over a backward's splits; `lines`: of :func:`sum_lines`."""
+    together = 4 if channels >= 4 else 1
     groups = max(1, min(plan.splits, kernels.FINISH_THREADS // (together * lines)))
     threads = min(kernels.FINISH_THREADS, -(-groups * lines * together // 32) * 32)
     numbers = _Numbers(*struct.unpack(_FORMAT, plan.numbers))._replace(together=together, groups=groups)
@@ -258,6 +263,11 @@ def plan_finish(plan: Plan, channels: int, intervals: int) -> Plan:
     return Plan("finish_gradients", (-(-channels // together), 1, 1), threads, shared, plan.splits, numbers.pack())
 
 
-def plan_finish_moments(plan: Plan, channels: int) -> Plan:
-    """The sum over a map's splits: a warp a channel."""
-    return Plan("finish_moments", (-(-channels // 4), 1, 1), 128, 0, plan.splits, plan.numbers)
+def plan_finish_channels(what: str, plan: Plan, channels: int) -> Plan:
+    """Return the sum of moments over a map's splits: a warp per channel. `what`: moments or norm."""
+    return Plan(f"finish_{what}", (-(-channels // 4), 1, 1), 128, 0, plan.splits, plan.numbers)
+
+
+def plan_running_norm(channels: int) -> Plan:
+    """Return the launch that makes a norm of running statistics."""
+    return Plan("finish_norm", (-(-channels // 4), 1, 1), 128, 0, 0, _Numbers(0, 1, 0, 0, channels, 1, 0, 0).pack())

@@ -1,0 +1,110 @@
+"""Time a batch norm and what follows it, alone and with the addition of another branch: ReLU, SiLU, PWLU, and PWLU in one pass.
+
+Forward, and forward with backward, in training; the GPU's work alone, by replaying CUDA graphs. Beside each time stand the bytes
+that have to be moved at the least, as passes over the tensor: what an operator reads or writes once is one pass.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timing import RESULTS, machine, on_device, write
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import pwlu
+from pwlu import norm_ops
+from pwlu.recipes.timing import percentiles
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SHAPES = [(128, 64, 112, 112), (128, 256, 56, 56), (128, 512, 28, 28), (128, 1024, 14, 14), (128, 2048, 7, 7), (128, 96, 14, 14)]
+# forward; forward and backward; each alone, with an addition
+PASSES = {
+    "relu": ((5, 13), (8, 19)),
+    "silu": ((5, 13), (8, 19)),
+    "pwlu": ((5, 13), (8, 19)),
+    "pwlu, one pass": ((3, 8), (4, 11)),
+}
+
+
+class Site(nn.Module):
+    """A norm, an addition if there is something to add, and an activation."""
+
+    def __init__(self, kind: str, channels: int) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm = nn.BatchNorm2d(channels)
+        self.unit = pwlu.PWLU(channels, init="silu") if "pwlu" in kind else None
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """y."""
+        norm = self.norm
+        if self.kind == "pwlu, one pass":
+            assert self.unit is not None
+            state = (norm.running_mean, norm.running_var, norm.num_batches_tracked, 0.1, norm.eps, True, None)
+            return norm_ops.norm_act(x, residual, norm.weight, norm.bias, self.unit.weight, self.unit.intervals, *state)
+        z = norm(x)
+        if residual is not None:
+            z = z + residual
+        if self.unit is not None:
+            return self.unit(z)
+        return F.relu(z, inplace=True) if self.kind == "relu" else F.silu(z)
+
+
+def forward_and_backward(site: Site, grad: Tensor, *inputs: Tensor) -> Callable[[], Any]:
+    """One step of training through the site."""
+    leaves = [*(x.detach().clone().requires_grad_() for x in inputs), *site.parameters()]
+    return lambda: torch.autograd.grad(site(*leaves[: len(inputs)]), leaves, grad)
+
+
+def measure(shape: tuple[int, ...], dtype: str, layout: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one shape."""
+    fmt = torch.channels_last if layout == "channels_last" else torch.contiguous_format
+    x, residual, grad = (
+        torch.randn(shape, device="cuda").to(dtype=DTYPES[dtype]).contiguous(memory_format=fmt) for _ in range(3)
+    )
+    rows = []
+    for added in (False, True):
+        inputs = (x, residual) if added else (x,)
+        sites = {kind: Site(kind, shape[1]).cuda() for kind in PASSES}
+        time = partial(on_device, rounds=options.rounds, inner=1 if x.numel() > 1e7 else 10)
+        with torch.no_grad():
+            times = {"forward": time({kind: partial(site, *inputs) for kind, site in sites.items()})}
+        times["forward+backward"] = time({kind: forward_and_backward(site, grad, *inputs) for kind, site in sites.items()})
+        for which, (what, found) in enumerate(times.items()):
+            base = percentiles(found["relu"])["p50_ms"]
+            for kind, each in found.items():
+                row: dict[str, Any] = {"what": what, "call": kind, "shape": "x".join(map(str, shape)), "layout": layout}
+                row |= {"dtype": dtype, "added": added, "passes": PASSES[kind][added][which]} | percentiles(each)
+                row |= {"x_relu": row["p50_ms"] / base}
+                row["tb_per_s"] = row["passes"] * x.numel() * x.element_size() / row["p50_ms"] / 1e9
+                rows.append(row | machine("cuda"))
+    return rows
+
+
+def main() -> None:
+    """Parse the command line, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", type=int, nargs=4, metavar=("B", "C", "H", "W"), help="default: those of a ResNet-50")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"], help="default: bfloat16")
+    parser.add_argument("--layouts", nargs="+", choices=("NCHW", "channels_last"), default=["channels_last"])
+    parser.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=RESULTS / "norm-cuda.csv", help="default: %(default)s")
+    options = parser.parse_args()
+    shapes = [tuple(options.shape)] if options.shape else SHAPES
+    problems = [(s, d, layout) for s in shapes for d in options.dtypes for layout in options.layouts]
+    rows = [row for problem in tqdm(problems, desc="shapes") for row in measure(*problem, options)]
+    for r in rows:
+        print(
+            f"{r['shape']:>18} {r['layout']:13} {r['dtype']:8} {'added' if r['added'] else 'alone'} {r['what']:16} {r['call']:14}"
+            f" {1e3 * r['p50_ms']:8.1f} us  {r['x_relu']:.3f} x ReLU  {r['passes']:2} passes  {r['tb_per_s']:.2f} TB/s"
+        )
+    write(options.output, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,347 @@
+"""Calls of the CUDA kernels on torch tensors."""
+
+import functools
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pwlu.kernels import eager, layout
+from pwlu.kernels.cuda.driver import Loaded, launcher
+from pwlu.kernels.cuda.plan import (
+    Gpu,
+    Plan,
+    Processor,
+    plan_backward,
+    plan_finish,
+    plan_finish_channels,
+    plan_map,
+    plan_running_norm,
+    sum_lines,
+)
+
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_PLANS = 4096  # shapes remembered
+_NONE = [0] * 5
+
+
+def _arguments(
+    x: int = 0,
+    grad: int = 0,
+    out: int = 0,
+    parameters: Sequence[int] = _NONE,
+    gradients: Sequence[int] = _NONE,
+    partial: int = 0,
+    pool: int = 0,
+    residual: int = 0,
+    norm: int = 0,
+    sums: int = 0,
+    factor: float = 0.0,
+    eps: float = 0.0,
+) -> list[int]:
+    """Return the head of ``struct Arguments`` of element.cuh: addresses, and two numbers in the place of the last."""
+    (numbers,) = struct.unpack("Q", struct.pack("2f", factor, eps))
+    return [x, grad, out, *parameters, *gradients, partial, pool, residual, norm, sums, numbers]
+
+
+class Kernel:
+    """The kernels on one device. The methods take the operators' arguments; NotImplemented means: use plain torch for these.
+
+    That is so for float64, and where no plan fits: so many intervals that a table or a warp's sums exceed shared memory, say.
+    """
+
+    def __init__(self, index: int) -> None:
+        found = torch.cuda.get_device_properties(index)
+        self.index = index
+        self.processor = Processor(
+            f"sm_{found.major}{found.minor}",
+            found.multi_processor_count,
+            found.max_threads_per_multi_processor,
+            found.shared_memory_per_multiprocessor,
+            found.shared_memory_per_block_optin,
+        )
+        self._loaded: dict[str, Loaded] = {}
+        self._lock = threading.Lock()
+        self.make_plans()
+
+    def make_plans(self) -> None:
+        """Plans are made once for every shape and kept."""
+        gpu = Gpu(self.processor, lambda name, threads, shared: self.load(name).resident(threads, shared))
+        self._map_plan = functools.lru_cache(_PLANS)(functools.partial(plan_map, gpu=gpu))
+        self._backward_plan = functools.lru_cache(_PLANS)(functools.partial(plan_backward, gpu=gpu))
+        self._finish_plan = functools.lru_cache(_PLANS)(plan_finish)
+        self._finish_channels_plan = functools.lru_cache(_PLANS)(plan_finish_channels)
+
+    def load(self, name: str) -> Loaded:
+        """The kernel of that name, compiled and loaded once."""
+        if name not in self._loaded:
+            loaded = Loaded(name, self.index, self.processor.architecture, self.processor.shared_of_block)
+            with self._lock:  # several threads may come here at once: one of them wins
+                self._loaded.setdefault(name, loaded)
+        return self._loaded[name]
+
+    def _launch(self, plan: Plan, addresses: Sequence[int]) -> None:
+        kernel = self._loaded.get(plan.kernel) or self.load(plan.kernel)
+        if torch._C._cuda_getDevice() == self.index:
+            kernel(plan, addresses)
+        else:
+            with torch.cuda.device(self.index):
+                kernel(plan, addresses)
+
+    def _run(self, key: tuple[Any, ...], plan: Plan, second: Plan | None, of_split: int, arguments: dict[str, Any]) -> None:
+        """Launch a kernel and, if there is one, a second that adds up what its splits left: `of_split` numbers each.
+
+        `key`: what eager.cpp recognises such a call by; later ones need no Python.
+        """
+        if eager.new(key):
+            eager.learn_gpu(key, self._described(plan), second and self._described(second), plan.splits, launcher())
+        if second is None:
+            self._launch(plan, _arguments(**arguments))
+            return
+        partial = torch.empty(plan.splits * of_split, dtype=torch.float32, device=torch.device("cuda", self.index))
+        addresses = _arguments(partial=partial.data_ptr(), **arguments)
+        self._launch(plan, addresses)
+        self._launch(second, addresses)
+
+    def _described(self, plan: Plan) -> eager.Launch:
+        return eager.Launch(self.load(plan.kernel).handle, plan.blocks, plan.threads, plan.shared, tuple(plan.numbers))
+
+    # Maps.
+
+    def forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
+        """Return y."""
+        return self._map("forward", x, weight, intervals, channel_dim)
+
+    def observe(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
+        """Return y and add the moments of x to the pool, reading x once."""
+        return self._map("observe", x, weight, intervals, channel_dim, pool)
+
+    def norm_forward(
+        self, x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int, pool: Tensor | None
+    ) -> Tensor:
+        """Return y of the normalised x, and with a pool add the moments of z to that."""
+        what = f"norm_{'' if residual is None else 'add_'}{'forward' if pool is None else 'observe'}"
+        return self._map(what, x, weight, intervals, 1, pool, residual, norm)
+
+    def moments(self, x: Tensor, channel_dim: int, pool: Tensor) -> Any:
+        """Add the moments of x to the pool."""
+        found = self._run_map("moments", x, None, _NONE, pool.shape[1], 1, channel_dim, pool)
+        return NotImplemented if found is NotImplemented else None
+
+    def lookup(self, x: Tensor, *rest: Any) -> Tensor:
+        """Return y of the fused form."""
+        *tables, channel_dim = rest
+        channels, columns = tables[2].shape
+        dtype = tables[0].dtype
+        if dtype not in _KINDS or any(t.dtype != dtype or not t.is_contiguous() for t in tables):
+            tables, dtype = [t.to(torch.float32).contiguous() for t in tables], torch.float32
+        parameters = [*layout.addresses(tables), 0]
+        return self._run_map("lookup", x, dtype, parameters, channels, columns - 2, channel_dim)
+
+    def _map(
+        self,
+        what: str,
+        x: Tensor,
+        weight: Tensor,
+        intervals: int,
+        channel_dim: int,
+        pool: Tensor | None = None,
+        residual: Tensor | None = None,
+        norm: Tensor | None = None,
+    ) -> Tensor:
+        channels, weight = weight.shape[0] // (intervals + 5), _for_kernel(weight)
+        (address,) = layout.addresses([weight])
+        parameters = layout.blocks(address, channels, intervals, weight.itemsize)
+        return self._run_map(what, x, weight.dtype, parameters, channels, intervals, channel_dim, pool, residual, norm)
+
+    def _run_map(
+        self,
+        what: str,
+        x: Tensor,
+        dtype: torch.dtype | None,
+        parameters: list[int],
+        channels: int,
+        intervals: int,
+        channel_dim: int,
+        pool: Tensor | None = None,
+        residual: Tensor | None = None,
+        norm: Tensor | None = None,
+    ) -> Tensor:
+        """Call a kernel from x to y, or to the pool alone. `dtype`, `parameters`: type and addresses of what it reads."""
+        if x.dtype not in _KINDS or not _is_plain(pool):
+            return NotImplemented
+        y = torch.empty_like(x) if dtype else x
+        if not x.numel():
+            return y
+        x = layout.laid_out_as(y, x) if dtype else layout.dense(x)
+        residual = residual if residual is None else layout.laid_out_as(x, residual)
+        source, added = layout.addresses([x]) + _addresses(residual)
+        target = y.data_ptr() if dtype else 0
+        aligned = not (source | target | added) & 15
+        form = layout.geometry(x, channels, channel_dim)
+        plan = self._map_plan(what, NAMES[x.dtype], form, intervals, _KINDS[dtype] if dtype else 0, aligned)
+        if plan is None:
+            return NotImplemented
+        second = None if pool is None else self._finish_channels_plan("moments", plan, channels)
+        key = (what, self.index, x.dtype, dtype or torch.float32, intervals, *form, aligned)
+        of_pool, of_norm = _addresses(pool, norm)
+        tensors = {"x": source, "out": target, "parameters": parameters, "pool": of_pool, "residual": added, "norm": of_norm}
+        self._run(key, plan, second, 3 * channels, tensors)
+        if pool is not None:
+            torch.autograd.graph.increment_version(pool)  # as every change in place does
+        return y
+
+    # Backward passes.
+
+    def backward(
+        self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x and of the weight; an empty tensor for one that is not needed."""
+        what = "backward" if need_weight else "backward_input"
+        found = self._backward(what, grad, x, weight, intervals, channel_dim)
+        if found is NotImplemented:
+            return NotImplemented
+        grad_x, grad_weight = found  # the kernels always write the first
+        return grad_x if need_input else x.new_empty(0), grad_weight
+
+    def norm_backward(
+        self, grad: Tensor, x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradient of z (empty without a residual), the norm's sums, and the gradient of the weight."""
+        sums = norm.new_empty(3, norm.shape[1])
+        what = "norm_backward" if residual is None else "norm_add_backward"
+        found = self._backward(what, grad, x, weight, intervals, 1, residual, norm, sums)
+        if found is NotImplemented:
+            return NotImplemented
+        return found[0], sums, found[1]
+
+    def norm_input(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        norm: Tensor,
+        weight: Tensor,
+        intervals: int,
+        sums: Tensor | None,
+        count: float,
+        of_z: bool,
+    ) -> Tensor:
+        """Return the gradient of x behind a norm."""
+        what, factor = "norm_add_input" if of_z else "norm_input", 1.0 / count if count else 0.0
+        found = self._backward(what, grad, x, weight, intervals, 1, None, norm, sums, factor)
+        return NotImplemented if found is NotImplemented else found[0]
+
+    def _backward(
+        self,
+        what: str,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        intervals: int,
+        channel_dim: int,
+        residual: Tensor | None = None,
+        norm: Tensor | None = None,
+        sums: Tensor | None = None,
+        factor: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what a kernel writes in the place of x, and the gradient of the weight; an empty tensor for what it does not."""
+        if x.dtype not in _KINDS:
+            return NotImplemented
+        lines, channels = sum_lines(what, intervals), weight.shape[0] // (intervals + 5)
+        out = x.new_empty(0) if what == "norm_backward" else torch.empty_like(x)
+        if not x.numel():
+            return out, weight.new_zeros(weight.shape if lines else 0)
+        x = layout.laid_out_as(out, x) if out.numel() else layout.dense(x)
+        grad = layout.laid_out_as(x, grad.to(x.dtype))
+        residual = residual if residual is None else layout.laid_out_as(x, residual)
+        packed = _for_kernel(weight)
+        source, of_grad, address = layout.addresses([x, grad, packed])
+        added, of_norm, of_sums = _addresses(residual, norm, sums)
+        aligned = not (source | of_grad | out.data_ptr() | added) & 15
+        form = layout.geometry(x, channels, channel_dim)
+        plan = self._backward_plan(what, NAMES[x.dtype], form, intervals, _KINDS[packed.dtype], aligned)
+        if plan is None:
+            return NotImplemented
+        second = self._finish_plan(plan, channels, lines) if lines and plan.splits > 1 else None
+        grad_weight = torch.empty_like(packed) if lines else packed.new_empty(0)
+        blocks = functools.partial(layout.blocks, channels=channels, intervals=intervals, itemsize=packed.itemsize)
+        tensors = {
+            "x": source,
+            "grad": of_grad,
+            "out": out.data_ptr(),
+            "parameters": blocks(address),
+            "gradients": blocks(grad_weight.data_ptr()) if lines else _NONE,
+            "residual": added,
+            "norm": of_norm,
+            "sums": of_sums,
+            "factor": factor,
+        }
+        key = (what, self.index, x.dtype, packed.dtype, intervals, *form, aligned)
+        self._run(key, plan, second, 2 * lines * channels, tensors)
+        return out, grad_weight.to(weight.dtype)
+
+    # Norms.
+
+    def normalization(
+        self,
+        x: Tensor,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        batches: Tensor | None,
+        factor: float,
+        eps: float,
+        training: bool,
+        pool: Tensor | None,
+    ) -> Tensor:
+        """Return what normalises x, of the batch (running statistics follow it) or of running statistics."""
+        states = (gamma, beta, running_mean, running_var, pool)
+        if x.dtype not in _KINDS or not x.numel() or not all(map(_is_plain, states)):
+            return NotImplemented
+        channels = x.shape[1]
+        norm = torch.empty(4, channels, dtype=torch.float32, device=x.device)
+        of_gamma, of_beta, of_mean, of_var, of_pool, of_batches = _addresses(*states, batches)
+        tensors: dict[str, Any] = {
+            "parameters": [of_gamma, of_beta, 0, 0, 0],
+            "gradients": [of_mean, of_var, of_batches, 0, 0],
+            "norm": norm.data_ptr(),
+            "factor": factor,
+            "eps": eps,
+        }
+        if not training:
+            key = ("running_norm", self.index, torch.float32, torch.float32, 1, 0, channels, 1, True)
+            self._run(key, plan_running_norm(channels), None, 0, tensors)
+            return norm
+        x = layout.dense(x)
+        (tensors["x"],) = layout.addresses([x])
+        tensors["pool"] = of_pool
+        form, aligned = layout.geometry(x, channels, 1), not tensors["x"] & 15
+        plan = self._map_plan("moments", NAMES[x.dtype], form, 1, 0, aligned)
+        if plan is None:
+            return NotImplemented
+        second = self._finish_channels_plan("norm", plan, channels)
+        key = ("batch_norm", self.index, x.dtype, torch.float32, 1, *form, aligned)
+        self._run(key, plan, second, 3 * channels, tensors)
+        for changed in (running_mean, running_var, batches, pool):
+            if changed is not None:
+                torch.autograd.graph.increment_version(changed)
+        return norm
+
+
+def _addresses(*tensors: Tensor | None) -> list[int]:
+    return [0 if tensor is None else layout.addresses([tensor])[0] for tensor in tensors]
+
+
+def _is_plain(tensor: Tensor | None) -> bool:
+    """Return whether a kernel can read and write a vector or pool as it is."""
+    return tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())
+
+
+def _for_kernel(weight: Tensor) -> Tensor:
+    """Return the weight as a kernel reads it: itself, wherever it is contiguous and of a type that kernels know."""
+    return (weight if weight.dtype in _KINDS else weight.to(torch.float32)).contiguous()

@@ -1,0 +1,256 @@
+"""The operators of a unit behind a batch norm: y = PWLU(z) with z = gamma (x - m)/sqrt(v + eps) + beta (+ residual).
+
+    normalization(x, gamma, beta, running statistics, ..., pool) -> norm        one pass over x, or none
+    norm_forward(x, residual, norm, weight, intervals, pool) -> y               one pass
+    norm_backward(grad, x, residual, norm, weight, intervals) -> gradient of z, sums of the norm, gradient of the weight
+    norm_input(grad, x, norm, weight, intervals, sums, count, of_z) -> gradient of x
+    norm_act(...) -> y                                                         the first two, with the others as derivative
+
+See ``reference.py`` for what they compute. ``x`` and ``weight`` have the same channels, in dimension 1 of x. ``norm_act`` holds
+x, the residual and the norm for the backward pass: neither z nor the output of the norm exists in memory.
+
+A pool takes the moments of z, for Phase I. Behind a norm of the batch alone they follow from gamma, beta and v, without a pass.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pwlu import checks, implementations, ops, reference
+from pwlu.kernels import eager
+
+_NORM = "Tensor? gamma, Tensor? beta"
+_STATE = (
+    "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, float factor, float eps, bool training, "
+    "Tensor(d!)? pool"
+)
+_SCHEMAS = {
+    "normalization": f"(Tensor x, {_NORM}, {_STATE}) -> Tensor",
+    "norm_forward": "(Tensor x, Tensor? residual, Tensor norm, Tensor weight, int intervals, Tensor(a!)? pool) -> Tensor",
+    "norm_backward": "(Tensor grad, Tensor x, Tensor? residual, Tensor norm, Tensor weight, int intervals)"
+    " -> (Tensor, Tensor, Tensor)",
+    "norm_input": "(Tensor grad, Tensor x, Tensor norm, Tensor weight, int intervals, Tensor? sums, float count, bool of_z)"
+    " -> Tensor",
+    "norm_act": f"(Tensor x, Tensor? residual, {_NORM}, Tensor weight, int intervals, {_STATE}) -> Tensor",
+}
+normalization, norm_forward, norm_backward, norm_input, norm_act = (ops.define(*each) for each in _SCHEMAS.items())
+
+
+# Shapes.
+
+
+def _fake_normalization(x: Tensor, *rest: Any) -> Tensor:
+    checks.check_norm_input(x, *rest)
+    return x.new_empty(4, x.shape[1], dtype=reference.compute_dtype(x))
+
+
+def _fake_forward(x: Tensor, *rest: Any) -> Tensor:
+    checks.check_norm(x, *rest)
+    return torch.empty_like(x)
+
+
+def _fake_backward(grad: Tensor, x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, *rest: Any) -> Any:
+    checks.check_norm(x, residual, norm, weight, *rest)
+    grad_z = x.new_empty(0) if residual is None else torch.empty_like(x)
+    return grad_z, norm.new_empty(3, norm.shape[1]), torch.empty_like(weight)
+
+
+def _fake_input(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _fake_act(x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+# Serving.
+
+
+def _normalization_once(x: Tensor, *rest: Any) -> Tensor:
+    """Count the input once: not when gradient checkpointing runs forward again."""
+    *state, pool = rest
+    return implementations.normalization(x, *state, None if ops.is_rerun() else pool)
+
+
+def _forward_once(x: Tensor, *rest: Any) -> Tensor:
+    *arguments, pool = rest
+    return implementations.norm_forward(x, *arguments, None if ops.is_rerun() else pool)
+
+
+def _act(
+    x: Tensor, residual: Tensor | None, gamma: Tensor | None, beta: Tensor | None, weight: Tensor, intervals: int, *state: Any
+) -> Tensor:
+    return _forward(x, residual, gamma, beta, weight, intervals, *state)[0]
+
+
+def _forward(
+    x: Tensor,
+    residual: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    weight: Tensor,
+    intervals: int,
+    *state: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return y and the norm."""
+    *running, training, pool = state
+    follows = training and residual is None  # the moments of z follow from the norm
+    norm = normalization(x, gamma, beta, *running, training, pool if follows else None)
+    return norm_forward(x, residual, norm, weight, intervals, None if follows else pool), norm
+
+
+# Derivatives.
+
+
+class _NormAct(torch.autograd.Function):
+    """norm_act; with a process group, the statistics and the sums of the norm are those of all its processes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        weight: Tensor,
+        intervals: int,
+        group: "dist.ProcessGroup | None",
+        *state: Any,
+    ) -> Tensor:
+        *_, eps, training, pool = state
+        with torch._C._AutoDispatchBelowAutograd():
+            if group is None:
+                y, norm = _forward(x, residual, gamma, beta, weight, intervals, *state)
+                count = x.numel() // x.shape[1]
+            else:
+                norm, count = _over_processes(x, gamma, beta, *state[:-2], group)
+                y = norm_forward(x, residual, norm, weight, intervals, pool)
+        ctx.save_for_backward(x, residual, gamma, beta, weight, norm)
+        ctx.set_materialize_grads(False)
+        ctx.intervals, ctx.eps, ctx.training, ctx.still = intervals, eps, training, pool is not None
+        ctx.group, ctx.count = group, float(count)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, residual, gamma, beta, weight, norm = ctx.saved_tensors
+        found: list[Tensor | None] = [None] * 5
+        if grad is not None:
+            if torch.is_grad_enabled():
+                found = _differentiably(ctx, grad)
+            else:
+                found = _backward(ctx, grad, x, residual, gamma, beta, weight, norm)
+        if ctx.still and ctx.needs_input_grad[4]:
+            found[4] = torch.zeros_like(weight)  # zero, but not missing: DistributedDataParallel waits for it
+        return (*found, *[None] * (len(ctx.needs_input_grad) - 5))
+
+
+def _backward(
+    ctx: Any,
+    grad: Tensor,
+    x: Tensor,
+    residual: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    weight: Tensor,
+    norm: Tensor,
+) -> list[Tensor | None]:
+    with torch._C._AutoDispatchBelowAutograd():
+        grad_z, sums, grad_weight = norm_backward(grad, x, residual, norm, weight, ctx.intervals)
+        of_all = sums
+        if ctx.group is not None:
+            of_all = sums.clone()
+            dist.all_reduce(of_all, group=ctx.group)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            arguments = (of_all if ctx.training else None, ctx.count, residual is not None)
+            grad_x = norm_input(grad if residual is None else grad_z, x, norm, weight, ctx.intervals, *arguments)
+    return [
+        grad_x,
+        grad_z if residual is not None else None,
+        None if gamma is None else sums[2].to(gamma.dtype),
+        None if beta is None else sums[0].to(beta.dtype),
+        grad_weight,
+    ]
+
+
+def _differentiably(ctx: Any, grad: Tensor) -> list[Tensor | None]:
+    """Return the gradients by plain torch, which can be differentiated once more."""
+    if ctx.group is not None:
+        raise RuntimeError("pwlu: there is no second derivative through statistics of several processes. Write unfuse_norms_(model)")
+    x, residual, gamma, beta, weight, norm = ctx.saved_tensors
+    inputs = [t for t, needed in zip((x, residual, gamma, beta, weight), ctx.needs_input_grad, strict=False) if needed]
+    mean, variance = (None, None) if ctx.training else (norm[0], norm[1].square().reciprocal() - ctx.eps)
+    blocks = reference.unpack(weight, ctx.intervals)
+    y = reference.norm_act(x, residual, gamma, beta, mean, variance, ctx.eps, *blocks)
+    grads = iter(torch.autograd.grad(y, inputs, grad, create_graph=True, allow_unused=True))
+    return [next(grads) if needed else None for needed in ctx.needs_input_grad[:5]]
+
+
+def _over_processes(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    batches: Tensor | None,
+    factor: float,
+    eps: float,
+    group: "dist.ProcessGroup",
+) -> tuple[Tensor, int]:
+    """Return the norm and the number of elements per channel over all processes; running statistics follow."""
+    own = torch.zeros(3, x.shape[1], dtype=reference.compute_dtype(x), device=x.device)
+    ops.moments(x, 1, own)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, own, group=group)
+    counts, means, squares = torch.stack(every).to(torch.float64).unbind(1)
+    count = counts.sum(0)
+    mean = (counts * means).sum(0) / count
+    m2 = (squares + counts * (means - mean).square()).sum(0)
+    total = int(count[0])
+    for running, new in ((running_mean, mean), (running_var, m2 / max(total - 1, 1))):
+        if running is not None:
+            running.copy_((1 - factor) * running + factor * new)
+    if batches is not None:
+        batches.add_(1)
+    return reference.normalization(mean, m2 / count, gamma, beta, eps).to(own.dtype), total
+
+
+def _autograd_act(
+    x: Tensor, residual: Tensor | None, gamma: Tensor | None, beta: Tensor | None, weight: Tensor, intervals: int, *state: Any
+) -> Tensor:
+    if ops.wanted(x, residual, gamma, beta, weight):
+        return _NormAct.apply(x, residual, gamma, beta, weight, intervals, None, *state)
+    return ops.below_autograd(norm_act, x, residual, gamma, beta, weight, intervals, *state)
+
+
+def norm_act_of_processes(group: "dist.ProcessGroup", *arguments: Any) -> Tensor:
+    """Call norm_act with statistics of all processes of a group."""
+    *tensors, intervals = arguments[:6]
+    return _NormAct.apply(*tensors, intervals, group, *arguments[6:])
+
+
+def _refuse(name: str) -> Any:
+    operator = getattr(torch.ops.pwlu, name).default
+
+    def differentiate(*arguments: Any) -> Any:
+        if ops.wanted(*(a for a in arguments if isinstance(a, Tensor))):
+            raise RuntimeError(f"pwlu::{name} is a part of pwlu::norm_act and has no derivative of its own: call that")
+        return ops.below_autograd(operator, *arguments)
+
+    return differentiate
+
+
+_IMPLEMENTATIONS: dict[str, Sequence[Any]] = {
+    "normalization": (_normalization_once, _fake_normalization, _refuse("normalization")),
+    "norm_forward": (_forward_once, _fake_forward, _refuse("norm_forward")),
+    "norm_backward": (implementations.norm_backward, _fake_backward, _refuse("norm_backward")),
+    "norm_input": (implementations.norm_input, _fake_input, _refuse("norm_input")),
+    "norm_act": (_act, _fake_act, _autograd_act),
+}
+for _name, _functions in _IMPLEMENTATIONS.items():
+    ops.register(_name, _SCHEMAS[_name], *_functions)
+eager.load()  # after the operators were registered

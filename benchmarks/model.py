@@ -4,8 +4,8 @@ inference   ResNet-18 and MobileNet-V3-small, PWLUs fused: eager and compiled, f
             fused form is timed in two ways: as torch.compile sees it, aten operators that melt into their neighbours, and as
             the operator pwlu::lookup, which the compiler cannot see into ("kernel").
 training    a step of timm's networks with SGD, bfloat16 autocast, channels_last, beside the same network with its own
-            activation and with SiLU: eager (ResNet-18: compiled), Phase I and Phase II; when the host has asked for everything;
-            and the memory at its peak above what the model holds between steps.
+            activation and with SiLU: eager or compiled, Phase I and Phase II, with batch norms apart and in one pass with PWLUs;
+            when the host has asked for everything; and the memory at its peak above what the model holds between steps.
 conversion  seconds that pwlu.convert_ takes, for each of some models.
 """
 
@@ -45,11 +45,13 @@ CONVERTED = (
     "swin_t",
 )
 TRAINED = {  # images in a batch, and whether the network is compiled
-    "resnet50": (128, False),
-    "mobilenetv2_100": (128, False),
-    "vit_small_patch16_224": (128, False),
-    "resnet18": (256, True),
+    "resnet50": (128, (False, True)),
+    "mobilenetv2_100": (128, (False,)),
+    "efficientnet_b0": (128, (False,)),
+    "vit_small_patch16_224": (128, (False,)),
+    "resnet18": (256, (True,)),
 }
+FUSED = "pwlu, norms fused"
 DETECTORS = ("retinanet_resnet50_fpn", "maskrcnn_resnet50_fpn")
 
 
@@ -116,28 +118,39 @@ def inference(options: argparse.Namespace) -> Iterator[Row]:
 
 def training(options: argparse.Namespace) -> Iterator[Row]:
     """Steps of training."""
-    for name in tqdm([n for n in TRAINED if not options.trained or n in options.trained], desc="training"):
-        batch, compiled = TRAINED[name]
-        batch = options.training_batch or batch
+    names = [n for n in TRAINED if not options.trained or n in options.trained]
+    modes = [(name, compiled) for name in names for compiled in TRAINED[name][1]]
+    for name, compiled in tqdm(modes, desc="training"):
+        batch = options.training_batch or TRAINED[name][0]
         x = torch.randn(batch, 3, options.pixels, options.pixels, device=options.device)
         x = x.contiguous(memory_format=torch.channels_last)
         labels = torch.randint(1000, (batch,), device=options.device)
         calls: dict[str, Callable[[], Any]] = {}
         torch._dynamo.reset()
-        for kind in (OWN, "silu", "pwlu", "pwlu, Phase I"):
-            torch.manual_seed(0)
-            model: nn.Module = timm.create_model(name, num_classes=1000)
-            if kind != OWN:
-                to: Any = partial(_in_place, "silu") if kind == "silu" else "pwlu"
-                pwlu.convert_(model, torch.randn(2, 3, 224, 224), to=to)
-            model = model.to(options.device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
-            groups = pwlu.parameter_groups(model, lr=1e-3) if "pwlu" in kind else model.parameters()
-            optimizer = torch.optim.SGD(groups, lr=1e-3, momentum=0.9)
-            if kind == "pwlu, Phase I":
-                pwlu.TwoPhase(model, optimizer, realign_at=10**9)
+        for kind in (OWN, "silu", "pwlu", "pwlu, Phase I", FUSED, f"{FUSED}, Phase I"):
+            if (kind.startswith(FUSED) and name.startswith("vit")) or (kind == "silu" and name.startswith("efficientnet")):
+                continue  # it has no batch norm; it has SiLU
+            model, optimizer = trained(name, kind, options)
             calls[kind] = partial(step, torch.compile(model) if compiled else model, optimizer, x, labels)
         row: Row = {"what": "training", "network": name, "mode": _mode(compiled), "dtype": "bfloat16"}
         yield from rows(row | {"batch": batch}, calls, options)
+
+
+def trained(name: str, kind: str, options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A network of timm with that kind of activation, in training, and its optimizer."""
+    torch.manual_seed(0)
+    model: nn.Module = timm.create_model(name, num_classes=1000)
+    sample = torch.randn(2, 3, 224, 224)
+    if kind != OWN:
+        pwlu.convert_(model, sample, to=partial(_in_place, "silu") if kind == "silu" else "pwlu")
+    if kind.startswith(FUSED):
+        pwlu.fuse_norms_(model, sample)
+    model = model.to(options.device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+    groups = pwlu.parameter_groups(model, lr=1e-3) if "pwlu" in kind else model.parameters()
+    optimizer = torch.optim.SGD(groups, lr=1e-3, momentum=0.9)
+    if kind.endswith("Phase I"):
+        pwlu.TwoPhase(model, optimizer, realign_at=10**9)
+    return model, optimizer
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, labels: Tensor) -> None:

@@ -312,7 +312,7 @@ def test_a_first_use_inside_a_capture_is_a_clear_error(kernel, device):
 def test_warm_up(device, monkeypatch):
     number = pwlu.warm_up(device, [torch.bfloat16])
     assert number == sum("bfloat16" in name or "finish" in name for name in kernels.functions())
-    monkeypatch.setattr(cuda.Kernel, "load", lambda self, name: pytest.fail(f"{name} is loaded only now"))
+    monkeypatch.setattr(cuda.calls, "Loaded", lambda name, *_: pytest.fail(f"{name} is loaded only now"))
     for form in FORMS:
         _, x, parameters, dim = problem(form, torch.bfloat16, device)
         function(x, *(p.requires_grad_() for p in parameters), dim).sum().backward()
@@ -416,8 +416,8 @@ MISTAKES = [
     ("share.cuh", "return base + plane * stride + (i - plane * units);", "return base + plane * stride + i % units / 2;"),
     ("share.cuh", "c % W * PANEL + c / W", "c"),
     ("share.cuh", "place[j] = MIXED ? (active ? within : 0)", "place[j] = MIXED ? 0"),
-    ("backward.cu", "if (first == second) sum.x += h, sum.y = fmaf(h, s, sum.y);", ""),
-    ("backward.cu", "if (u > 0 && i + u >= panel.count) clear(values[u], g[u]);", ""),
+    ("backward.cu", "if (same) a.x += h, a.y = fmaf(h, s, a.y);", ""),
+    ("backward.cu", "if (!valid) clear(values, g, added);", ""),
     ("backward.cu", "pair.y -= i * pair.x;", ""),
     ("backward.cu", "pair.x += more.x, pair.y += more.y;", ""),
     ("finish.cu", "for (int group = 1; group < groups; ++group)", "for (int group = 2; group < groups; ++group)"),

@@ -14,6 +14,7 @@ from pwlu.conversion.kinds import DEFAULT_KINDS
 from pwlu.convert import convert_, restore_
 from pwlu.export import export_onnx
 from pwlu.fuse import FusedPWLU, fuse_
+from pwlu.fuse_norms import fuse_norms_, unfuse_norms_
 from pwlu.implementations import warm_up
 from pwlu.improvements import plot_improvements
 from pwlu.learning import TwoPhase, freeze_, parameter_groups
@@ -43,6 +44,7 @@ __all__ = [
     "freeze_",
     "functional",
     "fuse_",
+    "fuse_norms_",
     "parameter_groups",
     "plot_alignment",
     "plot_functions",
@@ -53,5 +55,6 @@ __all__ = [
     "restore_",
     "simplify_",
     "tabulate_",
+    "unfuse_norms_",
     "warm_up",
 ]

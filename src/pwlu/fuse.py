@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from pwlu import checks, ops, reference
+from pwlu.deferred import is_compiled
 from pwlu.module import PWLU, units_of
 from pwlu.realignment import some
 
@@ -42,7 +43,7 @@ class FusedPWLU(nn.Module):
                 warnings.simplefilter("ignore", torch.jit.TracerWarning)
                 return reference.lookup(x, *tables, self.channel_dim)
         if _recorded(x):
-            return reference.lookup(x, *tables, self.channel_dim, unchecked=_compiled())
+            return reference.lookup(x, *tables, self.channel_dim, unchecked=is_compiled())
         if not isinstance(x, Tensor):  # else the operator checks
             checks.check_input(x)
         return ops.lookup(x, *tables, self.channel_dim)
@@ -61,18 +62,12 @@ class FusedPWLU(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def _compiled() -> bool:
-    """Return whether torch.compile, and not torch.export, sees the call."""
-    # the flag, because in torch 2.11 is_exporting() is true for whatever torch.compile sees
-    return torch.compiler.is_dynamo_compiling() and not torch.compiler._is_exporting_flag
-
-
 def _recorded(x: Tensor) -> bool:
     """Return whether the call is being exported or compiled, and so should consist of aten operators.
 
     A compiled model that is being trained is the exception: only the operator can refuse the backward pass.
     """
-    if _compiled():
+    if is_compiled():
         return not (torch.is_grad_enabled() and x.requires_grad)
     return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None  # make_fx is such a mode
 

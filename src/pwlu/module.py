@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pwlu import checks, functional, ops, reference
+from pwlu.deferred import Deferred
 from pwlu.reference import Blocks
 from pwlu.starts import Start, find_start, fit_bounds, start_parameters
 from pwlu.statistics import InputStatistics
@@ -143,11 +144,15 @@ class PWLU(nn.Module):
             getattr(blocks, name).fill_(float(factor))
         self.gradient_scale = None if all(factor == 1.0 for factor in factors.values()) else scale
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight: Tensor = self.weight
+    def effective_weight(self) -> Tensor:
+        """Return the weight, with the gradient that :meth:`scale_gradients` asks for."""
         scale = self._buffers["gradient_scale"]
-        if scale is not None:
-            weight = torch.lerp(weight.detach(), weight, scale)  # the weight; its gradient is scaled
+        return self.weight if scale is None else torch.lerp(self.weight.detach(), self.weight, scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor) and isinstance(x, Deferred):
+            return x.activate(self)
+        weight = self.effective_weight()
         statistics: Any = self._modules["statistics"]  # by the way of attributes it would take longer
         if statistics.phase == 1 and self.training and isinstance(x, Tensor):
             return ops.observe(x, weight, self.intervals, self.channel_dim, statistics.pool)

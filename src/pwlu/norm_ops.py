@@ -140,7 +140,7 @@ class _NormAct(torch.autograd.Function):
         found: list[Tensor | None] = [None] * 5
         if grad is not None:
             if torch.is_grad_enabled():
-                found = _differentiably(ctx, grad)
+                found = _twice(ctx, grad)
             else:
                 found = _backward(ctx, grad, x, residual, gamma, beta, weight, norm)
         if ctx.still and ctx.needs_input_grad[4]:
@@ -177,17 +177,35 @@ def _backward(
     ]
 
 
-def _differentiably(ctx: Any, grad: Tensor) -> list[Tensor | None]:
-    """Return the gradients by plain torch, which can be differentiated once more."""
+def _twice(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     if ctx.group is not None:
-        raise RuntimeError("pwlu: there is no second derivative through statistics of several processes. Write unfuse_norms_(model)")
-    x, residual, gamma, beta, weight, norm = ctx.saved_tensors
-    inputs = [t for t, needed in zip((x, residual, gamma, beta, weight), ctx.needs_input_grad, strict=False) if needed]
-    mean, variance = (None, None) if ctx.training else (norm[0], norm[1].square().reciprocal() - ctx.eps)
-    blocks = reference.unpack(weight, ctx.intervals)
-    y = reference.norm_act(x, residual, gamma, beta, mean, variance, ctx.eps, *blocks)
-    grads = iter(torch.autograd.grad(y, inputs, grad, create_graph=True, allow_unused=True))
-    return [next(grads) if needed else None for needed in ctx.needs_input_grad[:5]]
+        raise RuntimeError(
+            "pwlu: there is no second derivative through the statistics of several processes. Write pwlu.unfuse_norms_(model)"
+        )
+    found = differentiable_backward(grad, *ctx.saved_tensors, ctx.intervals, ctx.eps, ctx.training)
+    return [g if needed else None for g, needed in zip(found, ctx.needs_input_grad, strict=False)]
+
+
+def differentiable_backward(
+    grad: Tensor,
+    x: Tensor,
+    residual: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    weight: Tensor,
+    norm: Tensor,
+    intervals: int,
+    eps: float,
+    training: bool,
+) -> list[Tensor]:
+    """Return five gradients by plain torch, which can be differentiated once more; an empty tensor for one that is not there."""
+    inputs = [t for t in (x, residual, gamma, beta, weight) if t is not None and t.requires_grad]
+    mean, variance = (None, None) if training else (norm[0], norm[1].square().reciprocal() - eps)
+    with torch.enable_grad():
+        y = reference.norm_act(x, residual, gamma, beta, mean, variance, eps, *reference.unpack(weight, intervals))
+        found = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
+    gradients = [next(found) if t is not None and t.requires_grad else x.new_empty(0) for t in (x, residual, gamma, beta, weight)]
+    return gradients
 
 
 def _over_processes(
@@ -253,4 +271,10 @@ _IMPLEMENTATIONS: dict[str, Sequence[Any]] = {
 }
 for _name, _functions in _IMPLEMENTATIONS.items():
     ops.register(_name, _SCHEMAS[_name], *_functions)
+ops.register_for_eager(
+    "differentiable_norm_backward",
+    "(Tensor grad, Tensor x, Tensor? residual, Tensor? gamma, Tensor? beta, Tensor weight, Tensor norm, int intervals, float eps, "
+    "bool training) -> Tensor[]",
+    differentiable_backward,
+)
 eager.load()  # after the operators were registered

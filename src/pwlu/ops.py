@@ -150,10 +150,10 @@ def _autograd_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> t
 
 
 def _autograd_lookup(*arguments: Any) -> Tensor:
-    wanted = wanted(*arguments[:-1])
-    if torch.autograd.forward_ad._current_level >= 0 or (wanted and _transformed()):
+    differentiated = wanted(*arguments[:-1])
+    if torch.autograd.forward_ad._current_level >= 0 or (differentiated and _transformed()):
         _Lookup.backward(None, arguments[0])
-    return _Lookup.apply(*arguments) if wanted else below_autograd(lookup, *arguments)
+    return _Lookup.apply(*arguments) if differentiated else below_autograd(lookup, *arguments)
 
 
 def _autograd_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
@@ -226,10 +226,14 @@ def register(name: str, schema: str, serve: Callable[..., Any], fake: Any, diffe
     torch.library.register_fake(f"pwlu::{name}", fake, lib=_library)
     if batch:
         _library.impl(name, batch, "FuncTorchBatchedDecomposition")
-    _python.define(f"serve_{name}{schema}")
-    _python.impl(f"serve_{name}", serve, "CompositeExplicitAutograd")
-    _python.define(f"differentiate_{name}{schema}")
-    _python.impl(f"differentiate_{name}", differentiate, "CompositeImplicitAutograd")
+    register_for_eager(f"serve_{name}", schema, serve, "CompositeExplicitAutograd")
+    register_for_eager(f"differentiate_{name}", schema, differentiate)
+
+
+def register_for_eager(name: str, schema: str, function: Callable[..., Any], key: str = "CompositeImplicitAutograd") -> None:
+    """Let eager.cpp call a function of Python."""
+    _python.define(name + schema)
+    _python.impl(name, function, key)
 
 
 for _name, _functions in _IMPLEMENTATIONS.items():

@@ -19,7 +19,7 @@ import torch
 
 from pwlu.kernels import build
 
-SOURCE, *HEADERS = (Path(__file__).with_name(name) for name in ("eager.cpp", "eager_kernels.h"))
+SOURCE, *HEADERS = (Path(__file__).with_name(name) for name in ("eager.cpp", "eager_kernels.h", "eager_norm.h"))
 _WHATS = (  # enum What
     *("forward", "lookup", "observe", "moments", "backward", "backward_input"),
     *("norm_forward", "norm_add_forward", "norm_observe", "norm_add_observe"),

@@ -123,6 +123,7 @@ struct Arguments {
   const void* addresses[kAddresses] = {};
   unsigned char numbers[kNumbers];
 
+  Arguments() = default;
   Arguments(const Tensor& x, const Tensor* grad, const Tensor& target) {
     addresses[0] = x.const_data_ptr();
     addresses[1] = grad ? grad->const_data_ptr() : nullptr;
@@ -138,7 +139,9 @@ struct Arguments {
   }
 
   bool aligned() const {
-    return !((uintptr_t(addresses[0]) | uintptr_t(addresses[1]) | uintptr_t(addresses[2])) & 15);
+    uintptr_t all = 0;
+    for (const size_t i : {0, 1, 2, 15}) all |= uintptr_t(addresses[i]);  // x, grad, out, residual
+    return !(all & 15);
   }
   void* to(size_t i) const { return const_cast<void*>(addresses[i]); }
 };

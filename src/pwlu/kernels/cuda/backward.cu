@@ -96,9 +96,9 @@ __device__ float derivative(float x, float g, const Bounds &b, unsigned slopes, 
 
 // A vector that is not there: zeros change no sum.
 template <int W>
-__device__ void clear(float (&x)[W], float (&g)[W]) {
+__device__ void clear(float (&x)[W], float (&g)[W], float (&residual)[W]) {
 #pragma unroll
-  for (int j = 0; j < W; ++j) x[j] = 0.0f, g[j] = 0.0f;
+  for (int j = 0; j < W; ++j) x[j] = 0.0f, g[j] = 0.0f, residual[j] = 0.0f;
 }
 
 // U vectors of W elements, the gradients in place of x. Element j has its own norm, bounds and slopes (EACH), or all share the
@@ -196,7 +196,7 @@ struct Read {
     x.decode(values);
     grad.decode(g);
     if (Pass<KIND>::reads_residual) residual.decode(added);
-    if (!valid) clear(values, g);
+    if (!valid) clear(values, g, added);
   }
 };
 

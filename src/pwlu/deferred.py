@@ -1,0 +1,288 @@
+"""A batch norm that waits for the unit behind it, so that both take one pass over memory.
+
+A norm that :func:`pwlu.fuse_norms_` has chosen returns a :class:`Deferred` in place of its output. An addition is remembered, and
+a :class:`pwlu.PWLU` computes norm, addition and function by one operator. Whatever else is done with a Deferred computes the
+output of the norm first, as torch does, and goes on with that. So a model stays right wherever it goes.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._pytree import tree_map_only
+
+from pwlu import checks, norm_ops, reference
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def plain_forward(norm: Any, x: Tensor) -> Tensor:
+    """Return the output of a norm as torch computes it, without the activation that timm's classes apply as well."""
+    of_torch: Any = nn.SyncBatchNorm.forward if isinstance(norm, nn.SyncBatchNorm) else _BatchNorm.forward
+    return of_torch(norm, x)
+
+
+class DeferredNorm:
+    """What :func:`pwlu.fuse_norms_` adds to the class of a norm: see :func:`deferring`."""
+
+    original: type[nn.Module]  # the class of the norm without this one
+    applies_activation: bool  # timm's classes do
+
+    def forward(self: Any, x: Any) -> Any:
+        """Return a Deferred, or what the norm itself returns."""
+        if not self.applies_activation:
+            return Deferred(self, x) if _can_defer(self, x) else self.original.forward(self, x)
+        if not _can_defer(self, x):
+            return self.original.forward(self, x)
+        return self.act(self.drop(Deferred(self, x)))
+
+    def _get_name(self) -> str:
+        return self.original.__name__
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, fused with the PWLU behind it"  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class has no name by which pickle could find it.
+        return _rebuild, (self.original,), self.__getstate__()  # type: ignore[attr-defined]
+
+
+def _rebuild(original: type[nn.Module]) -> Any:
+    made = deferring(original)
+    return made.__new__(made)
+
+
+@functools.cache
+def deferring(original: type[nn.Module]) -> type[Any]:
+    """Return the class of norms of this class that wait for a unit; ValueError says why there is none."""
+    own = original.forward
+    with_activation = original.__module__.startswith("timm.") and original.__name__ in ("BatchNormAct2d", "SyncBatchNormAct")
+    if not with_activation and own not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        raise ValueError(f"{original.__name__} has a forward of its own")
+    return type(
+        f"Deferred{original.__name__}",
+        (DeferredNorm, original),
+        {"original": original, "applies_activation": with_activation, "__module__": original.__module__},
+    )
+
+
+def _can_defer(norm: Any, x: Any) -> bool:
+    """Return whether nobody but a unit looks at the output of a norm: no hook, no tracer, no transform."""
+    if norm.recorder is not None:
+        return True
+    if type(x) is not Tensor or x.dtype not in checks.FLOATS or _has_hooks(norm):
+        return False
+    for unit in norm.units:
+        if _has_hooks(unit) or not hasattr(unit, "statistics"):  # a fused one has none
+            return False
+    if torch.compiler.is_compiling():
+        return is_compiled() and not isinstance(norm, nn.SyncBatchNorm)
+    return not (
+        torch.jit.is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack()
+        or _has_any_global_hook()
+    )
+
+
+def is_compiled() -> bool:
+    """Return whether torch.compile, and not torch.export, sees the call."""
+    # the flag, because in torch 2.11 is_exporting() is true for whatever torch.compile sees
+    return torch.compiler.is_dynamo_compiling() and not torch.compiler._is_exporting_flag
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(module.__dict__[name] for name in _HOOKS)
+
+
+def _version(tensor: Tensor | None) -> int:
+    if tensor is None or torch.compiler.is_compiling() or tensor.is_inference():
+        return 0
+    return tensor._version
+
+
+class Deferred:
+    """The output of a norm that is not computed yet, or its sum with a residual."""
+
+    def __init__(self, norm: Any, x: Tensor, residual: Tensor | None = None, version: int | None = None) -> None:
+        self.norm, self.x, self.residual = norm, x, residual
+        self._versions = (_version(x) if version is None else version, _version(residual))
+        self._value: Tensor | None = None
+        self._done = False  # the running statistics have followed this batch
+
+    # What a unit asks for.
+
+    def activate(self, unit: Any) -> Tensor:
+        """Return the unit's output: norm, addition and function in one pass, or apart where that is not possible."""
+        if self._value is None and not self._done and (why := self._why_apart(unit)):
+            self._note(f"{type(unit).__name__} ({why})")
+            return unit(self.value())
+        if self._value is not None or self._done:
+            return unit(self.value())
+        self._check_versions()
+        self._done = True
+        if self.norm.recorder is not None:
+            self.norm.recorder.paired(self, unit)
+        x, norm = self.x, self.norm
+        norm._check_input_dim(x)
+        batch = norm.training or (norm.running_mean is None and norm.running_var is None)
+        if batch:
+            F._verify_batch_size(list(x.size()))
+        running, factor = self._running()
+        pool = unit.statistics.pool if unit.statistics.phase == 1 and unit.training else None
+        weight = unit.effective_weight()
+        if unit.channels != x.shape[1]:
+            blocks = reference.unpack(weight, unit.intervals)
+            weight = reference.pack(*(block.expand(x.shape[1], *block.shape[1:]) for block in blocks))
+        arguments = (x, self.residual, norm.weight, norm.bias, weight, unit.intervals, *running, factor, norm.eps, batch, pool)
+        group = _group(norm) if batch else None
+        return norm_ops.norm_act(*arguments) if group is None else norm_ops.norm_act_of_processes(group, *arguments)
+
+    def _running(self) -> tuple[list[Tensor | None], float]:
+        """Return running mean, running variance and number of batches, which follow this batch, and by how much."""
+        norm = self.norm
+        factor = 0.0 if norm.momentum is None else norm.momentum
+        if not norm.training:
+            return [norm.running_mean, norm.running_var, None], factor
+        if not norm.track_running_stats:
+            return [None, None, None], factor
+        batches = norm.num_batches_tracked
+        if norm.momentum is None and batches is not None:
+            batches.add_(1)
+            return [norm.running_mean, norm.running_var, None], 1.0 / float(batches)
+        return [norm.running_mean, norm.running_var, batches], factor
+
+    def _why_apart(self, unit: Any) -> str:
+        """Return why one pass cannot serve this unit; nothing if it can."""
+        x, channels = self.x, unit.channels
+        if x.ndim < 2 or unit.channel_dim not in (1, 1 - x.ndim):
+            return f"its channel_dim is {unit.channel_dim}"
+        if channels not in (1, x.shape[1]):
+            return f"it has {channels} channels"
+        if channels != x.shape[1] and unit.statistics.phase == 1 and unit.training:
+            return "it observes all channels as one in Phase I"
+        if unit.weight.device != x.device:
+            return f"it is on {unit.weight.device}"
+        if hasattr(unit.weight, "placements") or hasattr(self.norm.weight, "placements"):
+            return "parameters are sharded here"
+        return ""
+
+    def _check_versions(self) -> None:
+        if (_version(self.x), _version(self.residual)) != self._versions:
+            raise RuntimeError(
+                "pwlu: an input of a batch norm, or what was added to its output, was changed in place before the PWLU behind it "
+                "ran. Write pwlu.unfuse_norms_(model), or do not change it in place"
+            )
+
+    # What everybody else asks for.
+
+    def value(self) -> Tensor:
+        """Return the tensor that this stands for."""
+        if self._value is None:
+            self._check_versions()
+            z = self._again() if self._done else plain_forward(self.norm, self.x)
+            self._done = True
+            self._value = z if self.residual is None else z + self.residual
+        return self._value
+
+    def _again(self) -> Tensor:
+        """Return the norm's output where the running statistics have followed this batch already."""
+        norm = self.norm
+        batch = norm.training or (norm.running_mean is None and norm.running_var is None)
+        if batch and _group(norm) is not None:
+            raise RuntimeError(
+                "pwlu: the output of a SyncBatchNorm is used by a PWLU and by something else. Write pwlu.unfuse_norms_(model)"
+            )
+        running = (None, None) if batch else (norm.running_mean, norm.running_var)
+        return F.batch_norm(self.x, *running, norm.weight, norm.bias, batch, 0.0, norm.eps)
+
+    def _note(self, what: str) -> None:
+        if self.norm.recorder is not None:
+            self.norm.recorder.used(self, what)
+
+    def add(self, other: Any) -> Any:
+        """Return the sum; one with a tensor of the same shape and type waits, too."""
+        if isinstance(other, Deferred):  # two norms meet: one waits
+            other._note("an addition with another norm")
+            other = other.value()
+        fits = isinstance(other, Tensor) and self.residual is None and self._value is None and not self._done
+        x = self.x
+        if fits and (other.shape, other.dtype, other.device) == (x.shape, x.dtype, x.device):
+            return Deferred(self.norm, x, other, self._versions[0])
+        self._note("an addition of another shape or type" if isinstance(other, Tensor) else "an addition")
+        return self.value() + other
+
+    __add__ = __radd__ = __iadd__ = add
+
+    @property
+    def shape(self) -> torch.Size:
+        """As of a tensor."""
+        return self.x.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As of a tensor."""
+        return self.x.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """As of a tensor."""
+        return self.x.device
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._note(f"the attribute {name}")
+        return getattr(self.value(), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ADDITIONS and len(args) == 2 and not kwargs:
+            one, other = args
+            return one.add(other) if isinstance(one, Deferred) else other.add(one)
+        if func in _DROPOUTS and not kwargs.get("training", True):
+            return args[0]
+        name = getattr(func, "__name__", str(func))
+
+        def value(deferred: Deferred) -> Tensor:
+            deferred._note(name)
+            return deferred.value()
+
+        return func(*tree_map_only(Deferred, value, args), **tree_map_only(Deferred, value, kwargs))
+
+
+_ADDITIONS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
+_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+
+
+def _through(name: str) -> Callable[..., Any]:
+    def operator(deferred: Deferred, *args: Any) -> Any:
+        deferred._note(name)
+        return getattr(deferred.value(), name)(*args)
+
+    return operator
+
+
+for _name in (
+    *(f"__{prefix}{name}__" for prefix in ("", "r") for name in ("sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")),
+    *(f"__{name}__" for name in ("isub", "imul", "itruediv", "neg", "abs", "getitem", "setitem", "len", "iter", "bool", "float")),
+    *(f"__{name}__" for name in ("lt", "le", "gt", "ge", "eq", "ne")),
+):
+    setattr(Deferred, _name, _through(_name))
+Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def _group(norm: Any) -> "dist.ProcessGroup | None":
+    """Return the processes over which a norm takes its statistics; None if it does not."""
+    if not isinstance(norm, nn.SyncBatchNorm) or not norm.training or not (dist.is_available() and dist.is_initialized()):
+        return None
+    group: Any = norm.process_group or dist.group.WORLD
+    return group if dist.get_world_size(group) > 1 else None

@@ -119,7 +119,7 @@ def inference(options: argparse.Namespace) -> Iterator[Row]:
 def training(options: argparse.Namespace) -> Iterator[Row]:
     """Steps of training."""
     names = [n for n in TRAINED if not options.trained or n in options.trained]
-    modes = [(name, compiled) for name in names for compiled in TRAINED[name][1]]
+    modes = [(name, compiled) for name in names for compiled in TRAINED[name][1] if _mode(compiled) in options.modes]
     for name, compiled in tqdm(modes, desc="training"):
         batch = options.training_batch or TRAINED[name][0]
         x = torch.randn(batch, 3, options.pixels, options.pixels, device=options.device)
@@ -287,6 +287,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=NETWORKS, metavar="NAME", help="in inference (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="images in inference (default: %(default)s)")
     parser.add_argument("--trained", nargs="+", choices=list(TRAINED), metavar="NAME", help="in training (default: all)")
+    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=("eager", "compiled"), help="in training")
     parser.add_argument("--training-batch", type=int, help="images in training (default: 128, for resnet18 256)")
     parser.add_argument("--pixels", type=int, default=224, help="width and height of images (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")

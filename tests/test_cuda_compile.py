@@ -41,10 +41,13 @@ def test_every_kernel_compiles_for_every_architecture():
     assert text.count("RESIDENT_THREADS") == text.count("#define RESIDENT_THREADS") == 3
     functions = list(kernels.functions().values())
     telling = [function for function in functions if "RESIDENT_THREADS" in function.declaration()]
-    others = [function for function in functions if function not in telling]
+    norms = [function for function in functions if function.name.startswith("norm_")]
+    plain = [function for function in functions if function not in norms]
+    others = [function for function in plain if function not in telling]
     assert len(telling) == 16
     chosen = {architecture: [] for architecture in (*OLD, *NEW[0], *NEW[1])}
-    for alike, those in ((OLD, functions), (NEW[0], telling), (NEW[1], telling), (NEW[0] + NEW[1], others)):
+    every = OLD + NEW[0] + NEW[1]  # norms are many, and made of the same parts: each is compiled once
+    for alike, those in ((OLD, plain), (NEW[0], telling), (NEW[1], telling), (NEW[0] + NEW[1], others), (every, norms)):
         for i, architecture in enumerate(alike):
             chosen[architecture] += those[i :: len(alike)]
     with ThreadPoolExecutor(os.cpu_count()) as threads:  # NVRTC lets other threads run
@@ -67,8 +70,9 @@ def test_arguments_are_packed_in_the_order_of_the_struct():
             found = re.fullmatch(r"(\w+)(?:\[(\d+)\])?", name)
             fields += [(kind, found.group(1))] * int(found.group(2) or 1)
     addresses = [name for kind, name in fields if kind in ("void", "float")]
-    assert len(addresses) == cuda.driver.ADDRESSES
-    assert addresses == ["x", "grad", "out", *["parameters"] * 5, *["gradients"] * 5, "partial", "pool"]
+    head = ["x", "grad", "out", *["parameters"] * 5, *["gradients"] * 5, "partial", "pool", "residual", "norm", "sums"]
+    assert addresses == [*head, "factor", "eps"]
+    assert len(head) + 1 == cuda.driver.ADDRESSES  # the last two are floats in the place of one address
     codes = {"i64": "q", "int": "i", "unsigned": "I"}
     numbers = [(codes[kind], name) for kind, name in fields if kind in codes]
     assert tuple(name for _, name in numbers) == plans._Numbers._fields
@@ -249,7 +253,7 @@ def elements(plan, geometry):
     intervals=st.sampled_from([1, 4, 16, 64, 256]),
     dtype=st.sampled_from(list(kernels.TYPES)),
     aligned=st.booleans(),
-    what=st.sampled_from(["forward", "lookup", "observe", "moments", "backward", "backward_input"]),
+    what=st.sampled_from(["forward", "lookup", "observe", "moments", "backward", "backward_input", "norm_forward", "norm_backward", "norm_input"]),
     processor=st.sampled_from([H200, RTX, SMALL]),
 )
 def test_every_element_is_taken_once(outer, channels, inner, intervals, dtype, aligned, what, processor):
@@ -276,8 +280,8 @@ def check_plan(outer, channels, inner, intervals, dtype, aligned, what, processo
     geometry = (1, 1, outer * inner) if channels == 1 else (outer, channels, inner)
     if outer * channels * inner > 1_000_000:
         return
-    if what.startswith("backward"):
-        plan = plans.plan_backward(what == "backward", dtype, geometry, intervals, 0, aligned, gpu(processor))
+    if what in kernels.BACKWARDS:
+        plan = plans.plan_backward(what, dtype, geometry, intervals, 0, aligned, gpu(processor))
     else:
         plan = plans.plan_map(what, dtype, geometry, intervals, 0, aligned, gpu(processor))
     if processor is SMALL and intervals == 256 and plan is None:  # 64 KB are too few for one warp's columns
@@ -289,8 +293,8 @@ def check_plan(outer, channels, inner, intervals, dtype, aligned, what, processo
     assert plan.splits == plan.blocks[1] * plan.blocks[2]
     assert max(plan.blocks[1:]) <= plans._MOST_BLOCKS
     assert (elements(plan, geometry) == 1).all()
-    if what == "backward":
-        last = plans.plan_finish(plan, channels, intervals)
+    if lines := what in kernels.BACKWARDS and plans.sum_lines(what, intervals):
+        last = plans.plan_finish(plan, channels, lines)
         assert last.shared <= 48 << 10
         assert last.threads <= kernels.FINISH_THREADS
 
@@ -304,15 +308,15 @@ def test_division_by_multiplication(divisor, number):
 
 def test_too_many_intervals_are_left_to_plain_torch():
     for geometry in [(64, 256, 3136), (4096, 256, 1), (64, 256, 49)]:
-        assert plans.plan_backward(True, "float32", geometry, 256, 0, True, gpu(RTX)) is not None
-        assert plans.plan_backward(True, "float32", geometry, 5000, 0, True, gpu(H200)) is None
+        assert plans.plan_backward("backward", "float32", geometry, 256, 0, True, gpu(RTX)) is not None
+        assert plans.plan_backward("backward", "float32", geometry, 5000, 0, True, gpu(H200)) is None
 
 
 def test_more_than_2_to_the_31_elements():
     for geometry in [(1, 1, 2**33), (2**31, 4, 1), (8, 2, 2**30), (2**20, 3, 2**12 + 1), (2**27, 3, 49)]:
         for plan in (
             plans.plan_map("forward", "float32", geometry, 16, 0, True, gpu(H200)),
-            plans.plan_backward(True, "float32", geometry, 16, 0, True, gpu(H200)),
+            plans.plan_backward("backward", "float32", geometry, 16, 0, True, gpu(H200)),
         ):
             n = plans._Numbers(*struct.unpack(plans._FORMAT, plan.numbers))
             assert max(plan.blocks[1:]) <= 65535

@@ -12,10 +12,12 @@ import pytest
 import torch
 from helpers import Unpacked, assert_within, oracle, unit, weight_of, wild_values
 
+import test_norm_ops
+
 import pwlu
-from pwlu import ops, reference
+from pwlu import implementations, ops, reference
 from pwlu.functional import pwlu as function
-from pwlu.kernels import cuda
+from pwlu.kernels import cuda, eager
 from pwlu.kernels.cuda import compile as kernels
 
 
@@ -424,9 +426,42 @@ MISTAKES = [
     ("finish.cu", "__fadd_rn(*pool_mean, __fmul_rn(distance, share))", "fmaf(distance, share, *pool_mean)"),
     ("finish.cu", "__fmul_rn(__fmul_rn(distance, n_1), __fmul_rn(distance, share))", "distance * distance * n_1 * share"),
     ("finish.cu", "*pool_mean = pool + a.channels", "*pool_mean = pool + 2 * a.channels"),
-    ("finish.cu", "if (channel >= a.channels) return;", "if (channel + 1 >= a.channels) return;"),
+    ("finish.cu", "if (threadIdx.x % 32 == 0) add_to_pool", "if (threadIdx.x % 32 == 0 && channel + 1 < a.channels) add_to_pool"),
     ("map.cu", "a.m2 + b.m2 + difference * difference * a.count * share", "a.m2 + b.m2"),
 ]
+
+
+MISTAKES_IN_NORMS = [
+    ("element.cuh", "__fadd_rn(__fmul_rn(centred(x), scale), shift)", "fmaf(centred(x), scale, shift)"),
+    ("element.cuh", "__fadd_rn(z(x), residual)", "z(x)"),
+    ("backward.cu", "if (!valid) clear(values, g, added);", ""),
+    ("backward.cu", "of_centred = fmaf(g_z, centred, of_centred)", "of_centred = fmaf(g_z, g_z, of_centred)"),
+    ("backward.cu", "scale * (g_z - of_g - centred * of_centred)", "scale * (g_z - centred * of_centred)"),
+    ("backward.cu", "a.factor * inv_std * inv_std", "a.factor * inv_std"),
+    ("backward.cu", "panel.channel[j] != panel.channel[0] ? OWN - 1 : 0", "panel.channel[j] == panel.channel[0] ? OWN - 1 : 0"),
+    ("finish.cu", "total.y / (a.per_channel - 1)", "total.y / a.per_channel"),
+    ("finish.cu", "(float)(gamma * inv_std)", "(float)inv_std"),
+    ("finish.cu", "++*static_cast<i64 *>(a.gradients[2])", "*static_cast<i64 *>(a.gradients[2]) = 1"),
+]
+
+
+@pytest.mark.parametrize(("file", "old", "new"), MISTAKES_IN_NORMS)
+def test_mistakes_in_norms_are_found(kernel, device, file, old, new, monkeypatch):
+    assert kernels.source([]).count(old) == 1, f"{file} no longer contains {old!r}"
+    source = kernels.source
+    monkeypatch.setattr(kernels, "source", lambda chosen: source(chosen).replace(old, new))
+    monkeypatch.setattr(cuda.plan, "_ELEMENTS_OF_THREAD", 0)
+    broken = cuda.Kernel(kernel.index)
+    monkeypatch.setattr(implementations, "_serving", lambda device: broken)
+    eager.forget()
+    try:
+        with pytest.raises(AssertionError):  # noqa: PT012
+            for shape in ((3, 5, 32, 32), (6, 40, 7, 7), (333, 37), (700, 40), (50, 24, 3)):
+                for residual in (False, True):
+                    test_norm_ops.check_parts(*test_norm_ops.problem(shape, torch.float32, device, residual))
+                test_norm_ops.test_statistics_as_torch_computes_them(shape, torch.float32, device)
+    finally:
+        eager.forget()
 
 
 @pytest.mark.parametrize(("file", "old", "new"), MISTAKES)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from pwlu import checks, norm_ops, reference
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def plain_forward(norm: Any, x: Tensor) -> Tensor:
@@ -76,10 +76,10 @@ def _can_defer(norm: Any, x: Any) -> bool:
     """Return whether nobody but a unit looks at the output of a norm: no hook, no tracer, no transform."""
     if norm.recorder is not None:
         return True
-    if type(x) is not Tensor or x.dtype not in checks.FLOATS or _has_hooks(norm):
+    if type(x) is not Tensor or x.dtype not in checks.FLOATS or has_hooks(norm):
         return False
     for unit in norm.units:
-        if _has_hooks(unit) or not hasattr(unit, "statistics"):  # a fused one has none
+        if has_hooks(unit) or not hasattr(unit, "statistics"):  # a fused one has none
             return False
     if torch.compiler.is_compiling():
         return is_compiled() and not isinstance(norm, nn.SyncBatchNorm)
@@ -98,8 +98,9 @@ def is_compiled() -> bool:
     return torch.compiler.is_dynamo_compiling() and not torch.compiler._is_exporting_flag
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return any(module.__dict__[name] for name in _HOOKS)
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether somebody watches the module."""
+    return any(module.__dict__[name] for name in HOOKS)
 
 
 def _version(tensor: Tensor | None) -> int:

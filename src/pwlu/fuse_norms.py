@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pwlu.conversion.tracing import Runs, quiet
-from pwlu.deferred import Deferred, DeferredNorm, deferring
+from pwlu.deferred import HOOKS, Deferred, DeferredNorm, deferring, has_hooks
 from pwlu.module import PWLU, require_model, require_units
 from pwlu.text import columns, counted
 
@@ -61,16 +61,12 @@ class _Recorder:
     def __init__(self, model: nn.Module) -> None:
         self.names: dict[Any, str] = {module: name for name, module in model.named_modules()}
         self.sites: dict[str, NormSite] = {}
-        self.calls: list[nn.Module] = []  # modules that are running
-        self.callers: dict[int, Any] = {}
-        self.alive: list[Deferred] = []  # so that no two have the same id
 
     def site(self, norm: Any) -> NormSite:
         return self.sites.setdefault(self.names[norm], NormSite(self.names[norm]))
 
     def paired(self, deferred: Deferred, unit: PWLU) -> None:
         """Note that a unit took an output."""
-        self.alive.append(deferred)
         site, name = self.site(deferred.norm), self.names[unit]
         site.units += [] if name in site.units else [name]
         site.added |= deferred.residual is not None
@@ -129,6 +125,9 @@ def _recorded(model: nn.Module, sample: Any, classes: dict[str, type]) -> dict[s
     for real in (False, True):
         try:
             copy, args, kwargs, fake = runs.copy(real)
+            for module in copy.modules():  # nobody's hooks shall see the copy
+                for hooks in HOOKS:
+                    module.__dict__[hooks].clear()
             recorder = _Recorder(copy)
             for name, cls in classes.items():
                 norm: Any = copy.get_submodule(name)
@@ -157,7 +156,7 @@ def _check(site: NormSite, model: nn.Module) -> None:
         site.reason = "its output does not go to a PWLU"
         return
     modules = dict(model.named_modules())
-    if hooked := [n for n in (site.norm, *site.units) if any(modules[n].__dict__[h] for h in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"))]:
+    if hooked := [n for n in (site.norm, *site.units) if has_hooks(modules[n])]:
         site.reason = f"{hooked[0]} has hooks"
         return
     if any(type(modules[n]) is not PWLU for n in site.units):

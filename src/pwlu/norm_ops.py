@@ -199,13 +199,16 @@ def differentiable_backward(
     training: bool,
 ) -> list[Tensor]:
     """Return five gradients by plain torch, which can be differentiated once more; an empty tensor for one that is not there."""
-    inputs = [t for t in (x, residual, gamma, beta, weight) if t is not None and t.requires_grad]
     mean, variance = (None, None) if training else (norm[0], norm[1].square().reciprocal() - eps)
     with torch.enable_grad():
-        y = reference.norm_act(x, residual, gamma, beta, mean, variance, eps, *reference.unpack(weight, intervals))
+        # Aliases: x may depend on the residual, and partial derivatives are asked for.
+        tensors = [None if t is None else t.view_as(t) for t in (x, residual, gamma, beta, weight)]
+        *others, packed = tensors
+        assert packed is not None
+        y = reference.norm_act(*others, mean, variance, eps, *reference.unpack(packed, intervals))
+        inputs = [t for t in tensors if t is not None and t.requires_grad]
         found = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
-    gradients = [next(found) if t is not None and t.requires_grad else x.new_empty(0) for t in (x, residual, gamma, beta, weight)]
-    return gradients
+    return [next(found) if t is not None and t.requires_grad else x.new_empty(0) for t in tensors]
 
 
 def _over_processes(

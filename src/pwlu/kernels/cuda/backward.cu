@@ -85,13 +85,19 @@ struct NormBackward : Normal {
   __device__ float input(float g_z, float centred) const { return scale * (g_z - of_g - centred * of_centred); }
 };
 
-// One element: the gradient of x (of z behind a norm), and what the sums need. `slopes` and `stride` as lines_from made them.
-template <bool CARE>
-__device__ float derivative(float x, float g, const Bounds &b, unsigned slopes, unsigned stride, float intervals, float &t,
-                            unsigned &bits) {
-  const Place place = CARE ? b.place_with_care(x, intervals) : b.place(x, intervals);
-  t = place.t, bits = place.bits();
-  return g * load(bits * stride + slopes);
+// The gradients of x (of z behind a norm) in its place, and what the sums need. `slopes` and `stride` as lines_from made them.
+template <bool CARE, int U, int W, bool EACH>
+__device__ void derivatives(float (&x)[U][W], const float (&g)[U][W], const Bounds *b, const unsigned *slopes, unsigned stride,
+                            float intervals, float (&t)[U][W], unsigned (&bits)[U][W]) {
+#pragma unroll
+  for (int u = 0; u < U; ++u)
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      const int own = EACH ? j : 0;
+      const Place place = CARE ? b[own].place_with_care(x[u][j], intervals) : b[own].place(x[u][j], intervals);
+      t[u][j] = place.t, bits[u][j] = place.bits();
+      x[u][j] = g[u][j] * load(bits[u][j] * stride + slopes[own]);
+    }
 }
 
 // A vector that is not there: zeros change no sum.
@@ -121,16 +127,15 @@ __device__ void differentiate(float (&x)[U][W], const float (&g)[U][W], const fl
     }
     tame = are_tame(x[u], limit) && tame;
   }
+  if (Pass<KIND>::slopes) {
+    if (tame) derivatives<false, U, W, EACH>(x, g, b, slopes, stride, intervals, t, bits);
+    else derivatives<true, U, W, EACH>(x, g, b, slopes, stride, intervals, t, bits);
+  } else {
 #pragma unroll
-  for (int u = 0; u < U; ++u)
+    for (int u = 0; u < U; ++u)
 #pragma unroll
-    for (int j = 0; j < W; ++j) {
-      const int own = EACH ? j : 0;
-      if (!Pass<KIND>::slopes) x[u][j] = g[u][j];
-      else if (tame)
-        x[u][j] = derivative<false>(x[u][j], g[u][j], b[own], slopes[own], stride, intervals, t[u][j], bits[u][j]);
-      else x[u][j] = derivative<true>(x[u][j], g[u][j], b[own], slopes[own], stride, intervals, t[u][j], bits[u][j]);
-    }
+      for (int j = 0; j < W; ++j) x[u][j] = g[u][j];
+  }
   if (!Pass<KIND>::norm) return;
 #pragma unroll
   for (int u = 0; u < U; ++u)
@@ -304,7 +309,7 @@ __device__ void backward_planes(const Arguments &a) {
 template <typename T, int W, int KIND, bool MIXED>
 __device__ void backward_rows(const Arguments &a) {
   using On = Pass<KIND>;
-  constexpr int U = MIXED ? MIXED_AT_ONCE : ROWS_AT_ONCE;
+  constexpr int U = MIXED ? MIXED_AT_ONCE : On::sums ? ROWS_AT_ONCE : ROWS_AT_ONCE / 2;  // without columns more threads fit
   constexpr int OWN = MIXED ? (W > 1 ? 2 : 1) : W;  // columns of a thread
   extern __shared__ float2 columns[];                // [line][own column][thread], then the slopes, [line][place]
   const int lines = LINES(a.intervals), sum_lines = SUM_LINES(KIND, a.intervals), threads = blockDim.x;

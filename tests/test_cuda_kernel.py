@@ -460,6 +460,7 @@ def test_mistakes_in_norms_are_found(kernel, device, file, old, new, monkeypatch
                 for residual in (False, True):
                     test_norm_ops.check_parts(*test_norm_ops.problem(shape, torch.float32, device, residual))
                 test_norm_ops.test_statistics_as_torch_computes_them(shape, torch.float32, device)
+                test_norm_ops.test_z_is_rounded_as_the_definition_says(shape, device)
     finally:
         eager.forget()
 

@@ -100,13 +100,12 @@ def is_compiled() -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether somebody watches the module."""
-    return any(module.__dict__[name] for name in HOOKS)
+    of = module.__dict__
+    return bool(of["_forward_hooks"] or of["_forward_pre_hooks"] or of["_backward_hooks"] or of["_backward_pre_hooks"])
 
 
-def _version(tensor: Tensor | None) -> int:
-    if tensor is None or torch.compiler.is_compiling() or tensor.is_inference():
-        return 0
-    return tensor._version
+def _version(tensor: Tensor) -> int:
+    return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
 
 
 class Deferred:
@@ -114,7 +113,7 @@ class Deferred:
 
     def __init__(self, norm: Any, x: Tensor, residual: Tensor | None = None, version: int | None = None) -> None:
         self.norm, self.x, self.residual = norm, x, residual
-        self._versions = (_version(x) if version is None else version, _version(residual))
+        self._versions = (_version(x) if version is None else version, 0 if residual is None else _version(residual))
         self._value: Tensor | None = None
         self._done = False  # the running statistics have followed this batch
 
@@ -122,61 +121,63 @@ class Deferred:
 
     def activate(self, unit: Any) -> Tensor:
         """Return the unit's output: norm, addition and function in one pass, or apart where that is not possible."""
-        if self._value is None and not self._done and (why := self._why_apart(unit)):
-            self._note(f"{type(unit).__name__} ({why})")
-            return unit(self.value())
-        if self._value is not None or self._done:
+        x, norm = self.x, self.norm
+        # Attributes of modules are slow, and this runs for every norm in every step.
+        parameters, buffers, statistics = norm._parameters, norm._buffers, unit._modules["statistics"]
+        observes = statistics.phase == 1 and unit.training
+        weight = unit.effective_weight()
+        if self._done or self._value is not None or (why := self._why_apart(unit, weight, observes)):
+            if not self._done:
+                self._note(f"{type(unit).__name__} ({why})")
             return unit(self.value())
         self._check_versions()
         self._done = True
-        if self.norm.recorder is not None:
-            self.norm.recorder.paired(self, unit)
-        x, norm = self.x, self.norm
+        if norm.recorder is not None:
+            norm.recorder.paired(self, unit)
         norm._check_input_dim(x)
-        batch = norm.training or (norm.running_mean is None and norm.running_var is None)
-        if batch:
+        mean, variance, batches, factor = buffers["running_mean"], buffers["running_var"], None, norm.momentum or 0.0
+        batch = norm.training or mean is None
+        if batch and x.numel() == x.shape[1]:
             F._verify_batch_size(list(x.size()))
-        running, factor = self._running()
-        pool = unit.statistics.pool if unit.statistics.phase == 1 and unit.training else None
-        weight = unit.effective_weight()
+        if norm.training:  # as torch's batch norm does it
+            if not norm.track_running_stats:
+                mean = variance = None
+            elif norm.momentum is None:
+                buffers["num_batches_tracked"].add_(1)
+                factor = 1.0 / float(buffers["num_batches_tracked"])
+            else:
+                batches = buffers["num_batches_tracked"]
         if unit.channels != x.shape[1]:
             blocks = reference.unpack(weight, unit.intervals)
             weight = reference.pack(*(block.expand(x.shape[1], *block.shape[1:]) for block in blocks))
-        arguments = (x, self.residual, norm.weight, norm.bias, weight, unit.intervals, *running, factor, norm.eps, batch, pool)
+        of_norm = (parameters["weight"], parameters["bias"])
+        state = (mean, variance, batches, factor, norm.eps, batch, statistics.pool if observes else None)
         group = _group(norm) if batch else None
-        return norm_ops.norm_act(*arguments) if group is None else norm_ops.norm_act_of_processes(group, *arguments)
+        if group is not None:
+            return norm_ops.norm_act_of_processes(group, x, self.residual, *of_norm, weight, unit.intervals, *state)
+        return norm_ops.norm_act(x, self.residual, *of_norm, weight, unit.intervals, *state)
 
-    def _running(self) -> tuple[list[Tensor | None], float]:
-        """Return running mean, running variance and number of batches, which follow this batch, and by how much."""
-        norm = self.norm
-        factor = 0.0 if norm.momentum is None else norm.momentum
-        if not norm.training:
-            return [norm.running_mean, norm.running_var, None], factor
-        if not norm.track_running_stats:
-            return [None, None, None], factor
-        batches = norm.num_batches_tracked
-        if norm.momentum is None and batches is not None:
-            batches.add_(1)
-            return [norm.running_mean, norm.running_var, None], 1.0 / float(batches)
-        return [norm.running_mean, norm.running_var, batches], factor
-
-    def _why_apart(self, unit: Any) -> str:
+    def _why_apart(self, unit: Any, weight: Tensor, observes: bool) -> str:
         """Return why one pass cannot serve this unit; nothing if it can."""
-        x, channels = self.x, unit.channels
-        if x.ndim < 2 or unit.channel_dim not in (1, 1 - x.ndim):
+        x = self.x
+        dimensions, channels = x.dim(), unit.channels
+        if dimensions < 2 or unit.channel_dim not in (1, 1 - dimensions):
             return f"its channel_dim is {unit.channel_dim}"
-        if channels not in (1, x.shape[1]):
-            return f"it has {channels} channels"
-        if channels != x.shape[1] and unit.statistics.phase == 1 and unit.training:
-            return "it observes all channels as one in Phase I"
-        if unit.weight.device != x.device:
-            return f"it is on {unit.weight.device}"
-        if hasattr(unit.weight, "placements") or hasattr(self.norm.weight, "placements"):
+        if channels != x.shape[1]:
+            if channels != 1:
+                return f"it has {channels} channels"
+            if observes:
+                return "it observes all channels as one in Phase I"
+        if weight.device != x.device:
+            return f"it is on {weight.device}"
+        gamma = self.norm._parameters["weight"]
+        if hasattr(type(weight), "full_tensor") or (gamma is not None and hasattr(type(gamma), "full_tensor")):
             return "parameters are sharded here"
         return ""
 
     def _check_versions(self) -> None:
-        if (_version(self.x), _version(self.residual)) != self._versions:
+        residual = self.residual
+        if (_version(self.x), 0 if residual is None else _version(residual)) != self._versions:
             raise RuntimeError(
                 "pwlu: an input of a batch norm, or what was added to its output, was changed in place before the PWLU behind it "
                 "ran. Write pwlu.unfuse_norms_(model), or do not change it in place"

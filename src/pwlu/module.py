@@ -146,8 +146,11 @@ class PWLU(nn.Module):
 
     def effective_weight(self) -> Tensor:
         """Return the weight, with the gradient that :meth:`scale_gradients` asks for."""
+        weight: Any = self._parameters.get("weight")  # by the way of attributes it would take longer
+        if weight is None:
+            weight = self.weight  # computed: parametrized or pruned
         scale = self._buffers["gradient_scale"]
-        return self.weight if scale is None else torch.lerp(self.weight.detach(), self.weight, scale)
+        return weight if scale is None else torch.lerp(weight.detach(), weight, scale)
 
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(x, Tensor) and isinstance(x, Deferred):

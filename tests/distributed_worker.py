@@ -9,9 +9,11 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from networks import of_units, same, units, values
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import pwlu
@@ -123,6 +125,41 @@ def alone(rank, folder):
     return {"state": model.state_dict()}
 
 
+def uneven(rank, folder):
+    """The second process has fewer batches, inside join()."""
+    results = {}
+    for given in ("wrapped", "inner"):
+        model = network()
+        wrapped = DistributedDataParallel(model)
+        optimizer = made_optimizer(model)
+        pwlu.TwoPhase(wrapped if given == "wrapped" else model, optimizer, REALIGN_AT)
+        before = values(model.parameters())
+        try:
+            with wrapped.join():
+                train(wrapped, optimizer, share(rank, data())[: STEPS - rank])
+        except RuntimeError as error:
+            results[given] = str(error), same(before, model.parameters())
+        dist.barrier()
+    model = network()
+    wrapped = DistributedDataParallel(model)
+    optimizer = made_optimizer(model)
+    phases = pwlu.TwoPhase(wrapped, optimizer, REALIGN_AT)
+    train(wrapped, optimizer, share(rank, data())[:REALIGN_AT])
+    with wrapped.join():
+        train(wrapped, optimizer, share(rank, data())[REALIGN_AT : STEPS - rank])
+    results["later"] = phases.phase, model.state_dict()
+    # ZeRO takes its steps in every process, and so does Phase I.
+    model = network()
+    wrapped = DistributedDataParallel(model)
+    groups = pwlu.parameter_groups(model, lr=0.1)
+    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.SGD, lr=0.1, momentum=0.9)
+    phases = pwlu.TwoPhase(model, optimizer, REALIGN_AT)
+    with Join([wrapped, optimizer]):
+        train(wrapped, optimizer, share(rank, data())[: REALIGN_AT - 1 + 2 * (1 - rank)])
+    results["zero"] = (phases.phase, phases.steps), model.state_dict()
+    return results
+
+
 def sharded(rank, folder):
     mesh = init_device_mesh("cpu", (PROCESSES,))
 
@@ -172,7 +209,7 @@ def sharded(rank, folder):
     return {**result, "in phase one": in_phase_one}
 
 
-SCENARIOS = {f.__name__: f for f in (data_parallel, compiled, unequal, accumulated, alone, sharded)}
+SCENARIOS = {f.__name__: f for f in (data_parallel, compiled, unequal, accumulated, alone, uneven, sharded)}
 SCENARIOS["replicated"] = lambda rank, folder: {
     f.__name__: f(rank, folder) for f in (data_parallel, unequal, accumulated, alone)
 }

@@ -126,6 +126,33 @@ def test_processes_that_train_alone(replicated, bounds):
         assert_equal_to_rounding(result["alone"]["state"], alone, bounds)
 
 
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
+    return results(tmp_path_factory.mktemp("uneven"), "uneven")
+
+
+@pytest.mark.parametrize("given", ["wrapped", "inner"])
+def test_uneven_processes_in_phase_one_are_refused_before_the_first_step(uneven, given):
+    for result in uneven:
+        message, untouched = result[given]
+        assert "every step of Phase I needs all processes" in message
+        assert "join(throw_on_early_termination=True)" in message
+        assert untouched
+
+
+def test_uneven_processes_in_phase_two(uneven):
+    first, second = (result["later"] for result in uneven)
+    assert first[0] == second[0] == 2
+    assert same(first[1].values(), second[1].values())
+
+
+def test_uneven_processes_whose_optimizer_takes_part(uneven):
+    """The process that has no more batches counts steps and realigns as the other does."""
+    first, second = (result["zero"] for result in uneven)
+    assert first[0] == second[0] == (2, worker.REALIGN_AT)
+    assert same(first[1].values(), second[1].values())
+
+
 def test_data_parallel_and_compiled(tmp_path, expected, bounds):
     first, second = results(tmp_path, "compiled")
     assert same(first["state"].values(), second["state"].values())

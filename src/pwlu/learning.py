@@ -1,6 +1,7 @@
 """The paper's two phases, as hooks of the optimizer: any training loop stays as it is."""
 
 import atexit
+import functools
 import gc
 import warnings
 import weakref
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pwlu.module import PWLU, plain_weight, units_of, whole, write
 from pwlu.realignment import Realigned, realign_, some
@@ -151,6 +153,10 @@ class TwoPhase:
         self.report: list[Realigned] = []
         self._joined = False  # whether the optimizer is ready for units that learn
         self._completing = False  # whether the optimizer takes a step that is none
+        self._stepping = False  # whether it takes any: some have another optimizer inside
+        self._optimizer = weakref.ref(optimizer)
+        self._wrappers: list[weakref.ref[DistributedDataParallel]] | None = None  # of the model, found at the first step
+        self._warned = False  # that another optimizer has taken over
         self._check_alone()
         self._look_again()
         for statistics in self._statistics:
@@ -165,6 +171,7 @@ class TwoPhase:
         self._let_go.atexit = False
         self._warn_of_decay(optimizer)
         _LIVING.add(self)
+        _watch_optimizers()
 
     @property
     def phase(self) -> int:
@@ -195,6 +202,7 @@ class TwoPhase:
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the gradients of units away in Phase I: one of zero would still move a parameter by momentum or decay."""
+        self._stepping = True
         if self._completing:
             return None
         if any(statistics.loaded for statistics in self._statistics):
@@ -205,6 +213,7 @@ class TwoPhase:
                 _join(optimizer, units)
                 self._joined = True
             return None
+        self._check_even(optimizer)
         _take_gradients(units)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if closure is None:
@@ -220,6 +229,7 @@ class TwoPhase:
         return (args[0], still, *args[2:]), kwargs
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._stepping = False
         if self.phase != 1 or self._completing or self._is_dummy(optimizer):
             return
         # A fused optimizer is called by GradScaler also when it is to do nothing; the others are not called then.
@@ -310,6 +320,39 @@ class TwoPhase:
                 "or call its remove() first."
             )
 
+    def _check_even(self, optimizer: Optimizer) -> None:
+        """Refuse processes that may run out of data while others go on: they would not take part in our collective call."""
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1):
+            return
+        if self._wrappers is None:  # the model does not know what it was wrapped in
+            mine = set(self._units.values())
+            found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+            self._wrappers = [weakref.ref(each) for each in found if not mine.isdisjoint(each.modules())]
+        configs = [each._join_config for wrapper in self._wrappers if (each := wrapper()) is not None]
+        uneven = any(config.enable and not config.throw_on_early_termination for config in configs)
+        if uneven and not getattr(getattr(optimizer, "_join_config", None), "enable", False):  # else it steps in every process
+            raise RuntimeError(
+                "TwoPhase: inside join() a process without data takes no step, but every step of Phase I needs all processes. "
+                f"Give all of them the same number of batches for the first {self.realign_at} steps, and write join() after "
+                "these, or write join(throw_on_early_termination=True)"
+            )
+
+    def _notice(self, optimizer: Optimizer) -> None:
+        """Warn once if another optimizer trains the units in Phase I, which then would not end."""
+        if self._warned or self._stepping or self.phase != 1 or optimizer is self._optimizer():
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        names = [name for name, unit in self._units.items() if id(unit._parameters.get("weight")) in held]
+        # One that wraps ours has let it count the step by now, which emptied the pools.
+        if names and any(bool(statistics.pool.any()) for statistics in self._statistics):
+            self._warned = True
+            warnings.warn(
+                f"TwoPhase: a step of another optimizer ({type(optimizer).__name__}) that holds {some(names)} does not count, "
+                "so Phase I will not end. Call remove() of this TwoPhase, and make one for the new optimizer: "
+                "pwlu.TwoPhase(model, optimizer, realign_at=...)",
+                stacklevel=4,
+            )
+
     def _warn_of_phase_one(self, when: str) -> None:
         """Warn if training was begun and ends before the units have learned anything."""
         if self.phase == 1 and self.steps:
@@ -365,6 +408,15 @@ class TwoPhase:
 
 
 _LIVING: "weakref.WeakSet[TwoPhase]" = weakref.WeakSet()
+
+
+@functools.cache  # one for all, from the first TwoPhase on
+def _watch_optimizers() -> None:
+    def notice(optimizer: Optimizer, *_: Any) -> None:
+        for phases in list(_LIVING):
+            phases._notice(optimizer)
+
+    register_optimizer_step_post_hook(notice)
 
 
 @atexit.register

@@ -20,6 +20,7 @@ from pwlu.learning import TwoPhase, freeze_, parameter_groups
 from pwlu.module import PWLU
 from pwlu.plot import plot_alignment, plot_functions
 from pwlu.realignment import realign_
+from pwlu.saving import load_into, save
 from pwlu.shapes import Shapes, describe
 from pwlu.simplify import refine_, simplify_
 from pwlu.smoothing import curvature
@@ -43,6 +44,7 @@ __all__ = [
     "freeze_",
     "functional",
     "fuse_",
+    "load_into",
     "parameter_groups",
     "plot_alignment",
     "plot_functions",
@@ -51,6 +53,7 @@ __all__ = [
     "reference",
     "refine_",
     "restore_",
+    "save",
     "simplify_",
     "tabulate_",
     "warm_up",

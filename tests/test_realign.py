@@ -209,6 +209,18 @@ def test_a_model_in_sixteen_bits():
     assert model.act.left[1] == -3
 
 
+def test_bounds_that_the_type_of_the_weight_does_not_have():
+    """In float16 60,000 and three times the deviation are beyond the largest number: such a channel keeps what it has."""
+    model = Bare(3)
+    model.act.half()
+    phases = trained(model, batches_of([lambda z: z, lambda z: 5e4 + 1e4 * z, lambda z: 2e4 * z]))
+    assert phases.report[0] == Realigned("act", 3, 1)
+    assert model.act.weight.isfinite().all()
+    model = Bare(2)
+    phases = trained(model, batches_of([lambda z: z, lambda z: 6e37 * z]))  # the width: 3.6e38
+    assert phases.report[0] == Realigned("act", 2, 1)
+
+
 # By hand.
 
 

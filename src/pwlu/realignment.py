@@ -53,7 +53,9 @@ def _realign(name: str, unit: PWLU) -> Realigned:
     left, right = torch.where(held.left, old.left, mu - 3 * sigma), torch.where(held.right, old.right, mu + 3 * sigma)
     # An interval must be wider than the parameters' rounding, or knots would fall together.
     roundoff = torch.finfo(unit.weight.dtype).eps * torch.maximum(left.abs(), right.abs())
-    usable = (statistics.updates > 0).cpu() & ((right - left) / unit.intervals > 4 * roundoff) & (right - left).isfinite()
+    usable = (statistics.updates > 0).cpu() & ((right - left) / unit.intervals > 4 * roundoff)
+    stored = [bound.to(unit.weight.dtype).to(reference.compute_dtype(unit.weight)) for bound in (left, right)]
+    usable &= (stored[1] - stored[0]).isfinite()  # as it will be computed
     left, right = torch.where(usable, left, old.left), torch.where(usable, right, old.right)
     new = Blocks(left, right, *reference.start(find_start(unit.init).function, left, right, unit.intervals))
     moves = Blocks(*((usable[:, None] if still.ndim == 2 else usable) & ~still for still in held))

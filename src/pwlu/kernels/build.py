@@ -93,7 +93,12 @@ def compiler(variable: str = "CC", usual: tuple[str, ...] = ("cc", "gcc", "clang
 
 def build(variant: str, afresh: bool = False, keep: bool = False) -> Path:
     """Return the library of a variant of ``cpu.c``, compiled if the cache lacks it or it is to be made afresh; see make."""
-    stem = place(f"cpu-{variant}", SOURCE, [*flags(variant), sysconfig.get_platform(), *platform.libc_ver()])
+    try:
+        stem = place(f"cpu-{variant}", SOURCE, [*flags(variant), sysconfig.get_platform(), *platform.libc_ver()])
+    except OSError:
+        if keep:
+            raise
+        stem = _folder_of_this_process() / f"cpu-{variant}"
     if afresh and (found := find(stem)):
         found.unlink(missing_ok=True)
     return make(stem, lambda: [*_c_compiler(), *flags(variant), "-shared", "-fPIC"], SOURCE, ["-lm"], keep)
@@ -183,8 +188,7 @@ def make(
         except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
             if keep:
                 raise OSError(str(error)) from error
-            folder = scratch = Path(tempfile.mkdtemp(prefix="pwlu-"))
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            folder = scratch = _folder_of_this_process()
         if announce:
             if said := failure(stem):
                 raise OSError(said)
@@ -201,6 +205,12 @@ def make(
         os.replace(made, path)
         note.unlink(missing_ok=True)
     return path
+
+
+def _folder_of_this_process() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="pwlu-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _digest(content: bytes) -> str:

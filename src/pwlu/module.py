@@ -1,10 +1,12 @@
 """The module: a learnable activation."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from pwlu import checks, functional, ops, reference
 from pwlu.reference import Blocks
@@ -166,7 +168,22 @@ class PWLU(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name in Blocks._fields:
             _refuse_to_assign(name)
+        if (pruned := name.removesuffix("_orig")) in Blocks._fields:
+            _refuse_to_compute(pruned)
         super().register_parameter(name, param)
+
+    @property
+    def parametrizations(self) -> nn.Module:
+        """What torch.nn.utils.parametrize has put here. It asks for this before it finds that a block is no parameter."""
+        asking = sys._getframe(1).f_back
+        if asking is not None and asking.f_code is parametrize.register_parametrization.__code__:
+            name = asking.f_locals.get("tensor_name")
+            if name in Blocks._fields:
+                _refuse_to_compute(name)
+        found = self._modules.get("parametrizations")
+        if found is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute 'parametrizations'")
+        return found
 
     def _load_from_state_dict(
         self,
@@ -273,6 +290,14 @@ def _refuse_to_assign(name: str) -> None:
     raise AttributeError(
         f"{name} is a block of the weight and cannot be replaced. Write act.assign({name}=value), or change it in place: "
         f"with torch.no_grad(): act.{name}.copy_(value)"
+    )
+
+
+def _refuse_to_compute(name: str) -> None:
+    raise ValueError(
+        f"{name} is a block of the weight and cannot be parametrized or pruned on its own. Parametrize 'weight', with a module "
+        f"that changes that block: pwlu.reference.unpack and pack take it apart and together. To scale its gradient or hold it "
+        f"still: act.scale_gradients({name}=0.0)"
     )
 
 

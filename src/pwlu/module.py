@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from pwlu import checks, functional, ops, reference
@@ -223,6 +224,13 @@ class PWLU(nn.Module):
 def units_of(model: nn.Module) -> dict[str, PWLU]:
     """Return every PWLU of the model, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, PWLU)}
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the model inside DistributedDataParallel and torch.compile."""
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
+    return model
 
 
 def require_model(caller: str, model: Any) -> None:

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from pwlu import checks, reference
 from pwlu.conversion import rewrite
 from pwlu.convert import check_unwrapped, put_, replaced
-from pwlu.module import PWLU, require_units, units_of
+from pwlu.module import PWLU, require_units, units_of, unwrapped
 from pwlu.realignment import some
 from pwlu.starts import STARTS, Start, find_start
 from pwlu.version import __version__
@@ -32,8 +31,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     back: save before :func:`pwlu.fuse_` and :func:`pwlu.simplify_`, and call these after loading.
     """
     files = _safetensors("save")
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):  # the latter: torch.compile
-        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
+    model = unwrapped(model)
     conversion = conversion_of(model)
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}

@@ -203,6 +203,24 @@ def test_a_sharded_model_is_resumed(sharded, way):
         assert after == (2, worker.REALIGN_AT)
 
 
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return results(tmp_path_factory.mktemp("checkpoints"), "checkpoints")
+
+
+@pytest.mark.parametrize("steps", [worker.REALIGN_AT - 1, worker.REALIGN_AT + 1])
+@pytest.mark.parametrize("optimizer", worker.OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["replicated", "sharded", "zero"])
+def test_a_checkpoint_of_torch(checkpoints, kind, optimizer, steps):
+    """get_state_dict and set_state_dict, strictly (for ZeRO, its own): training goes on to the last bit as without them."""
+    for result in checkpoints:
+        where, undisturbed, *ends = result[kind, optimizer, steps]
+        assert where == 2 * [(1, steps) if steps < worker.REALIGN_AT else (2, worker.REALIGN_AT)]
+        for end in ends:
+            assert end.keys() == undisturbed.keys()
+            assert same(end.values(), undisturbed.values())
+
+
 def test_a_sharded_model_begins_without_memory(alone):
     """Made on the meta device, sharded, then given memory and its start: how a model too large for one device begins."""
     with torch.device("meta"):

@@ -106,6 +106,12 @@ def _join(optimizer: Optimizer, units: Iterable[PWLU]) -> None:
                     optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
+def _keeper(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that keeps the state: ZeroRedundancyOptimizer has another inside, for this process's part."""
+    inner = getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
 class TwoPhase:
     """The learning method of the paper, without a line in the training loop.
 
@@ -165,7 +171,7 @@ class TwoPhase:
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
-            optimizer.register_state_dict_pre_hook(self._complete),
+            _keeper(optimizer).register_state_dict_pre_hook(self._complete),
         ]
         self._let_go = weakref.finalize(optimizer, _let_go, self._statistics)
         self._let_go.atexit = False
@@ -210,7 +216,7 @@ class TwoPhase:
         units = self._units.values()
         if self.phase != 1:
             if not self._joined:
-                _join(optimizer, units)
+                _join(_keeper(optimizer), units)
                 self._joined = True
             return None
         self._check_even(optimizer)
@@ -256,11 +262,11 @@ class TwoPhase:
 
         Until then it has none, as units have no gradients in Phase I, and torch.distributed.checkpoint would refuse to load it.
         """
-        weights = [p for unit in self._units.values() for p in unit.parameters() if p.requires_grad]
-        weights = [p for p in weights if p not in optimizer.state]
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        learned = {id(p) for unit in self._units.values() for p in unit.parameters() if p.requires_grad}
+        weights = [p for p in held if id(p) in learned and p not in optimizer.state]
         if not weights or not optimizer.state or isinstance(optimizer, torch.optim.LBFGS):  # that has one state for all
             return
-        held = [p for group in optimizer.param_groups for p in group["params"]]
         gradients, values = [p.grad for p in held], [p.clone() for p in weights]
         decays = [group.get("weight_decay") for group in optimizer.param_groups]
         self._completing = True
@@ -339,7 +345,7 @@ class TwoPhase:
 
     def _notice(self, optimizer: Optimizer) -> None:
         """Warn once if another optimizer trains the units in Phase I, which then would not end."""
-        if self._warned or self._stepping or self.phase != 1 or optimizer is self._optimizer():
+        if self._warned or self._stepping or self._completing or self.phase != 1 or optimizer is self._optimizer():
             return
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         names = [name for name, unit in self._units.items() if id(unit._parameters.get("weight")) in held]

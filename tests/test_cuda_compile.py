@@ -1,5 +1,6 @@
 """The CUDA kernels as far as no GPU is needed: they compile for every architecture, the cache, and how work is shared out."""
 
+import hashlib
 import importlib.util
 import os
 import re
@@ -140,6 +141,21 @@ def test_two_processes_share_a_cache(printed_by, tmp_path):
 def test_a_cache_that_cannot_be_written_is_no_error(printed_by, tmp_path):
     (tmp_path / "file").touch()
     assert int(printed_by(COMPILE, tmp_path / "file" / "folder")) > 1000
+
+
+@needs_nvrtc
+def test_a_cache_of_another_user_is_not_used(printed_by, tmp_path):
+    """Nor one that others can write: a kernel that they put there would run."""
+    folder = tmp_path / "cuda"
+    size = printed_by(COMPILE, tmp_path)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (entry,) = (p for p in folder.rglob("*") if p.is_file() and p.stat().st_size == int(size) + 32)
+    folder.chmod(0o777)
+    planted = b"no kernel"
+    entry.write_bytes(hashlib.sha256(planted).digest() + planted)
+    assert printed_by(COMPILE, tmp_path) == size
+    folder.chmod(0o700)
+    assert printed_by(COMPILE, tmp_path) == f"{len(planted)}\n"  # what would have run
 
 
 # Where it cannot work.

@@ -123,9 +123,9 @@ def place(name: str, source: Path, made_for: list[str]) -> Path:
 def find(stem: Path) -> Path | None:
     """Return the library of that stem, if it is there and whole; delete what is damaged or could be another user's."""
     with contextlib.suppress(OSError):
-        if _is_private(stem.parent):
+        if is_private(stem.parent):
             for path in sorted(stem.parent.glob(f"{stem.name}-*.so")):
-                if _is_private(path) and path.stem == f"{stem.name}-{_digest(path.read_bytes())}":
+                if is_private(path) and path.stem == f"{stem.name}-{_digest(path.read_bytes())}":
                     return path
                 path.unlink()
     return None
@@ -172,8 +172,9 @@ def make(
     compile_it = command()
     with contextlib.ExitStack() as stack:
         try:
-            stem.parent.mkdir(0o755, parents=True, exist_ok=True)
-            if not _is_private(stem.parent):
+            for private in (stem.parent.parent, stem.parent):  # whatever the umask
+                private.mkdir(0o755, parents=True, exist_ok=True)
+            if not is_private(stem.parent):
                 raise OSError(
                     f"{stem.parent} must belong to this user and be writable by nobody else: run chmod go-w on it, or set "
                     "PWLU_CACHE to another folder"
@@ -217,7 +218,7 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _is_private(path: Path) -> bool:
+def is_private(path: Path) -> bool:
     """Return whether this user or root owns a file or folder, and nobody else can write it."""
     if sys.platform == "win32":
         return True

@@ -144,18 +144,18 @@ def test_a_cache_that_cannot_be_written_is_no_error(printed_by, tmp_path):
 
 
 @needs_nvrtc
-def test_a_cache_of_another_user_is_not_used(printed_by, tmp_path):
+def test_a_cache_of_another_user_is_not_used(monkeypatch, tmp_path):
     """Nor one that others can write: a kernel that they put there would run."""
-    folder = tmp_path / "cuda"
-    size = printed_by(COMPILE, tmp_path)
+    monkeypatch.setenv("PWLU_CACHE", str(tmp_path))
+    folder, chosen = tmp_path / "cuda", [kernels.functions()["finish_moments"]]
+    code = bytes(kernels.compile_functions(chosen, "sm_80").code)
     assert folder.stat().st_mode & 0o777 == 0o700
-    (entry,) = (p for p in folder.rglob("*") if p.is_file() and p.stat().st_size == int(size) + 32)
-    folder.chmod(0o777)
+    (entry,) = (p for p in folder.rglob("*") if p.is_file() and p.stat().st_size == len(code) + 32)
     planted = b"no kernel"
     entry.write_bytes(hashlib.sha256(planted).digest() + planted)
-    assert printed_by(COMPILE, tmp_path) == size
-    folder.chmod(0o700)
-    assert printed_by(COMPILE, tmp_path) == f"{len(planted)}\n"  # what would have run
+    assert bytes(kernels.compile_functions(chosen, "sm_80").code) == planted  # what would run
+    folder.chmod(0o777)
+    assert bytes(kernels.compile_functions(chosen, "sm_80").code) == code
 
 
 # Where it cannot work.

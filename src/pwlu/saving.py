@@ -225,8 +225,15 @@ def _put(model: nn.Module, units: Sequence[_Unit]) -> None:
 
 
 def _check_shapes(model: nn.Module, new: dict[str, PWLU], found: dict[str, tuple[int, ...]]) -> None:
-    parts = {key: value for key, value in model.state_dict().items() if not any(key.startswith(f"{name}.") for name in new)}
-    parts |= {f"{name}.{key}": value for name, unit in new.items() for key, value in unit.state_dict().items()}
+    everywhere: dict[str, PWLU] = {}  # the owner of a new child may have several names
+    names = list(model.named_modules(remove_duplicate=False))
+    for name, unit in new.items():
+        owner, _, key = name.rpartition(".")
+        owning = model.get_submodule(owner)
+        everywhere |= {f"{alias}.{key}" if alias else key: unit for alias, module in names if module is owning}
+    old = model.state_dict().items()
+    parts = {key: value for key, value in old if not any(key.startswith(f"{name}.") for name in everywhere)}
+    parts |= {f"{name}.{key}": value for name, unit in everywhere.items() for key, value in unit.state_dict().items()}
     expected = {key: tuple(value.shape) if isinstance(value, Tensor) else None for key, value in parts.items()}
     wrong = [f"{key} is missing" for key in expected if key not in found]
     wrong += [f"{key} is not in the model" for key in found if key not in expected]

@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 # Threads of several processes that wait for each other must not spin on the same cores.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help test lint demo bench clean
+.PHONY: help test torture lint demo bench clean
 help:
 	@echo "make test    run the tests"
+	@echo "make torture 100,000 random operator cases, 60 models, 20 killed trainings: half an hour on two cores"
 	@echo "make demo    train a small network on handwritten digits (a minute), draw what it learned"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   time the operators beside ReLU, SiLU and PReLU"
@@ -20,6 +21,9 @@ $(VENV)/installed: pyproject.toml setup.py src/pwlu/kernels/build.py src/pwlu/ke
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+torture: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/torture.py $(TORTURE)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

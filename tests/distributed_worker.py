@@ -9,9 +9,17 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from networks import of_units, same, units, values
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import pwlu
@@ -123,6 +131,41 @@ def alone(rank, folder):
     return {"state": model.state_dict()}
 
 
+def uneven(rank, folder):
+    """The second process has fewer batches, inside join()."""
+    results = {}
+    for given in ("wrapped", "inner"):
+        model = network()
+        wrapped = DistributedDataParallel(model)
+        optimizer = made_optimizer(model)
+        pwlu.TwoPhase(wrapped if given == "wrapped" else model, optimizer, REALIGN_AT)
+        before = values(model.parameters())
+        try:
+            with wrapped.join():
+                train(wrapped, optimizer, share(rank, data())[: STEPS - rank])
+        except RuntimeError as error:
+            results[given] = str(error), same(before, model.parameters())
+        dist.barrier()
+    model = network()
+    wrapped = DistributedDataParallel(model)
+    optimizer = made_optimizer(model)
+    phases = pwlu.TwoPhase(wrapped, optimizer, REALIGN_AT)
+    train(wrapped, optimizer, share(rank, data())[:REALIGN_AT])
+    with wrapped.join():
+        train(wrapped, optimizer, share(rank, data())[REALIGN_AT : STEPS - rank])
+    results["later"] = phases.phase, model.state_dict()
+    # ZeRO takes its steps in every process, and so does Phase I.
+    model = network()
+    wrapped = DistributedDataParallel(model)
+    groups = pwlu.parameter_groups(model, lr=0.1)
+    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.SGD, lr=0.1, momentum=0.9)
+    phases = pwlu.TwoPhase(model, optimizer, REALIGN_AT)
+    with Join([wrapped, optimizer]):
+        train(wrapped, optimizer, share(rank, data())[: REALIGN_AT - 1 + 2 * (1 - rank)])
+    results["zero"] = (phases.phase, phases.steps), model.state_dict()
+    return results
+
+
 def sharded(rank, folder):
     mesh = init_device_mesh("cpu", (PROCESSES,))
 
@@ -172,7 +215,73 @@ def sharded(rank, folder):
     return {**result, "in phase one": in_phase_one}
 
 
-SCENARIOS = {f.__name__: f for f in (data_parallel, compiled, unequal, accumulated, alone, sharded)}
+OPTIMIZERS = {
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+}
+
+
+def made(kind, optimizer):
+    """A model, what trains it, its optimizer and its controller."""
+    model = network()
+    cls, options = OPTIMIZERS[optimizer]
+    if kind == "sharded":
+        mesh = init_device_mesh("cpu", (PROCESSES,))
+        for layer in model:
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh)
+        wrapped = fully_shard(model, mesh=mesh)
+    else:
+        wrapped = DistributedDataParallel(model)
+    groups = pwlu.parameter_groups(model, lr=options["lr"])
+    optimizer = ZeroRedundancyOptimizer(groups, cls, **options) if kind == "zero" else cls(groups, **options)
+    return wrapped, optimizer, pwlu.TwoPhase(wrapped, optimizer, REALIGN_AT)
+
+
+def zero_state(rank, optimizer):
+    """The state of a ZeroRedundancyOptimizer, in the first process alone."""
+    optimizer.consolidate_state_dict(to=0)
+    return optimizer.state_dict() if rank == 0 else None
+
+
+def checkpoints(rank, folder):
+    """By torch's API, in both phases: what is resumed, and what was not interrupted."""
+    results = {}
+    batches = share(rank, data())
+    full = StateDictOptions(full_state_dict=True)
+    for kind in ("replicated", "sharded", "zero"):
+        for which in OPTIMIZERS:
+            model, optimizer, _ = made(kind, which)
+            train(model, optimizer, batches)
+            undisturbed = get_model_state_dict(model, options=full)
+            for steps in (REALIGN_AT - 1, REALIGN_AT + 1):
+                place = folder / f"{kind}-{which}-{steps}"
+                model, optimizer, phases = made(kind, which)
+                train(model, optimizer, batches[:steps])
+                other, other_optimizer, other_phases = made(kind, which)
+                if kind == "zero":  # torch's functions do not know its state: it has methods of its own
+                    saved = copy.deepcopy([(get_model_state_dict(model), zero_state(rank, optimizer))])
+                    dist.broadcast_object_list(saved, 0)
+                    set_model_state_dict(other, saved[0][0])
+                    other_optimizer.load_state_dict(saved[0][1])
+                    zero_state(rank, other_optimizer)  # and once more
+                else:
+                    weights, state = get_state_dict(model, optimizer)
+                    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=place)
+                    weights, state = get_state_dict(other, other_optimizer)
+                    loaded = {"model": weights, "optimizer": state}
+                    dcp.load(loaded, checkpoint_id=place)
+                    options = {"model_state_dict": loaded["model"], "optim_state_dict": loaded["optimizer"]}
+                    set_state_dict(other, other_optimizer, **options)
+                where = [(each.phase, each.steps) for each in (phases, other_phases)]
+                for trained, its_optimizer in ((model, optimizer), (other, other_optimizer)):
+                    train(trained, its_optimizer, batches[steps:])
+                ends = [get_model_state_dict(each, options=full) for each in (model, other)]
+                results[kind, which, steps] = where, undisturbed, *ends
+    return results
+
+
+SCENARIOS = {f.__name__: f for f in (data_parallel, compiled, unequal, accumulated, alone, uneven, sharded, checkpoints)}
 SCENARIOS["replicated"] = lambda rank, folder: {
     f.__name__: f(rank, folder) for f in (data_parallel, unequal, accumulated, alone)
 }

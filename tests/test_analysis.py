@@ -9,6 +9,7 @@ import pytest
 import torch
 from blocks import IMAGES, Net, conv
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import pwlu
 from pwlu.analysis import Alignment, alignment, iou, without_histograms
@@ -393,6 +394,49 @@ def test_table():
     assert len(lines) == 5
 
 
+class Two(Net):
+    """Requires two arguments, takes three."""
+
+    def forward(self, x, y, mask=None):
+        assert mask is None
+        return self.small(x + y)
+
+
+class Any(Net):
+    def forward(self, *inputs):
+        return self.small(inputs[0])
+
+
+LABELS = torch.zeros(len(IMAGES), dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "expected"),
+    [
+        (lambda: small(), (IMAGES, LABELS), (IMAGES,)),
+        (lambda: Two(small=small()), (IMAGES, IMAGES, LABELS), (IMAGES, IMAGES)),
+        (lambda: Any(small=small()), (IMAGES, LABELS), (IMAGES,)),
+        (lambda: torch.compile(small(), backend="eager"), (IMAGES, LABELS), (IMAGES,)),
+    ],
+    ids=["one", "two", "any", "compiled"],
+)
+def test_a_loader_of_inputs_and_labels(model, data, expected):
+    """As DataLoader gives them, in lists; and tuples with more than forward takes."""
+    model = model()
+    loader = DataLoader(TensorDataset(*data), batch_size=len(IMAGES))
+    assert isinstance(next(iter(loader)), list)
+    wanted = alignment(model, [expected]).as_dicts()
+    assert alignment(model, loader).as_dicts() == wanted
+    if not isinstance(model, (Two, Any)):
+        assert alignment(model, [data]).as_dicts() == wanted
+
+
+def test_batches_of_a_loader_go_to_the_device_of_the_model(device):
+    model = small().to(device)
+    loader = DataLoader(TensorDataset(IMAGES, LABELS), batch_size=4)
+    assert alignment(model, loader).as_dicts() == alignment(model, [x.to(device) for x, _ in loader]).as_dicts()
+
+
 def fused():
     model = small()
     pwlu.fuse_(model)
@@ -414,13 +458,13 @@ def fused():
         (small(), IMAGES, {}, r"batches must be a list of batches, or a loader, not one Tensor: write \[x\]"),
         (small(), {"x": IMAGES}, {}, r"not one dict: write \[x\]"),
         (small(), None, {}, "batches must be a list of batches, or a loader, not None"),
-        (small(), [[IMAGES, 3]], {}, r"a batch came as list\. A batch is what .* \(images for images, labels in loader\)"),
+        (small(), [[3, IMAGES]], {}, r"a batch came as list\. A batch is what .*\(batch\['image'\] for batch in loader\)"),
         (small(), [IMAGES.numpy()], {}, "a batch came as ndarray. A batch is what the model is called with: a tensor, a tuple"),
         (
             small(),
-            [(IMAGES, 3)],
+            [(3, IMAGES)],
             {},
-            r"the model raised this on batch 1\. A batch is .* \(images for images, labels in loader\)",
+            r"the model raised this on batch 1\. A batch is .* \(batch\['image'\] for batch in loader\)",
         ),
         (small(), [IMAGES, IMAGES[:, 1:]], {}, "the model raised this on batch 2"),
         (small(), [IMAGES], {"limit": 0}, "limit must be a number of batches, 1 or more, or None for all of them, not 0"),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 
+import networks
 import pytest
 import torch
 from networks import data, network, of_units, same, train, units, values, weights
@@ -120,6 +121,47 @@ def test_weight_decay_of_units_is_a_warning():
     model = network()
     with pytest.warns(UserWarning, match=r"weight decay of 0\.1, .*pwlu\.parameter_groups"):
         pwlu.TwoPhase(model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), 3)
+
+
+def test_another_optimizer_that_takes_over_is_a_warning():
+    """Its steps do not count; it says so once."""
+    model, _optimizer, phases = controlled(realign_at=2, steps=1)
+    other = SGD(model.parameters())
+    with pytest.warns(UserWarning, match=r"another optimizer \(SGD\) that holds 1, 3 does not count.*Call remove\(\)") as said:
+        train(model, other, data(3))
+    assert len(said) == 1
+    assert said[0].filename == networks.__file__
+    assert (phases.phase, phases.steps) == (1, 1)
+
+
+class Outer(torch.optim.SGD):
+    """Takes its steps by another optimizer, which it holds under a name that nobody knows."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups)
+        self.hidden = inner
+
+    def step(self):
+        self.hidden.step()
+
+
+@pytest.mark.parametrize("given", ["inner", "outer"])
+def test_an_optimizer_inside_another_is_the_same(given):
+    model = network()
+    inner = SGD(model.parameters())
+    outer = Outer(inner)
+    phases = pwlu.TwoPhase(model, inner if given == "inner" else outer, realign_at=2)
+    train(model, outer, data(3))
+    assert (phases.phase, phases.steps) == (2, 2)
+
+
+def test_an_optimizer_of_something_else_may_step():
+    model, optimizer, phases = controlled(realign_at=2)
+    others = nn.Linear(5, 2)
+    for batch in data(3):
+        train(others, SGD(others.parameters()), [batch])
+        train(model, optimizer, [batch])
+    assert (phases.phase, phases.steps) == (2, 2)
 
 
 def test_remove():

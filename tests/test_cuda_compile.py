@@ -1,5 +1,6 @@
 """The CUDA kernels as far as no GPU is needed: they compile for every architecture, the cache, and how work is shared out."""
 
+import hashlib
 import importlib.util
 import os
 import re
@@ -144,6 +145,21 @@ def test_two_processes_share_a_cache(printed_by, tmp_path):
 def test_a_cache_that_cannot_be_written_is_no_error(printed_by, tmp_path):
     (tmp_path / "file").touch()
     assert int(printed_by(COMPILE, tmp_path / "file" / "folder")) > 1000
+
+
+@needs_nvrtc
+def test_a_cache_of_another_user_is_not_used(monkeypatch, tmp_path):
+    """Nor one that others can write: a kernel that they put there would run."""
+    monkeypatch.setenv("PWLU_CACHE", str(tmp_path))
+    folder, chosen = tmp_path / "cuda", [kernels.functions()["finish_moments"]]
+    code = bytes(kernels.compile_functions(chosen, "sm_80").code)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (entry,) = (p for p in folder.rglob("*") if p.is_file() and p.stat().st_size == len(code) + 32)
+    planted = b"no kernel"
+    entry.write_bytes(hashlib.sha256(planted).digest() + planted)
+    assert bytes(kernels.compile_functions(chosen, "sm_80").code) == planted  # what would run
+    folder.chmod(0o777)
+    assert bytes(kernels.compile_functions(chosen, "sm_80").code) == code
 
 
 # Where it cannot work.

@@ -126,6 +126,33 @@ def test_processes_that_train_alone(replicated, bounds):
         assert_equal_to_rounding(result["alone"]["state"], alone, bounds)
 
 
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
+    return results(tmp_path_factory.mktemp("uneven"), "uneven")
+
+
+@pytest.mark.parametrize("given", ["wrapped", "inner"])
+def test_uneven_processes_in_phase_one_are_refused_before_the_first_step(uneven, given):
+    for result in uneven:
+        message, untouched = result[given]
+        assert "every step of Phase I needs all processes" in message
+        assert "join(throw_on_early_termination=True)" in message
+        assert untouched
+
+
+def test_uneven_processes_in_phase_two(uneven):
+    first, second = (result["later"] for result in uneven)
+    assert first[0] == second[0] == 2
+    assert same(first[1].values(), second[1].values())
+
+
+def test_uneven_processes_whose_optimizer_takes_part(uneven):
+    """The process that has no more batches counts steps and realigns as the other does."""
+    first, second = (result["zero"] for result in uneven)
+    assert first[0] == second[0] == (2, worker.REALIGN_AT)
+    assert same(first[1].values(), second[1].values())
+
+
 def test_data_parallel_and_compiled(tmp_path, expected, bounds):
     first, second = results(tmp_path, "compiled")
     assert same(first["state"].values(), second["state"].values())
@@ -174,6 +201,24 @@ def test_a_sharded_model_is_resumed(sharded, way):
         assert same(loaded.values(), result["in phase one"].values())
         assert before == (1, worker.REALIGN_AT - 1)
         assert after == (2, worker.REALIGN_AT)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return results(tmp_path_factory.mktemp("checkpoints"), "checkpoints")
+
+
+@pytest.mark.parametrize("steps", [worker.REALIGN_AT - 1, worker.REALIGN_AT + 1])
+@pytest.mark.parametrize("optimizer", worker.OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["replicated", "sharded", "zero"])
+def test_a_checkpoint_of_torch(checkpoints, kind, optimizer, steps):
+    """get_state_dict and set_state_dict, strictly (for ZeRO, its own): training goes on to the last bit as without them."""
+    for result in checkpoints:
+        where, undisturbed, *ends = result[kind, optimizer, steps]
+        assert where == 2 * [(1, steps) if steps < worker.REALIGN_AT else (2, worker.REALIGN_AT)]
+        for end in ends:
+            assert end.keys() == undisturbed.keys()
+            assert same(end.values(), undisturbed.values())
 
 
 def test_a_sharded_model_begins_without_memory(alone):

@@ -11,10 +11,18 @@ from training import REALIGN_AT, ROOT, Network, Watch, X, Y, accuracy, equal, ru
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForImageClassification,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 import pwlu
-from pwlu.integrations.hugging_face import TwoPhaseCallback, own_group_
+from pwlu.integrations.hugging_face import TwoPhaseCallback, from_pretrained, own_group_, save_pretrained
 
 DATA = [{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)]
 
@@ -103,6 +111,83 @@ def test_a_checkpoint_in_which_the_pwlus_were_not_found(tmp_path):
     resumed.trainer._load_from_checkpoint = lambda *_: None  # as with models whose weights are saved under other names
     with pytest.raises(RuntimeError, match=r"resumes at step 2, but the model's PWLUs are at the start.*save_original_format"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def vit():
+    """One with a GELU in a child, and, as older versions of transformers had it, weights that are saved under other names."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    return ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **sizes))
+
+
+PIXELS = {"pixel_values": torch.randn(2, 3, 8, 8)}
+
+
+def learned(model):
+    with torch.no_grad():
+        for unit in pwlu.module.units_of(model).values():
+            unit.weight += 0.1 * torch.randn_like(unit.weight)
+            unit.statistics.running_std.fill_(0.7)
+            unit.statistics.steps += 3
+            unit.statistics.realigned.fill_(True)
+    return model.eval()
+
+
+@pytest.mark.parametrize("cls", [ViTForImageClassification, AutoModelForImageClassification])
+def test_a_saved_model_keeps_its_units(tmp_path, cls):
+    model = vit()
+    pwlu.convert_(model, PIXELS, init="same")
+    save_pretrained(learned(model), tmp_path)
+    found, said = from_pretrained(cls, tmp_path, output_loading_info=True)
+    assert not any(said.values())
+    assert equal(found.state_dict(), model.state_dict())
+    assert torch.equal(found(**PIXELS).logits, model(**PIXELS).logits)
+    assert type(found) is type(model)
+    assert [repr(unit) for unit in pwlu.module.units_of(found).values()] == [
+        repr(unit) for unit in pwlu.module.units_of(model).values()
+    ]
+    found.save_pretrained(tmp_path / "again")
+    again = from_pretrained(cls, tmp_path / "again", dtype=torch.bfloat16)
+    assert again.dtype == torch.bfloat16
+    pwlu.restore_(found)
+
+
+class Rewritten(PreTrainedModel):
+    """A model of your own, with a function in its method: a site that is rewritten."""
+
+    config_class = ViTConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.first, self.last = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
+        self.post_init()
+
+    def forward(self, x):
+        return self.last(torch.nn.functional.silu(self.first(x)))
+
+
+def test_a_saved_model_with_a_function(tmp_path):
+    model, x = Rewritten(ViTConfig()), torch.randn(5, 3)
+    pwlu.convert_(model, x, init="same")
+    save_pretrained(learned(model), tmp_path)
+    found = from_pretrained(Rewritten, tmp_path)
+    assert torch.equal(found(x), model(x))
+
+
+def test_a_saved_model_that_was_not_recorded(tmp_path):
+    vit().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"does not say how its model was converted. Save it by .*save_pretrained\(model"):
+        from_pretrained(ViTForImageClassification, tmp_path)
+
+
+def test_a_checkpoint_of_the_trainer_keeps_its_units(tmp_path):
+    model = vit()
+    pwlu.convert_(model, PIXELS, init="same", where=lambda site: "0" in site.name)
+    data = [{"pixel_values": torch.randn(3, 8, 8), "labels": i % 2} for i in range(8)]
+    options = {"model": model, "train_dataset": data}
+    training = Training(tmp_path, trainer=options, max_steps=6, save_strategy="steps", save_steps=6, weight_decay=0.0)
+    training.train()
+    found = from_pretrained(ViTForImageClassification, tmp_path / "checkpoint-6")
+    assert equal(found.state_dict(), training.trainer.model.state_dict())
 
 
 # A second training.

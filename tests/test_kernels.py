@@ -213,6 +213,36 @@ class TestEdgeCases:
         tables = [t.to(left_slope.dtype) for t in reference.tables(*(p.double() for p in parameters))]
         assert code.lookup(x, bounds[0], *tables, 1).tolist() == expected
 
+    @pytest.mark.parametrize(("left", "right"), [(1.0, 1.0), (1.0, -1.0)])
+    def test_nan_where_bounds_crossed(self, code, device, dtype, left, right):
+        """It belongs to interval 0 here too, which then has a width of 1."""
+        _, _, heights, left_slope, right_slope = self.relu(device, dtype)
+        heights = heights + torch.arange(17, device=device)
+        bounds = [torch.full_like(left_slope, b) for b in (left, right)]
+        x = torch.tensor([torch.nan, 3.0], dtype=dtype, device=device)
+        grad_x, grads = code.backward(torch.ones_like(x), x, *bounds, heights, left_slope, right_slope, 1, True, True)
+        assert grad_x.tolist() == [1.0, 1.0]
+        assert grads[2].isnan()[0].tolist() == [True, True] + [False] * 15
+
+    def test_bounds_whose_difference_overflows(self, code, device, dtype):
+        """Nothing lies between them, as where they crossed."""
+        _, _, heights, left_slope, _ = self.relu(device, dtype)
+        largest = torch.finfo(left_slope.dtype).max
+        bounds = [torch.full_like(left_slope, b) for b in (-0.6 * largest, 0.6 * largest)]
+        x = torch.tensor([-2.0, 0.0, 5.0], dtype=dtype, device=device)
+        parameters = [*bounds, heights, left_slope, left_slope]
+        assert code.forward(x, *parameters, 1).tolist() == [3.0, 3.0, 3.0]
+        grad_x, grads = code.backward(torch.ones_like(x), x, *parameters, 1, True, True)
+        assert grad_x.tolist() == [0.0, 0.0, 0.0]
+        assert grads[2].tolist() == [[0.0] * 16 + [3.0]]
+
+    def test_inputs_just_below_a_knot(self, code, device, dtype):
+        """x - B_L is rounded, so inputs within half a unit in the last place of it count as on the knot: y is x, not 0."""
+        wide = parameter_dtype(dtype)
+        near = torch.tensor([-2.0, -0.5], dtype=wide, device=device) * torch.finfo(wide).eps
+        x = near.to(dtype)
+        assert code.forward(x, *self.relu(device, dtype), 1).tolist() == [0.0, x[1].item()]
+
     def test_relu_is_exact(self, code, device, dtype):
         x = (3 * torch.randn(10_000)).to(device, dtype)
         parameters = self.relu(device, dtype)
@@ -254,6 +284,17 @@ def test_empty_inputs(code, device):
         grad_x, grads = code.backward(x, x, *parameters, 1, True, True)
         assert grad_x.shape == x.shape
         assert all(torch.equal(g, torch.zeros_like(p)) for g, p in zip(grads, parameters, strict=True))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("which", range(5))
+def test_empty_inputs_and_a_parameter_that_is_not_finite(code, device, which, value):
+    """Nothing was summed up, so gradients are 0."""
+    parameters = unit(3, 4, device=device)
+    parameters[which][1] = value
+    x = torch.empty(0, 3, device=device)
+    _, grads = code.backward(x, x, *parameters, 1, True, True)
+    assert not any(g.any() for g in grads)
 
 
 def test_moments_of_a_large_mean(code, device):

@@ -171,6 +171,91 @@ def test_what_is_damaged_or_foreign_is_built_anew(cache, which, damage):
     assert path == made[which] or not path.exists()
 
 
+# Opens what the cache has, after each of these lengths of it, and says what it opened: half a library would end the process.
+TRUNCATE = """
+import ctypes, os, sys
+from pathlib import Path
+from pwlu.kernels import build
+path, opened = Path({path!r}), 0
+content = path.read_bytes()
+for length in {lengths!r}:
+    path.unlink()  # the file that is open stays whole
+    path.write_bytes(content[:length])
+    path.chmod(0o755)
+    assert build.find(Path({stem!r})) is None
+    found = build.build({variant!r})
+    assert found == path and found.read_bytes() == content
+    ctypes.CDLL(str(found))
+    opened += 1
+print(opened)
+"""
+
+
+@pytest.mark.slow
+def test_thirty_truncations(cache):
+    path = cache.fill()["cpu"]
+    size = path.stat().st_size
+    lengths = [0, 1, 4, 64, size - 1, *range(size // 26, size, size // 26)][:30]
+    assert len(set(lengths)) == 30
+    code = TRUNCATE.format(path=str(path), lengths=lengths, stem=str(cache.stems["cpu"]), variant=VARIANT)
+    assert cache.run(code).strip() == "30"
+    assert cache.started("cpu") == 30
+    for length in lengths:  # of the C++ part: it is found to be damaged in the same way
+        made = cache.fill()["eager"]
+        os.truncate(made, min(length, made.stat().st_size - 1))
+        assert build.find(cache.stems["eager"]) is None
+        assert not made.exists()
+
+
+PLANTED = {  # what another user may have put there
+    "owner of the library": lambda cache, path: os.chown(path, 12345, -1),
+    "owner of the folder": lambda cache, path: os.chown(cache.folder, 12345, -1),
+    "writable by the group": lambda cache, path: path.chmod(0o775),
+    "writable by all": lambda cache, path: path.chmod(0o757),
+    "folder writable by the group": lambda cache, path: cache.folder.chmod(0o775),
+    "link to another's": lambda cache, path: link(path, path.rename(cache.tools / "planted.so"), 12345),
+    "folder of another behind a link": lambda cache, path: link(
+        cache.folder, cache.folder.rename(cache.tools / "there"), 12345
+    ),
+}
+
+
+def link(path, target, owner):
+    os.chown(target, owner, -1)
+    path.symlink_to(target)
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="needs root, to give files away")
+@pytest.mark.parametrize("how", PLANTED)
+@pytest.mark.parametrize("which", ["cpu", "eager"])
+def test_what_another_user_planted_is_not_opened(cache, which, how):
+    PLANTED[how](cache, cache.fill()[which])
+    assert build.find(cache.stems[which]) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="needs root, to give files away")
+@pytest.mark.slow
+def test_a_process_does_not_run_what_was_planted(cache):
+    """A library that writes a file when it is opened, with the right digest in its name, in a folder of another user's."""
+    source, evil, mark = cache.tools / "evil.c", cache.tools / "evil.so", cache.tools / "opened"
+    source.write_text(f'#include <stdio.h>\n__attribute__((constructor)) void f(void) {{ fclose(fopen("{mark}", "w")); }}\n')
+    subprocess.run([*build.compiler(), "-shared", "-fPIC", str(source), "-o", str(evil)], check=True)
+    for name, stem in cache.stems.items():
+        for owner, of_file in ((12345, 12345), (0, 12345), (12345, 0)):  # of the folder, of the library
+            shutil.rmtree(cache.root, ignore_errors=True)
+            cache.folder.mkdir(0o755, parents=True)
+            planted = Path(f"{stem}-{build._digest(evil.read_bytes())}.so")
+            shutil.copy(evil, planted)
+            planted.chmod(0o755)
+            os.chown(planted, of_file, -1)
+            os.chown(cache.folder, owner, -1)
+            cache.run(USE + ("while not (eager.why or eager.library): unit(x); time.sleep(0.01)" if name == "eager" else ""))
+            assert not mark.exists()
+    shutil.rmtree(cache.root)  # and the library does what it says
+    subprocess.run([sys.executable, "-c", f"import ctypes; ctypes.CDLL({str(evil)!r})"], check=True)
+    assert mark.exists()
+
+
 def test_a_folder_that_others_can_write(cache):
     """Nothing is opened there, nor deleted; the CPU has its kernel all the same, from a folder of this process."""
     made = cache.fill()
@@ -208,8 +293,9 @@ def test_no_library_of_pwlu(cache):
 
 def test_libraries_are_private_whatever_the_umask(cache):
     cache.run("import os; os.umask(0)" + USE + SWITCH)
-    for path in (cache.folder, *cache.folder.glob("*.so")):
+    for path in (cache.root, cache.folder, *cache.folder.glob("*.so")):
         assert path.stat().st_mode & 0o777 == 0o755
+    assert not any(path.stat().st_mode & 0o022 for path in cache.folder.iterdir() if path.suffix != ".lock")
 
 
 def test_build_needs_the_standard_library_alone():

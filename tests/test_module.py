@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 
 import pwlu
 from pwlu import reference
@@ -193,7 +193,7 @@ def test_blocks_are_written_in_place():
 
 @pytest.mark.parametrize("name", reference.Blocks._fields)
 def test_what_cannot_be_done_to_a_block(name):
-    """Freezing, replacing and parametrizing: the error names what can."""
+    """Freezing and replacing: the error names what can."""
     act = pwlu.PWLU(3, intervals=4)
     with pytest.raises(
         RuntimeError, match=r"a view of its weight.*act\.scale_gradients\(left=0\.0\).*act\.requires_grad_\(False\)"
@@ -202,11 +202,34 @@ def test_what_cannot_be_done_to_a_block(name):
     for value in (torch.zeros(3), nn.Parameter(torch.zeros(3)), 3):
         with pytest.raises(AttributeError, match=rf"{name} is a block of the weight.*act\.assign\({name}=value\)"):
             setattr(act, name, value)
-    with pytest.raises(ValueError, match=f"does not have a parameter.*{name}"):
-        nn.utils.parametrize.register_parametrization(act, name, Rising())
     with pytest.raises(ValueError, match=rf"{name} must have the shape \(3.*not \(7,\)"):
         act.assign(**{name: torch.zeros(7)})
     assert act.left.tolist() == [-3.0] * 3
+
+
+@pytest.mark.parametrize("name", ["left", "heights", "right_slope"])
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda act, name: parametrize.register_parametrization(act, name, nn.Identity()),
+        lambda act, name: nn.utils.parametrizations.weight_norm(act, name),
+        lambda act, name: prune.l1_unstructured(act, name, 0.5),
+    ],
+)
+@pytest.mark.parametrize("before", [False, True])
+def test_a_block_cannot_be_parametrized(compute, name, before):
+    """The error names what to write instead; the unit stays as it was."""
+    act = pwlu.PWLU(3)
+    if before:
+        parametrize.register_parametrization(act, "weight", nn.Identity())
+    expected = act.weight.clone()
+    message = rf"{name} is a block of the weight.*Parametrize 'weight'.*act\.scale_gradients\({name}=0\.0\)"
+    with pytest.raises(ValueError, match=message):
+        compute(act, name)
+    assert torch.equal(act.weight, expected)
+    assert not parametrize.is_parametrized(act, name)
+    assert parametrize.is_parametrized(act) == before
+    assert hasattr(act, "parametrizations") == before
 
 
 def test_assign_knows_the_blocks():

@@ -79,7 +79,7 @@ def test_public_names():
     names = {"PWLU", "FusedPWLU", "TwoPhase", "__version__", "freeze_", "functional", "fuse_", "parameter_groups"}
     names |= {"realign_", "reference", "warm_up", "activation", "convert_", "restore_", "DEFAULT_KINDS"}
     names |= {"Alignment", "alignment", "plot_alignment", "plot_functions", "plot_improvements"}
-    names |= {"Shapes", "curvature", "describe", "export_onnx", "refine_", "simplify_", "tabulate_"}
+    names |= {"Shapes", "curvature", "describe", "export_onnx", "refine_", "simplify_", "tabulate_", "save", "load_into"}
     assert set(pwlu.__all__) == names
     assert all(hasattr(pwlu, name) for name in pwlu.__all__)
 
@@ -186,7 +186,13 @@ def test_a_compiler_that_does_not_work_is_named(python, bare, tmp_path, compiler
 def test_a_user_without_a_home(python, bare):
     code = bare + "import pathlib\ndef home(): raise RuntimeError('no home')\npathlib.Path.home = home\n"
     done = python(["-c", code + FORWARD], XDG_CACHE_HOME="", PWLU_CACHE="")
-    assert done.stdout.split() == ["None", "None"], done.stderr
+    variant, path = done.stdout.split()
+    assert variant == cpu.usable_variants()[0], done.stderr
+    assert not Path(path).exists()  # for that process alone
+    assert "compiler" not in done.stderr
+    done = python(["-c", code + "from pwlu.cli import main; print(main(['build']))"], XDG_CACHE_HOME="", PWLU_CACHE="")
+    assert "no folder for a cache (no home); set PWLU_CACHE" in done.stderr
+    assert done.stdout.endswith("1\n")
 
 
 def test_without_a_compiler(python, bare, tmp_path):

@@ -10,6 +10,7 @@ from torch import nn
 
 import pwlu
 from pwlu.realignment import Realigned
+from pwlu.reference import Blocks
 from pwlu.starts import Start
 
 U = 2.0**-53
@@ -161,6 +162,42 @@ def test_a_start_with_slopes_of_its_own_has_chords_after_realignment():
     assert model.act.left_slope.item() == pytest.approx(1.0, rel=2.0**-20)
 
 
+def test_frozen_blocks_keep_their_values():
+    """Bounds that are held stay, and the rest fits the start between the bounds that result."""
+    model = Bare(2, dtype=torch.float64)
+    model.double()
+    with torch.no_grad():
+        model.act.left.copy_(torch.tensor([-5.0, 100.0]))  # the second: right of where its right bound would go
+        model.act.heights.fill_(7.0)
+    model.act.scale_gradients(left=0.0)
+    batches = [(x.double(), y.double()) for x, y in batches_of([lambda z: z, lambda z: z])]
+    phases = trained(model, batches)
+    assert phases.report[0] == Realigned("act", 2, 1)
+    left, right, heights, left_slope, right_slope = (p.detach() for p in model.act.blocks())
+    assert left.tolist() == [-5.0, 100.0]
+    statistics = model.act.statistics
+    assert right[0] == statistics.running_mean[0] + 3 * statistics.running_std[0]
+    assert right[1] == 3.0
+    assert (heights[1] == 7.0).all()
+    knots = left[0] + (right - left)[0] * torch.arange(17) / 16
+    torch.testing.assert_close(heights[0], F.relu(knots), rtol=0, atol=8 * U * 5)
+    assert (left_slope[0], right_slope[0].round(decimals=9)) == (0, 1)
+
+
+@pytest.mark.parametrize("frozen", [("heights",), ("left", "right"), ("left_slope", "right_slope"), Blocks._fields])
+def test_any_block_can_be_frozen(frozen):
+    model = Bare(3)
+    with torch.no_grad():
+        for block in model.act.blocks():
+            block.add_(0.125)
+    before = dict(zip(Blocks._fields, values(model.act.blocks()), strict=True))
+    model.act.scale_gradients(**dict.fromkeys(frozen, 0.0))
+    phases = trained(model, batches_of([lambda z: z + 1] * 3))
+    after = model.act.blocks()._asdict()
+    assert {name for name in Blocks._fields if torch.equal(before[name], after[name])} == set(frozen)
+    assert phases.report[0].kept == (3 if frozen == Blocks._fields else 0)
+
+
 def test_a_model_in_sixteen_bits():
     """Bounds are rounded to bfloat16; a channel whose knots would fall together there keeps what it has."""
     model = Bare(2).bfloat16()
@@ -170,6 +207,18 @@ def test_a_model_in_sixteen_bits():
     mu, sigma = (s.double() for s in (model.act.statistics.running_mean, model.act.statistics.running_std))
     assert torch.equal(model.act.left[0].detach(), (mu - 3 * sigma)[0].bfloat16())
     assert model.act.left[1] == -3
+
+
+def test_bounds_that_the_type_of_the_weight_does_not_have():
+    """In float16 60,000 and three times the deviation are beyond the largest number: such a channel keeps what it has."""
+    model = Bare(3)
+    model.act.half()
+    phases = trained(model, batches_of([lambda z: z, lambda z: 5e4 + 1e4 * z, lambda z: 2e4 * z]))
+    assert phases.report[0] == Realigned("act", 3, 1)
+    assert model.act.weight.isfinite().all()
+    model = Bare(2)
+    phases = trained(model, batches_of([lambda z: z, lambda z: 6e37 * z]))  # the width: 3.6e38
+    assert phases.report[0] == Realigned("act", 2, 1)
 
 
 # By hand.

@@ -21,6 +21,7 @@ from pwlu.learning import TwoPhase, freeze_, parameter_groups
 from pwlu.module import PWLU
 from pwlu.plot import plot_alignment, plot_functions
 from pwlu.realignment import realign_
+from pwlu.saving import load_into, save
 from pwlu.shapes import Shapes, describe
 from pwlu.simplify import refine_, simplify_
 from pwlu.smoothing import curvature
@@ -45,6 +46,7 @@ __all__ = [
     "functional",
     "fuse_",
     "fuse_norms_",
+    "load_into",
     "parameter_groups",
     "plot_alignment",
     "plot_functions",
@@ -53,6 +55,7 @@ __all__ = [
     "reference",
     "refine_",
     "restore_",
+    "save",
     "simplify_",
     "tabulate_",
     "unfuse_norms_",

@@ -1,5 +1,6 @@
 """Alignment: do the bounds of every unit lie where its inputs are?"""
 
+import inspect
 import json
 import math
 import statistics
@@ -7,22 +8,25 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from pwlu import reference
-from pwlu.module import PWLU, require_units
+from pwlu.module import PWLU, require_units, unwrapped
 from pwlu.quantiles import Sketch
 from pwlu.text import columns, counted
 
 BARS = 32
 HEALTHY = 0.548  # IOU of normally distributed inputs and bounds at mu +- 3 sigma, where realignment puts them: 2 * 1.645 / 6
 _ACCEPTED = (
-    "A batch is what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments. "
-    "If a loader gives images and labels, take the images alone: pwlu.alignment(model, (images for images, labels in loader))."
+    "A batch is what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments; or what a "
+    "loader gives, inputs and labels. If a loader gives something else, pick the inputs: "
+    "pwlu.alignment(model, (batch['image'] for batch in loader))."
 )
 
 
@@ -129,18 +133,23 @@ def alignment(model: nn.Module, batches: Iterable[Any], *, limit: int | None = N
     differ in the number of channels, all are taken as one. The inputs of a unit that is called several times are pooled.
 
     Args:
-        batches: what the model is called with, again and again: a tensor, a tuple of arguments, or a dictionary of keyword
-            arguments, on the model's device. Each is used once, so a generator will do.
+        batches: a loader, or what the model is called with, again and again: a tensor, a tuple of arguments, or a dictionary of
+            keyword arguments. Of a list, as a loader gives of inputs and labels, the model gets as many entries as its forward
+            requires; of a tuple, as many as it takes. Tensors on the CPU are moved to the model's device. Each batch is used
+            once, so a generator will do.
         limit: use that many batches and no more.
         histogram: keep a small histogram of each channel's inputs, to draw.
     """
     units = require_units("alignment", model)
     _check(batches, limit)
     watches = {name: _Watch(unit) for name, unit in units.items()}
+    required, taken = _positional(model)
+    device = next(iter(units.values())).weight.device
     number = 0
     with _watched(model, watches.values()):
         for number, batch in enumerate(islice(batches, limit), start=1):
-            arguments, keywords = _arguments(batch)
+            arguments, keywords = _arguments(batch, required, taken)
+            arguments, keywords = tree_map_only(Tensor, partial(_moved, device), (arguments, keywords))
             try:
                 model(*arguments, **keywords)
             except Exception as error:
@@ -234,12 +243,26 @@ def _check(batches: Any, limit: Any) -> None:
         raise ValueError(f"alignment: limit must be a number of batches, 1 or more, or None for all of them, not {limit!r}")
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(batch: Any, required: int, taken: int | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
+    if isinstance(batch, list) and batch and isinstance(batch[0], Tensor):  # DataLoader makes lists of tuples
+        return tuple(batch[:required]), {}
     if not isinstance(batch, (Tensor, tuple)):
         raise TypeError(f"alignment: a batch came as {type(batch).__name__}. {_ACCEPTED}")
-    return batch if isinstance(batch, tuple) else (batch,), {}
+    return batch[:taken] if isinstance(batch, tuple) else (batch,), {}
+
+
+def _positional(model: nn.Module) -> tuple[int, int | None]:
+    """Return how many arguments forward requires by position, at least one, and how many it takes; None: any number."""
+    parameters = inspect.signature(unwrapped(model).forward).parameters.values()  # wrappers take anything
+    some = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    taken = None if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(some)
+    return max(1, sum(p.default is p.empty for p in some)), taken
+
+
+def _moved(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.to(device) if tensor.device.type == "cpu" else tensor
 
 
 def _rounded(value: Any) -> Any:

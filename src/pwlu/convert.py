@@ -1,6 +1,7 @@
 """Putting PWLUs, or other activations, into a model that exists: every place that applies an activation gets one of its own."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -132,15 +133,20 @@ def _check_kinds(kinds: Iterable[str | type[nn.Module]]) -> tuple[str | type[nn.
     return kinds
 
 
-def _check_model(model: nn.Module) -> None:
+def check_unwrapped(caller: str, model: nn.Module) -> None:
+    """Raise ValueError if the model is wrapped for training. `caller`: the function of pwlu that the error speaks for."""
     from torch._dynamo.eval_frame import OptimizedModule
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel, FSDPModule, FullyShardedDataParallel, OptimizedModule)
     if wrapper := next((type(module).__name__ for module in model.modules() if isinstance(module, wrappers)), None):
         raise ValueError(
-            f"convert_: the model is wrapped already, by {wrapper}. Convert first, then wrap: pwlu.convert_(model, sample)"
+            f"{caller}: the model is wrapped already, by {wrapper}. Convert first, then wrap: pwlu.{caller}(model, ...)"
         )
+
+
+def _check_model(model: nn.Module) -> None:
+    check_unwrapped("convert_", model)
     if stateless_leaf(model):
         raise ValueError(
             f"convert_: the model is a single function, {model}, and cannot be replaced in place. "
@@ -243,6 +249,25 @@ def _apply(model: nn.Module, founds: Sequence[Found], trial: bool = False) -> No
         if found.edit is not None:
             rewrite.rewrite_(owner, found.edit)
         _leave_fast_path(model, found.owner)
+
+
+def replaced(model: nn.Module) -> dict[str, nn.Module]:
+    """Return what :func:`convert_` put into the model, by name."""
+    return {
+        f"{name}.{key}" if name else key: owner._modules[key]
+        for name, owner in model.named_modules()
+        for key in owner.__dict__.get(_REPLACED, {})
+        if owner._modules.get(key) is not None
+    }
+
+
+def put_(model: nn.Module, new: Mapping[str, tuple[nn.Module, rewrite.Edit | None]]) -> None:
+    """Put known modules in by name, each with the call to be rewritten for it, as :func:`convert_` did to another model."""
+    founds = []
+    for name, (module, edit) in new.items():
+        owner, _, key = name.rpartition(".")
+        founds.append(Found(Site(name, "", "", action="converted"), [], Counter(), owner, key, edit, module))
+    _apply(model, founds)
 
 
 def _leave_fast_path(model: nn.Module, name: str) -> None:

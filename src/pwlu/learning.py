@@ -1,6 +1,7 @@
 """The paper's two phases, as hooks of the optimizer: any training loop stays as it is."""
 
 import atexit
+import functools
 import gc
 import warnings
 import weakref
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pwlu.module import PWLU, plain_weight, units_of, whole, write
 from pwlu.realignment import Realigned, realign_, some
@@ -104,6 +106,12 @@ def _join(optimizer: Optimizer, units: Iterable[PWLU]) -> None:
                     optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
+def _keeper(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that keeps the state: ZeroRedundancyOptimizer has another inside, for this process's part."""
+    inner = getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
 class TwoPhase:
     """The learning method of the paper, without a line in the training loop.
 
@@ -151,6 +159,10 @@ class TwoPhase:
         self.report: list[Realigned] = []
         self._joined = False  # whether the optimizer is ready for units that learn
         self._completing = False  # whether the optimizer takes a step that is none
+        self._stepping = False  # whether it takes any: some have another optimizer inside
+        self._optimizer = weakref.ref(optimizer)
+        self._wrappers: list[weakref.ref[DistributedDataParallel]] | None = None  # of the model, found at the first step
+        self._warned = False  # that another optimizer has taken over
         self._check_alone()
         self._look_again()
         for statistics in self._statistics:
@@ -159,12 +171,13 @@ class TwoPhase:
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
-            optimizer.register_state_dict_pre_hook(self._complete),
+            _keeper(optimizer).register_state_dict_pre_hook(self._complete),
         ]
         self._let_go = weakref.finalize(optimizer, _let_go, self._statistics)
         self._let_go.atexit = False
         self._warn_of_decay(optimizer)
         _LIVING.add(self)
+        _watch_optimizers()
 
     @property
     def phase(self) -> int:
@@ -195,6 +208,7 @@ class TwoPhase:
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the gradients of units away in Phase I: one of zero would still move a parameter by momentum or decay."""
+        self._stepping = True
         if self._completing:
             return None
         if any(statistics.loaded for statistics in self._statistics):
@@ -202,9 +216,10 @@ class TwoPhase:
         units = self._units.values()
         if self.phase != 1:
             if not self._joined:
-                _join(optimizer, units)
+                _join(_keeper(optimizer), units)
                 self._joined = True
             return None
+        self._check_even(optimizer)
         _take_gradients(units)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if closure is None:
@@ -220,6 +235,7 @@ class TwoPhase:
         return (args[0], still, *args[2:]), kwargs
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._stepping = False
         if self.phase != 1 or self._completing or self._is_dummy(optimizer):
             return
         # A fused optimizer is called by GradScaler also when it is to do nothing; the others are not called then.
@@ -246,11 +262,11 @@ class TwoPhase:
 
         Until then it has none, as units have no gradients in Phase I, and torch.distributed.checkpoint would refuse to load it.
         """
-        weights = [p for unit in self._units.values() for p in unit.parameters() if p.requires_grad]
-        weights = [p for p in weights if p not in optimizer.state]
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        learned = {id(p) for unit in self._units.values() for p in unit.parameters() if p.requires_grad}
+        weights = [p for p in held if id(p) in learned and p not in optimizer.state]
         if not weights or not optimizer.state or isinstance(optimizer, torch.optim.LBFGS):  # that has one state for all
             return
-        held = [p for group in optimizer.param_groups for p in group["params"]]
         gradients, values = [p.grad for p in held], [p.clone() for p in weights]
         decays = [group.get("weight_decay") for group in optimizer.param_groups]
         self._completing = True
@@ -310,6 +326,39 @@ class TwoPhase:
                 "or call its remove() first."
             )
 
+    def _check_even(self, optimizer: Optimizer) -> None:
+        """Refuse processes that may run out of data while others go on: they would not take part in our collective call."""
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1):
+            return
+        if self._wrappers is None:  # the model does not know what it was wrapped in
+            mine = set(self._units.values())
+            found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+            self._wrappers = [weakref.ref(each) for each in found if not mine.isdisjoint(each.modules())]
+        configs = [each._join_config for wrapper in self._wrappers if (each := wrapper()) is not None]
+        uneven = any(config.enable and not config.throw_on_early_termination for config in configs)
+        if uneven and not getattr(getattr(optimizer, "_join_config", None), "enable", False):  # else it steps in every process
+            raise RuntimeError(
+                "TwoPhase: inside join() a process without data takes no step, but every step of Phase I needs all processes. "
+                f"Give all of them the same number of batches for the first {self.realign_at} steps, and write join() after "
+                "these, or write join(throw_on_early_termination=True)"
+            )
+
+    def _notice(self, optimizer: Optimizer) -> None:
+        """Warn once if another optimizer trains the units in Phase I, which then would not end."""
+        if self._warned or self._stepping or self._completing or self.phase != 1 or optimizer is self._optimizer():
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        names = [name for name, unit in self._units.items() if id(unit._parameters.get("weight")) in held]
+        # One that wraps ours has let it count the step by now, which emptied the pools.
+        if names and any(bool(statistics.pool.any()) for statistics in self._statistics):
+            self._warned = True
+            warnings.warn(
+                f"TwoPhase: a step of another optimizer ({type(optimizer).__name__}) that holds {some(names)} does not count, "
+                "so Phase I will not end. Call remove() of this TwoPhase, and make one for the new optimizer: "
+                "pwlu.TwoPhase(model, optimizer, realign_at=...)",
+                stacklevel=4,
+            )
+
     def _warn_of_phase_one(self, when: str) -> None:
         """Warn if training was begun and ends before the units have learned anything."""
         if self.phase == 1 and self.steps:
@@ -365,6 +414,15 @@ class TwoPhase:
 
 
 _LIVING: "weakref.WeakSet[TwoPhase]" = weakref.WeakSet()
+
+
+@functools.cache  # one for all, from the first TwoPhase on
+def _watch_optimizers() -> None:
+    def notice(optimizer: Optimizer, *_: Any) -> None:
+        for phases in list(_LIVING):
+            phases._notice(optimizer)
+
+    register_optimizer_step_post_hook(notice)
 
 
 @atexit.register

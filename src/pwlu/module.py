@@ -1,10 +1,13 @@
 """The module: a learnable activation."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
 from pwlu import checks, functional, ops, reference
 from pwlu.deferred import Deferred
@@ -174,7 +177,22 @@ class PWLU(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name in Blocks._fields:
             _refuse_to_assign(name)
+        if (pruned := name.removesuffix("_orig")) in Blocks._fields:
+            _refuse_to_compute(pruned)
         super().register_parameter(name, param)
+
+    @property
+    def parametrizations(self) -> nn.Module:
+        """What torch.nn.utils.parametrize has put here. It asks for this before it finds that a block is no parameter."""
+        asking = sys._getframe(1).f_back
+        if asking is not None and asking.f_code is parametrize.register_parametrization.__code__:
+            name = asking.f_locals.get("tensor_name")
+            if name in Blocks._fields:
+                _refuse_to_compute(name)
+        found = self._modules.get("parametrizations")
+        if found is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute 'parametrizations'")
+        return found
 
     def _load_from_state_dict(
         self,
@@ -214,6 +232,13 @@ class PWLU(nn.Module):
 def units_of(model: nn.Module) -> dict[str, PWLU]:
     """Return every PWLU of the model, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, PWLU)}
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the model inside DistributedDataParallel and torch.compile."""
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
+    return model
 
 
 def require_model(caller: str, model: Any) -> None:
@@ -281,6 +306,14 @@ def _refuse_to_assign(name: str) -> None:
     raise AttributeError(
         f"{name} is a block of the weight and cannot be replaced. Write act.assign({name}=value), or change it in place: "
         f"with torch.no_grad(): act.{name}.copy_(value)"
+    )
+
+
+def _refuse_to_compute(name: str) -> None:
+    raise ValueError(
+        f"{name} is a block of the weight and cannot be parametrized or pruned on its own. Parametrize 'weight', with a module "
+        f"that changes that block: pwlu.reference.unpack and pack take it apart and together. To scale its gradient or hold it "
+        f"still: act.scale_gradients({name}=0.0)"
     )
 
 

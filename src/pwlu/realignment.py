@@ -27,7 +27,8 @@ def realign_(model: nn.Module) -> list[Realigned]:
         B_L = mu - 3 sigma,  B_R = mu + 3 sigma,  Y_k = f(B_k),  K_L, K_R = slopes of f over one more interval
 
     with f the start (``init``), and mu and sigma the running statistics of Phase I. Parameters are written in place. A channel
-    that has no statistics, or a sigma of 0, keeps the parameters it has, and so does a unit that was frozen.
+    that has no statistics, or a sigma of 0, keeps the parameters it has, and so does a unit that was frozen. A frozen block
+    (``scale_gradients(left=0)``) keeps its values; the others then fit f between the bounds that result.
     """
     units = units_of(model)
     if not units:
@@ -47,21 +48,32 @@ def realign_(model: nn.Module) -> list[Realigned]:
 
 def _realign(name: str, unit: PWLU) -> Realigned:
     statistics, old = unit.statistics, Blocks(*(block.detach().to("cpu", torch.float64) for block in unit.blocks()))
+    held = _held(unit)
     mu, sigma = (s.to("cpu", torch.float64) for s in (statistics.running_mean, statistics.running_std))
-    left, right = mu - 3 * sigma, mu + 3 * sigma
+    left, right = torch.where(held.left, old.left, mu - 3 * sigma), torch.where(held.right, old.right, mu + 3 * sigma)
     # An interval must be wider than the parameters' rounding, or knots would fall together.
     roundoff = torch.finfo(unit.weight.dtype).eps * torch.maximum(left.abs(), right.abs())
-    usable = (statistics.updates > 0).cpu() & ((right - left) / unit.intervals > 4 * roundoff) & (right - left).isfinite()
-    usable &= unit.weight.requires_grad
+    usable = (statistics.updates > 0).cpu() & ((right - left) / unit.intervals > 4 * roundoff)
+    stored = [bound.to(unit.weight.dtype).to(reference.compute_dtype(unit.weight)) for bound in (left, right)]
+    usable &= (stored[1] - stored[0]).isfinite()  # as it will be computed
     left, right = torch.where(usable, left, old.left), torch.where(usable, right, old.right)
     new = Blocks(left, right, *reference.start(find_start(unit.init).function, left, right, unit.intervals))
-    masks = (usable[:, None] if value.ndim == 2 else usable for value in new)
-    unit.assign(**{n: torch.where(m, v, o) for n, m, v, o in zip(Blocks._fields, masks, new, old, strict=True)})
+    moves = Blocks(*((usable[:, None] if still.ndim == 2 else usable) & ~still for still in held))
+    unit.assign(**{n: torch.where(m, v, o) for n, m, v, o in zip(Blocks._fields, moves, new, old, strict=True)})
     statistics.realigned.fill_(True)
     statistics.pool.zero_()
     if unit.phase == 1:
         unit.phase = 2
-    return Realigned(name, unit.channels, int((~usable).sum()))
+    moved = torch.cat([move.reshape(unit.channels, -1) for move in moves], 1).any(1)
+    return Realigned(name, unit.channels, int((~moved).sum()))
+
+
+def _held(unit: PWLU) -> Blocks:
+    """Return what is frozen, entry by entry: all of a unit that needs no gradient, and blocks whose gradient is scaled by 0."""
+    scale = unit.gradient_scale
+    if scale is None or not unit.weight.requires_grad:
+        scale = torch.full((unit.channels * (unit.intervals + 5),), float(unit.weight.requires_grad))
+    return reference.unpack(scale.cpu() == 0, unit.intervals)
 
 
 def some(names: Sequence[str]) -> str:

@@ -113,7 +113,7 @@ def pieces(
     intervals = heights.shape[1] - 1
     b_l, b_r, k_l, k_r = (along(p, x, channel_dim) for p in (left, right, left_slope, right_slope))
     _, is_open = scale_and_open(b_l, b_r, intervals)
-    step = torch.where(is_open, b_r - b_l, torch.ones_like(b_l)) / intervals
+    step = torch.where(is_open, (b_r - b_l) / intervals, torch.ones_like(b_l))
     segment = segments(x, b_l, b_r, intervals)
     i = segment.clamp(0, intervals - 1)
     y_i, y_next = pick(heights, i, x, channel_dim), pick(heights, i + 1, x, channel_dim)
@@ -216,7 +216,7 @@ def backward(
     (g_left, g_in, g_right), (p_left, p_in, p_right) = (s.split([1, intervals, 1], dim=1) for s in (g, p))
 
     _, is_open = scale_and_open(left, right, intervals)
-    step = (torch.where(is_open, right - left, torch.ones_like(left)) / intervals)[:, None]
+    step = torch.where(is_open, (right - left) / intervals, torch.ones_like(left))[:, None]
     slope = heights.diff(dim=1) / step
     share = p_in / step  # sum of g (x - B_i)/d
     i = torch.arange(intervals, device=x.device)
@@ -227,6 +227,8 @@ def backward(
         p_left[:, 0],
         p_right[:, 0],
     ]
+    if not x.numel():  # 0, also where a parameter is not finite
+        gradients = [torch.where(g.new_zeros((), dtype=torch.bool), g, torch.zeros_like(g)) for g in gradients]
     return grad_x, [g.to(p.dtype) for g, p in zip(gradients, originals, strict=True)]
 
 
@@ -239,7 +241,7 @@ def tables(
     """
     intervals = heights.shape[1] - 1
     scale, is_open = scale_and_open(left, right, intervals)
-    step = torch.where(is_open, right - left, torch.ones_like(left)) / intervals
+    step = torch.where(is_open, (right - left) / intervals, torch.ones_like(left))
     knots = left[:, None] + torch.arange(intervals, device=left.device) * step[:, None]
     inside = torch.where(is_open[:, None], heights.diff(dim=1) / step[:, None], right_slope[:, None])
     outside = (heights[:, -1] - right * right_slope)[:, None]

@@ -55,8 +55,8 @@ class InputStatistics(nn.Module):
     def pool(self) -> Tensor:
         """Count, mean and sum of squared deviations of the input since the last step of the optimizer: (3, C)."""
         device = self._buffers["running_mean"].device  # type: ignore[union-attr]  # through attributes it would take longer
-        if self._pool.device != device:  # fully_shard moves parameters and buffers, one by one
-            self._pool = self._pool.to(device)
+        if self._pool.device != device:  # fully_shard moves parameters and buffers, one by one; others give them memory
+            self._pool = torch.zeros_like(self._pool, device=device) if self._pool.is_meta else self._pool.to(device)
         return self._pool
 
     def is_unfinished(self) -> bool:

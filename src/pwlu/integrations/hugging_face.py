@@ -6,9 +6,17 @@
     trainer.train()
 
 Where the Trainer is given an optimizer (``optimizers=``) made of :func:`pwlu.parameter_groups`, the callback alone is enough.
+
+Saved models keep their PWLUs: the conversion is in ``config.json``, and :func:`from_pretrained` makes it again before weights
+are loaded.
+
+    save_pretrained(model, "folder")
+    model = from_pretrained(ViTForImageClassification, "folder")
 """
 
+import contextlib
 import math
+import os
 import warnings
 from typing import Any
 
@@ -17,14 +25,63 @@ from torch.optim import Optimizer
 
 from pwlu.learning import TwoPhase
 from pwlu.module import units_of
+from pwlu.saving import conversion_of, convert_as_
 
 try:
-    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import AutoConfig, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
     raise ImportError(
         "pwlu.integrations.hugging_face needs the package transformers, which could not be imported: "
         "pip install 'pwlu[transformers]'"
     ) from error
+
+
+def save_pretrained(model: Any, folder: str | os.PathLike[str], **options: Any) -> None:
+    """Call the model's ``save_pretrained``, with the conversion in ``config.json``: :func:`from_pretrained` needs it.
+
+    A Trainer with a :class:`TwoPhaseCallback` does the same at every checkpoint.
+    """
+    _record(model)
+    model.save_pretrained(folder, **options)
+
+
+def from_pretrained(cls: Any, name: str | os.PathLike[str], **options: Any) -> Any:
+    """Return ``cls.from_pretrained(name)`` with its PWLUs: converted as it was when it was saved, before weights are loaded.
+
+    What the PWLUs saw since the last step of the optimizer is not kept.
+
+    Args:
+        cls: a model class of transformers, or one of its Auto classes.
+        name: what :func:`save_pretrained` wrote, or a checkpoint of a Trainer with a :class:`TwoPhaseCallback`.
+        options: of ``cls.from_pretrained``.
+    """
+    shared = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "subfolder")
+    config = options.pop("config", None)
+    config = config or AutoConfig.from_pretrained(name, **{key: options[key] for key in shared if key in options})
+    conversion = getattr(config, "pwlu", None)
+    if conversion is None:
+        raise ValueError(
+            f"from_pretrained: {name} does not say how its model was converted. Save it by "
+            "pwlu.integrations.hugging_face.save_pretrained(model, folder), or train it with a TwoPhaseCallback"
+        )
+    if hasattr(cls, "_model_mapping"):  # an Auto class
+        found = cls._model_mapping[type(config)]
+        names = getattr(config, "architectures", None) or []
+        several = found if isinstance(found, (list, tuple)) else [found]
+        cls = next((each for each in several if each.__name__ in names), several[0])
+
+    def init(self: Any, *arguments: Any, **keywords: Any) -> None:
+        cls.__init__(self, *arguments, **keywords)
+        self.__class__ = cls
+        convert_as_(self, conversion)
+
+    made = type(cls.__name__, (cls,), {"__init__": init, "__module__": cls.__module__, "__doc__": cls.__doc__})
+    return made.from_pretrained(name, config=config, **options)  # type: ignore[attr-defined]
+
+
+def _record(model: Any) -> None:
+    if hasattr(model, "config"):  # the Trainer takes models without one, too
+        model.config.pwlu = conversion_of(model)
 
 
 class TwoPhaseCallback(TrainerCallback):
@@ -67,6 +124,8 @@ class TwoPhaseCallback(TrainerCallback):
         if self.phases is not None:
             self.phases._detach()  # of a training that was broken off
         self._phase_at_end = 0
+        with contextlib.suppress(ValueError):  # other activations beside PWLUs: from_pretrained will say that it is not known
+            _record(model)
         self.phases = phases = TwoPhase(model, optimizer, self._steps(args, kwargs.get("train_dataloader")))
         if state.global_step and phases.phase == 1 and not phases.steps:
             raise RuntimeError(

@@ -93,7 +93,12 @@ def compiler(variable: str = "CC", usual: tuple[str, ...] = ("cc", "gcc", "clang
 
 def build(variant: str, afresh: bool = False, keep: bool = False) -> Path:
     """Return the library of a variant of ``cpu.c``, compiled if the cache lacks it or it is to be made afresh; see make."""
-    stem = place(f"cpu-{variant}", SOURCE, [*flags(variant), sysconfig.get_platform(), *platform.libc_ver()])
+    try:
+        stem = place(f"cpu-{variant}", SOURCE, [*flags(variant), sysconfig.get_platform(), *platform.libc_ver()])
+    except OSError:
+        if keep:
+            raise
+        stem = _folder_of_this_process() / f"cpu-{variant}"
     if afresh and (found := find(stem)):
         found.unlink(missing_ok=True)
     return make(stem, lambda: [*_c_compiler(), *flags(variant), "-shared", "-fPIC"], SOURCE, ["-lm"], keep)
@@ -118,9 +123,9 @@ def place(name: str, source: Path, made_for: list[str]) -> Path:
 def find(stem: Path) -> Path | None:
     """Return the library of that stem, if it is there and whole; delete what is damaged or could be another user's."""
     with contextlib.suppress(OSError):
-        if _is_private(stem.parent):
+        if is_private(stem.parent):
             for path in sorted(stem.parent.glob(f"{stem.name}-*.so")):
-                if _is_private(path) and path.stem == f"{stem.name}-{_digest(path.read_bytes())}":
+                if is_private(path) and path.stem == f"{stem.name}-{_digest(path.read_bytes())}":
                     return path
                 path.unlink()
     return None
@@ -167,8 +172,9 @@ def make(
     compile_it = command()
     with contextlib.ExitStack() as stack:
         try:
-            stem.parent.mkdir(0o755, parents=True, exist_ok=True)
-            if not _is_private(stem.parent):
+            for private in (stem.parent.parent, stem.parent):  # whatever the umask
+                private.mkdir(0o755, parents=True, exist_ok=True)
+            if not is_private(stem.parent):
                 raise OSError(
                     f"{stem.parent} must belong to this user and be writable by nobody else: run chmod go-w on it, or set "
                     "PWLU_CACHE to another folder"
@@ -183,8 +189,7 @@ def make(
         except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
             if keep:
                 raise OSError(str(error)) from error
-            folder = scratch = Path(tempfile.mkdtemp(prefix="pwlu-"))
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            folder = scratch = _folder_of_this_process()
         if announce:
             if said := failure(stem):
                 raise OSError(said)
@@ -203,11 +208,17 @@ def make(
     return path
 
 
+def _folder_of_this_process() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="pwlu-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _is_private(path: Path) -> bool:
+def is_private(path: Path) -> bool:
     """Return whether this user or root owns a file or folder, and nobody else can write it."""
     if sys.platform == "win32":
         return True

@@ -125,7 +125,11 @@ def compile_functions(chosen: list[Function], architecture: str, keep: bool = Tr
     if not keep:
         return made()
     try:
-        with cuda.utils.FileStreamProgramCache(build.cache_folder() / "cuda", max_size_bytes=_CACHE_BYTES) as cache:
+        folder = build.cache_folder() / "cuda"
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        if not build.is_private(folder):
+            raise OSError(f"{folder} must belong to this user and be writable by nobody else")
+        with cuda.utils.FileStreamProgramCache(folder, max_size_bytes=_CACHE_BYTES) as cache:
             found = cache.get(key)
             if found is not None and _is_whole(found):
                 return cuda.ObjectCode.from_cubin(found[_DIGEST_BYTES:])
@@ -133,7 +137,7 @@ def compile_functions(chosen: list[Function], architecture: str, keep: bool = Tr
             with contextlib.suppress(OSError):  # a full disk
                 cache[key] = hashlib.sha256(bytes(code.code)).digest() + bytes(code.code)
             return code
-    except OSError:  # no home, or a folder that cannot be made or read: compile for this process alone
+    except OSError:  # no home, or a folder that cannot be made or read, or is another's: compile for this process alone
         return made()
 
 

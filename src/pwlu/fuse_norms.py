@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pwlu.conversion.tracing import Runs, quiet
+from pwlu.convert import check_unwrapped
 from pwlu.deferred import HOOKS, Deferred, DeferredNorm, deferring, has_hooks
 from pwlu.module import PWLU, require_model, require_units
 from pwlu.text import columns, counted
@@ -84,7 +85,7 @@ def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
     and the state dict stay as they are, and so do optimizers and hooks. :func:`unfuse_norms_` takes it back.
 
     Args:
-        model: with PWLUs. It may be wrapped by DistributedDataParallel; for fully_shard, shard first.
+        model: with PWLUs. Wrap it afterwards (DistributedDataParallel, fully_shard, torch.compile).
         sample: what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments. A copy of the
             model runs on it.
 
@@ -96,6 +97,7 @@ def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
     rounding. Where norm or unit have hooks, in torch.export and in tracing, both run apart, as they would without this.
     """
     units = require_units("fuse_norms_", model)
+    check_unwrapped("fuse_norms_", model)
     norms = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
     sites, classes = {}, {}
     for name, norm in norms.items():
@@ -106,8 +108,9 @@ def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
             sites[name].reason = str(error)
     for name, site in _recorded(model, sample, classes).items():
         sites[name] = site
+    modules = dict(model.named_modules())
     for site in sites.values():
-        _check(site, model)
+        _check(site, modules)
     report = NormReport(type(model).__name__, list(sites.values()))
     if not report.fused:
         found = f"\n{report}" if norms else " It has no batch norm."
@@ -146,30 +149,16 @@ def _recorded(model: nn.Module, sample: Any, classes: dict[str, type]) -> dict[s
     return {name: recorder.sites.get(name, NormSite(name, reason="the sample did not reach it")) for name in classes}
 
 
-def _check(site: NormSite, model: nn.Module) -> None:
+def _check(site: NormSite, modules: dict[str, nn.Module]) -> None:
     """Add the reasons that lie in the modules themselves."""
-    from torch.distributed.fsdp import FSDPModule
-
     if site.reason:
         return
     if not site.units:
         site.reason = "its output does not go to a PWLU"
-        return
-    modules = dict(model.named_modules())
-    if hooked := [n for n in (site.norm, *site.units) if has_hooks(modules[n])]:
+    elif hooked := [name for name in (site.norm, *site.units) if has_hooks(modules[name])]:
         site.reason = f"{hooked[0]} has hooks"
-        return
-    if any(type(modules[n]) is not PWLU for n in site.units):
+    elif any(type(modules[name]) is not PWLU for name in site.units):
         site.reason = "the unit is of a subclass of PWLU"
-        return
-
-    def shard(name: str) -> str:
-        parts = name.split(".")
-        outer = [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
-        return next((n for n in outer if isinstance(modules.get(n), FSDPModule)), "")
-
-    if len({shard(n) for n in (site.norm, *site.units)}) > 1:
-        site.reason = "norm and unit are sharded apart"
 
 
 def unfuse_norms_(model: nn.Module) -> list[str]:

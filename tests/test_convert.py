@@ -99,8 +99,8 @@ def test_knots_on_kinks(act, kinks):
 @pytest.mark.parametrize(
     ("options", "bounds", "inits", "known"),
     [
-        ({}, [(-3, 3)] * 2, ["relu"] * 2, [False, False]),
-        ({"init": "same"}, [(-2.727, 6), (-2.75, 2.75)], ["relu6", "gelu"], [True, True]),
+        ({"init": "relu"}, [(-3, 3)] * 2, ["relu"] * 2, [False, False]),
+        ({}, [(-2.727, 6), (-2.75, 2.75)], ["relu6", "gelu"], [True, True]),
         ({"init": "same", "bounds": (-2, 2)}, [(-2, 6), (-2, 2)], ["relu6", "gelu"], [True, True]),
         ({"init": "gelu"}, [(-2.75, 2.75)] * 2, ["gelu"] * 2, [False, True]),
         ({"init": F.gelu, "bounds": (-4, 4)}, [(-4, 4)] * 2, ["gelu"] * 2, [False, True]),
@@ -117,6 +117,62 @@ def test_bounds_and_starts(options, bounds, inits, known):
         assert unit.bounds == pytest.approx(expected, abs=1e-3)
     assert [getattr(unit.init, "function", unit.init) for unit in new] == inits
     assert [site.error is not None for site in report] == known
+
+
+class Noisy(Net):
+    """Draws random numbers in evaluation too, and counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__(conv=conv(), act=nn.SiLU())
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return {"y": [F.dropout(self.act(self.conv(x)), 0.5, training=True)], "calls": self.calls.clone()}
+
+
+@pytest.mark.parametrize(("options", "most"), [({}, 0.06), ({"init": "relu"}, 1.0)])
+def test_the_report_says_how_far_outputs_change(options, most):
+    """On the sample, with the same random numbers before and after; the model and its random state are not touched."""
+    torch.manual_seed(3)
+    model, before = Noisy(), torch.get_rng_state()
+    original = copy.deepcopy(model)
+    report = pwlu.convert_(model, IMAGES, **options)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.calls == 0
+    expected = original.eval()(IMAGES)["y"][0]
+    torch.set_rng_state(before)
+    difference = (model.eval()(IMAGES)["y"][0] - expected).abs().max().item()
+    assert 0 < report.change.maximum < most
+    assert report.change.maximum == pytest.approx(difference, rel=1e-6)
+    assert report.change.relative == pytest.approx(difference / max(expected.abs().max().item(), 1.0), rel=1e-6)  # 1: the calls
+    text = f"outputs change by up to {difference:.2g}, {report.change.relative:.2g} of the largest output"
+    assert f"On the sample, in evaluation mode, {text}." in str(report)
+
+
+def test_nothing_is_said_of_outputs_that_do_not_change():
+    report = pwlu.convert_(nn.Sequential(conv(), nn.ReLU()), IMAGES)
+    assert report.change is None
+    assert "outputs" not in str(report)
+
+
+class Filtered(Net):
+    def forward(self, x):
+        y = self.act(self.conv(x))
+        return y[y < 0]
+
+
+def test_outputs_that_cannot_be_compared():
+    report = pwlu.convert_(Filtered(conv=conv(), act=nn.SiLU()), IMAGES, init="relu")
+    assert report.notes == ["In evaluation mode the outputs on the sample have other shapes than before."]
+    with torch.device("meta"):
+        report = pwlu.convert_(nn.Sequential(conv(), nn.SiLU()), torch.empty(2, 3, 7, 5))
+    assert report.notes == ["How far the outputs changed could not be measured (RuntimeError: the model is on the meta device)."]
+
+
+def test_options_are_given_by_name():
+    with pytest.raises(TypeError, match="positional"):
+        pwlu.convert_(nn.Sequential(conv(), nn.ReLU()), IMAGES, "relu")
 
 
 def test_realign_keeps_the_start():
@@ -230,7 +286,7 @@ def in_steps(model):
     pwlu.convert_(model, IMAGES, kinds="elu")
     pwlu.convert_(model, IMAGES, kinds="relu", to="relu")
     pwlu.convert_(model, IMAGES, init="same")
-    pwlu.convert_(model, IMAGES, kinds=Doubled)
+    pwlu.convert_(model, IMAGES, kinds=Doubled, init="relu")
 
 
 @pytest.mark.parametrize("convert", [once, fused, in_steps])

@@ -226,7 +226,7 @@ class Cube(Square):
 )
 def test_classes_as_kinds(act, kinds):
     """Of one's own, their subclasses, and ones with parameters."""
-    assert converted(nn.Sequential(conv(), act, conv(4, 4), act), kinds=kinds) == {"1": 4, "3": 4}
+    assert converted(nn.Sequential(conv(), act, conv(4, 4), act), kinds=kinds, init="relu") == {"1": 4, "3": 4}
     assert converted(nn.Sequential(conv(), nn.ReLU(), act)) == {"1": 4} | (
         {"2": 4} if isinstance(act, nn.ReLU) else {"2.relu": 4} if isinstance(act, Square) else {}
     )

@@ -4,22 +4,20 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from pwlu.baselines import PAU, FReLU, ReLU, activation, check_name
 from pwlu.conversion import rewrite
 from pwlu.conversion.kinds import ARGUMENTS, DEFAULT_KINDS
+from pwlu.conversion.making import Factory, maker
 from pwlu.conversion.planning import plan
-from pwlu.conversion.report import Report, Site
+from pwlu.conversion.report import EXACT, Change, Report, Site
 from pwlu.conversion.sites import Found, Rules, decide, find_sites
 from pwlu.conversion.tracing import Call, Runs, stateless_leaf, unshare
 from pwlu.conversion.unreached import unreached
-from pwlu.module import PWLU, units_of
-from pwlu.starts import STARTS, Start, best_bounds, find_start, start_error
+from pwlu.module import units_of
+from pwlu.starts import Start
 from pwlu.text import counted
 
-Factory = Callable[[int, Site], nn.Module]
 _REPLACED = "_pwlu_replaced"  # what stood there, by child, in the owner's __dict__; None for a call of a function
 _SHARED = "_pwlu_shared"  # likewise, where one module without state stood in several places
 _HOOKS = (
@@ -37,12 +35,13 @@ _HOOKS = (
 def convert_(
     model: nn.Module,
     sample: Any,
+    *,
     to: str | Factory = "pwlu",
     kinds: Iterable[str | type[nn.Module]] = DEFAULT_KINDS,
     bounds: tuple[float, float] | None = None,
     intervals: int = 16,
     granularity: str = "channel",
-    init: str | Callable[[Tensor], Tensor] | Start = "relu",
+    init: str | Callable[[Tensor], Tensor] | Start = "same",
     where: Callable[[Site], bool] | None = None,
     min_positions: int = 2,
 ) -> Report:
@@ -60,16 +59,16 @@ def convert_(
         bounds: of every PWLU at its start; default (-3, 3) for ReLU, and for other functions those that fit best.
         intervals: N.
         granularity: ``"channel"`` for one function a channel, ``"layer"`` for one a site.
-        init: what PWLUs start as: a name, a function, or ``"same"`` for what stood there, so that a trained network goes on
-            working.
+        init: what PWLUs start as: ``"same"`` for what stood there, so that a trained network goes on working, a name such as
+            ``"relu"`` (the paper's start), or a function.
         where: a function of a :class:`Site` that says False to leave it as it is.
         min_positions: maps with fewer positions (height x width) are left alone, as in squeeze-and-excitation, and so is
             whatever feeds a gate.
 
-    Raises an error, and changes nothing, if no site is converted.
+    Raises an error, and changes nothing, if no site is converted. Where outputs change, ``report.change`` says by how much.
     """
     rules = Rules(_check_kinds(kinds), granularity, where, min_positions)
-    make = _maker(to, bounds, intervals, granularity, init)
+    make = maker(to, bounds, intervals, granularity, init)
     _check_model(model)
     runs = Runs(model, sample)
     recorded = runs.record(rules.kinds)
@@ -87,7 +86,11 @@ def convert_(
     report = Report(type(model).__name__, [f.site for f in founds] + unreached(model, recorded, rules), _notes(runs))
     if not report.converted:
         raise _nothing_converted(report, model)
+    measured = any(site.error is None or site.error > EXACT for site in report.converted)
+    before = runs.outputs() if measured else None
     _apply(model, founds)
+    if before is not None:
+        _measure(report, before, runs.outputs())
     return report
 
 
@@ -146,70 +149,6 @@ def _check_model(model: nn.Module) -> None:
             f"convert_: the model is a single function, {model}, and cannot be replaced in place. "
             "Write model = pwlu.PWLU(channels), or give the model that contains it"
         )
-
-
-def _maker(
-    to: str | Factory, bounds: tuple[float, float] | None, intervals: int, granularity: str, init: Any
-) -> Callable[[Found], nn.Module]:
-    """A function that makes the new activation of a site; wrong arguments are found now."""
-    if granularity not in ("channel", "layer"):
-        raise ValueError(f"convert_: granularity must be 'channel' or 'layer', not {granularity!r}")
-
-    def channels(site: Site) -> int:
-        return site.channels if granularity == "channel" else 1
-
-    def fixed(start: Start | None, site: Site, what: str) -> Start:
-        assert start is not None
-        if isinstance(start.function, nn.Module) and not stateless_leaf(start.function):
-            raise ValueError(f"convert_: {site.name}, {site.was}, has parameters of its own: {what} cannot start as that")
-        return start
-
-    def unit(found: Found) -> nn.Module:
-        site, call = found.site, found.calls[0]
-        start = fixed(find_start(init) if init != "same" else site.start, site, "init='same'")
-        fitted = best_bounds(start, intervals, bounds)
-        by_name = start.name if STARTS.get(start.name) == start else start
-        act = PWLU(channels(site), intervals, fitted, by_name, site.channel_dim, device=call.device, dtype=_wide(call))
-        site.error = start_error(start, act.bounds, intervals) if start == site.start else None
-        return act
-
-    def other(found: Found) -> nn.Module:
-        site, call = found.site, found.calls[0]
-        if not isinstance(to, str):
-            module = to(channels(site), site)
-            if not isinstance(module, nn.Module):
-                raise TypeError(f"convert_: to must return a module, but for {site.name} it returned {module!r}")
-            return module
-        flat = to == "frelu" and len(site.shape) != 4
-        site.reason = "as ReLU: FReLU needs a map" if flat else ""
-        if to == "relu" or flat:
-            return nn.ReLU() if site.kind == "relu" else ReLU()
-        if to == "frelu":  # it convolves, and so is of the type of its input
-            norm = "group" if found.runs > 1 else "batch"  # one batch norm would mix the statistics of several runs
-            site.reason = f"with group norm: it runs {found.runs} times in a pass" if norm == "group" else ""
-            return FReLU(site.channels, site.channel_dim, norm=norm).to(call.device, call.dtype)
-        if to == "pau":
-            pau = PAU(fixed(site.start, site, "PAU"), call.device, _wide(call))
-            site.reason = f"starts within {pau.start_error:.2g} of {pau.start} for |x| <= 3"
-            return pau
-        return activation(to, channels(site), site.channel_dim).to(call.device, _wide(call))
-
-    if to != "pwlu":
-        if isinstance(to, str):
-            check_name(to)
-        elif not callable(to):
-            raise ValueError(f"convert_: to must be a name or a function of (channels, site), not {to!r}")
-        if to == "frelu" and granularity == "layer":
-            raise ValueError("convert_: FReLU has a window for each channel. Leave granularity out, or write to='prelu', say")
-        return other
-    start = find_start("relu" if init == "same" else init)
-    PWLU(1, intervals, bounds or (-3.0, 3.0), "identity")  # intervals and bounds are checked before bounds are fitted
-    PWLU(1, intervals, bounds or best_bounds(start, intervals), init=start)
-    return unit
-
-
-def _wide(call: Call) -> torch.dtype:
-    return torch.float64 if call.dtype == torch.float64 else torch.float32  # knots in 16 bits would be in the wrong places
 
 
 # Doing it.
@@ -284,11 +223,27 @@ def _try_out(runs: Runs, founds: Sequence[Found]) -> None:
 # What to say.
 
 
+def _measure(report: Report, before: list[Tensor] | Exception, after: list[Tensor] | Exception) -> None:
+    """Tell the report how far the outputs on the sample changed, or why nobody knows."""
+    if failed := next((outputs for outputs in (before, after) if isinstance(outputs, Exception)), None):
+        report.notes.append(f"How far the outputs changed could not be measured ({_in_short(failed)}).")
+        return
+    assert isinstance(before, list) and isinstance(after, list)
+    if [y.shape for y in before] != [y.shape for y in after]:
+        report.notes.append("In evaluation mode the outputs on the sample have other shapes than before.")
+    else:
+        report.change = Change.between(before, after)
+
+
+def _in_short(error: Exception) -> str:
+    text = (str(error).strip().splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {text}"
+
+
 def _notes(runs: Runs) -> list[str]:
     notes = []
     for mode, error in runs.failures.items():
-        text = (str(error).strip().splitlines() or [""])[0][:200]
-        notes.append(f"In {mode} mode the model could not be run on the sample ({type(error).__name__}: {text}).")
+        notes.append(f"In {mode} mode the model could not be run on the sample ({_in_short(error)}).")
     return notes
 
 

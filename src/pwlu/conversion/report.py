@@ -1,11 +1,15 @@
 """What a conversion found and did."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from pwlu.starts import Start
 from pwlu.text import columns
+
+EXACT = 1e-6  # a start that is no further from what stood there than this equals it to rounding
 
 
 @dataclass
@@ -36,12 +40,47 @@ class Site:
 
 
 @dataclass
+class Change:
+    """How far the outputs of a model on the sample changed, in evaluation mode.
+
+    ``maximum``: the largest difference of an output. ``relative``: the same, divided by the largest output before.
+    """
+
+    maximum: float
+    relative: float
+
+    @classmethod
+    def between(cls, before: Sequence[Tensor], after: Sequence[Tensor]) -> "Change":
+        """Return the change of these outputs, one by one of the same shape. NaN counts where it was not before."""
+        maximum = largest = 0.0
+        for old, new in zip(before, after, strict=True):
+            same = (old == new) | (old.isnan() & new.isnan())
+            difference = (new.double() - old.double()).abs().masked_fill(same, 0.0)
+            maximum = max(maximum, difference.nan_to_num(float("inf")).amax().item() if old.numel() else 0.0)
+            finite = old[old.isfinite()]
+            largest = max(largest, finite.double().abs().amax().item() if finite.numel() else 0.0)
+        return cls(maximum, maximum / largest if largest else float("inf") if maximum else 0.0)
+
+    def __str__(self) -> str:
+        if not self.maximum:
+            return "On the sample, in evaluation mode, the outputs do not change."
+        return (
+            f"On the sample, in evaluation mode, outputs change by up to {self.maximum:.2g}, "
+            f"{self.relative:.2g} of the largest output."
+        )
+
+
+@dataclass
 class Report:
-    """Every site of a model, in the order in which the sample reached them. Prints as a table; iterates over sites."""
+    """Every site of a model, in the order in which the sample reached them. Prints as a table; iterates over sites.
+
+    ``change``: how far the outputs changed. It is None if all starts are exact, or if the outputs could not be compared.
+    """
 
     model: str
     sites: list[Site]
     notes: list[str] = field(default_factory=list)
+    change: Change | None = None
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)
@@ -76,13 +115,14 @@ class Report:
         counts = {action: len(self.of(action)) for action in ("converted", "skipped", "impossible", "unreached")}
         parts = [f"{n} {action}" for action, n in counts.items() if n or action == "converted"]
         summary = f"{self.model}: {', '.join(parts)}; {self.parameters:,} parameters added"
-        return "\n".join([*columns(head, rows), summary, *self.notes])
+        change = [str(self.change)] if self.change else []
+        return "\n".join([*columns(head, rows), summary, *change, *self.notes])
 
 
 def _why(site: Site) -> str:
     notes = [site.reason] if site.reason else []
     if site.action == "converted":
-        if site.error is not None and site.error > 1e-6:
+        if site.error is not None and site.error > EXACT:
             notes.append(f"starts within {site.error:.2g} of it")
         if len(site.modes) == 1:
             notes.append(f"in {site.modes[0]} mode only")

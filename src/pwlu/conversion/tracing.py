@@ -222,6 +222,19 @@ class Runs:
             outputs = model(*args, **kwargs)
         return recorder.finish(outputs)
 
+    def outputs(self) -> list[Tensor] | Exception:
+        """The numbers that the model, as it is now, returns for the sample in evaluation mode, or why there are none."""
+        try:
+            model, args, kwargs, _ = self.copy(real=True)
+            with quiet():
+                outputs = model.eval()(*args, **kwargs)
+        except Exception as error:
+            return error
+        tensors = [leaf.detach() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        if any(tensor.is_meta for tensor in tensors):
+            return RuntimeError("the model is on the meta device")
+        return [tensor for tensor in tensors if tensor.is_floating_point()]
+
     def check(self, change: Any, expected: Mapping[str, Counter[str]]) -> dict[str, bool]:
         """Make the change to a copy and run it again: which of these modules are never called (False) or too often (True)?"""
         wrong = {}

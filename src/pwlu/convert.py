@@ -83,7 +83,9 @@ def convert_(
             found.module = make(found)
             found.site.parameters = sum(p.numel() for p in found.module.parameters())
     _try_out(runs, founds)
-    report = Report(type(model).__name__, [f.site for f in founds] + unreached(model, recorded, rules), _notes(runs))
+    report = Report(
+        type(model).__name__, [f.site for f in founds] + unreached(model, recorded, runs.reached, rules), _notes(runs)
+    )
     if not report.converted:
         raise _nothing_converted(report, model)
     measured = any(site.error is None or site.error > EXACT for site in report.converted)
@@ -225,17 +227,16 @@ def _try_out(runs: Runs, founds: Sequence[Found]) -> None:
 
 def _measure(report: Report, before: list[Tensor] | Exception, after: list[Tensor] | Exception) -> None:
     """Tell the report how far the outputs on the sample changed, or why nobody knows."""
-    if failed := next((outputs for outputs in (before, after) if isinstance(outputs, Exception)), None):
+    if isinstance(before, Exception) or isinstance(after, Exception):
+        failed = before if isinstance(before, Exception) else after
         report.notes.append(f"How far the outputs changed could not be measured ({_in_short(failed)}).")
-        return
-    assert isinstance(before, list) and isinstance(after, list)
-    if [y.shape for y in before] != [y.shape for y in after]:
+    elif [y.shape for y in before] != [y.shape for y in after]:
         report.notes.append("In evaluation mode the outputs on the sample have other shapes than before.")
     else:
         report.change = Change.between(before, after)
 
 
-def _in_short(error: Exception) -> str:
+def _in_short(error: Any) -> str:
     text = (str(error).strip().splitlines() or [""])[0][:200]
     return f"{type(error).__name__}: {text}"
 

@@ -85,23 +85,20 @@ def _quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-_TANH_GELU = _start("gelu", ("approximate", "tanh"))
 _QUICK_GELU = Start(_quick_gelu, (), (0.0, 1.0), "quick_gelu")
-# Modules of transformers and timm that write the formula out and call no function that is in ARGUMENTS.
-_BY_CLASS_NAME = {
-    "NewGELUActivation": _TANH_GELU,
-    "FastGELUActivation": _TANH_GELU,
-    "QuickGELUActivation": _QUICK_GELU,
-    "QuickGELU": _QUICK_GELU,
-}
+Recognised = tuple[str, Start]
+# Kind and start of what modules write out.
+WRITTEN_OUT: list[Recognised] = [
+    *((kind, STARTS[kind]) for kind in ARGUMENTS),
+    ("gelu", _start("gelu", ("approximate", "tanh"))),
+    ("gelu", _QUICK_GELU),
+]
 
 
-def recognise_module(module: nn.Module, kinds: Iterable[str | type[nn.Module]]) -> tuple[str, Start] | None:
-    """Kind and start of a module that is an activation by its class: one of `kinds`, or known to write a formula out."""
+def recognise_module(module: nn.Module, kinds: Iterable[str | type[nn.Module]]) -> Recognised | None:
+    """Kind and start of a module that is an activation because its class is one of `kinds`."""
     if kind := next((kind for kind in kinds if isinstance(kind, type) and isinstance(module, kind)), None):
         function = copy.copy(module)
         function.__dict__.pop("forward", None)  # that of its class, not of whoever watches it
         return kind.__name__, Start(function, name=type(module).__name__)
-    if start := _BY_CLASS_NAME.get(type(module).__name__):
-        return "gelu", start
     return None

@@ -19,7 +19,8 @@ class Site:
     ``name``: of the module that computes it after the conversion. ``was``: what stood there. ``shape``: of its input for the
     sample (the first, if it was called more than once). ``modes``: train, eval or both. ``action``: converted, skipped (by a
     rule or on request), impossible, or unreached. ``error``: the largest difference of the new activation's start to what
-    stood there, for |x| <= 100; None if it does not start as that.
+    stood there, for |x| <= 100; None if it does not start as that. ``glu``: what it returns multiplies a path beside it, as in
+    SwiGLU.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Site:
     reason: str = ""
     parameters: int = 0
     error: float | None = None
+    glu: bool = False
     start: Start | None = field(default=None, repr=False)
 
 
@@ -121,6 +123,8 @@ class Report:
 
 def _why(site: Site) -> str:
     notes = [site.reason] if site.reason else []
+    if site.glu:
+        notes.append("GLU: it multiplies another path")
     if site.action == "converted":
         if site.error is not None and site.error > EXACT:
             notes.append(f"starts within {site.error:.2g} of it")

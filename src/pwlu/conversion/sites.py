@@ -71,7 +71,7 @@ def _site(calls: list[Call], modes: tuple[str, ...]) -> Site:
         name, was = first.module, first.was
     else:
         name = joined(first.location.owner or first.location.nearest, first.kind)
-        was = f"{'x' if first.method else 'F'}.{first.was}"
+        was = f"{'x' if first.method else 'F'}.{first.was}" if not first.written_out else f"{first.was}, written out"
     return Site(
         name, was, first.kind, first.shape, modes=modes, calls=len(calls), source=str(first.location), start=first.start
     )
@@ -110,6 +110,7 @@ def decide(found: Found, rules: Rules) -> None:
     positions = [p for call in calls if (p := _positions(call, _channel_dim(call))) is not None]
     site.positions = max(positions, default=None)
     site.channels = next(iter(sizes), 1)
+    site.glu = any(call.glu for call in calls) and not any(call.is_gate for call in calls)
     reused = any(call.reused for call in calls)
     if not any(rules.includes(call.kind) for call in calls):
         site.reason = f"{site.kind} is not in kinds"
@@ -117,12 +118,17 @@ def decide(found: Found, rules: Rules) -> None:
         site.action, site.reason = "impossible", f"one place, called with {' and '.join(starts)}"
     elif not all(call.dtype.is_floating_point for call in calls):
         site.reason = f"its input is {calls[0].dtype}"
+    elif all(call.is_gate for call in calls):
+        site.reason = "it is a gate"
     elif all(call.feeds_gate for call in calls):
         site.reason = "it feeds a gate"
     elif site.positions is not None and site.positions < rules.min_positions:
         site.reason = f"maps of {counted(site.positions, 'position')}"
     elif rules.where is not None and not rules.where(site):
         site.reason = "declined by where"
+    elif any(call.written_out for call in calls):
+        site.action = "impossible"
+        site.reason = f"it is written out: call F.{site.kind}, or name its module's class in kinds if that does nothing else"
     elif any(call.arguments > 1 for call in calls):
         site.action, site.reason = "impossible", "it is called with more than its input"
     elif reused:

@@ -5,10 +5,7 @@ for real where a model's course depends on values.
 """
 
 import copy
-import logging
-import random
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,10 +19,14 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pwlu.conversion.dataflow import SAMPLE, Dataflow, Node, node_of
-from pwlu.conversion.kinds import recognise, recognise_module
+from pwlu.conversion import gates
+from pwlu.conversion.dataflow import Dataflow
+from pwlu.conversion.kinds import Recognised, recognise, recognise_module
+from pwlu.conversion.nodes import SAMPLE, Node, node_of
+from pwlu.conversion.probing import known_functions
+from pwlu.conversion.quiet import quiet
 from pwlu.conversion.source import Location, caller
-from pwlu.starts import Start
+from pwlu.starts import STARTS, Start
 
 
 @dataclass
@@ -45,7 +46,10 @@ class Call:
     node: Node | None = field(repr=False)
     output: Tensor | None = field(repr=False)
     x: Tensor | None = field(repr=False)
+    is_gate: bool = False
     feeds_gate: bool = False
+    glu: bool = False  # what it returns multiplies a path beside it
+    written_out: bool = False  # by several functions, such as x * torch.sigmoid(x)
     reused: bool = False  # in place, and what it wrote into was used again
     arguments: int = 1  # given to the module
     by_keyword: bool = False  # which a PWLU cannot be called with
@@ -56,6 +60,7 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, names: Mapping[nn.Module, str]) -> None:
         super().__init__()
+        self.reached: set[str] = set()  # modules that were called, of those that may be activations
         self.names, self.calls, self.dataflow = names, list[Call](), Dataflow()
         self.written: dict[int, list[tuple[Call, Tensor]]] = {}  # by storage: what activations wrote into
         self.used_again: list[tuple[Call, Tensor, Tensor]] = []
@@ -74,7 +79,20 @@ class Recorder(TorchFunctionMode):
             call.method = not hasattr(func, "__module__") or func.__module__ is None  # x.relu(), not F.relu(x)
             if activation.in_place:  # the result above is a new tensor: whoever uses the old one saw what was written into it
                 self.written.setdefault(_storage(activation.x), []).append((call, activation.x))
+        elif node is not None and node.factors:
+            self._product(node, args, result)
         return result
+
+    def _product(self, node: Node, args: Any, y: Any) -> None:
+        """A product may be an activation that is written out: then the functions it consists of are none."""
+        found = gates.written_out(node)
+        x = next((x for x in tree_leaves(args) if isinstance(x, Tensor) and x.shape == y.shape), None)
+        if found is not None and x is not None:
+            kind, parts = found
+            self.dataflow.written_out.add(node)
+            self.calls = [call for call in self.calls if call.node not in parts]
+            call = self._call(kind, STARTS[kind], kind, x, node_of(x), node, y)
+            call.written_out = True
 
     def _used(self, values: Any) -> None:
         for tensor in tree_leaves(values):
@@ -90,20 +108,27 @@ class Recorder(TorchFunctionMode):
         self.calls.append(call)
         return call
 
-    def module_called(self, name: str, module: nn.Module, kinds: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        """In place of the forward of a module that may be an activation: if all it does is one activation, it is that."""
-        before = len(self.calls)
+    def module_called(self, name: str, module: nn.Module, by_class: Any, known: Any, *args: Any, **kwargs: Any) -> Any:
+        """In place of the forward of a module that may be an activation: if all it does is one activation, it is that.
+
+        Kind and start of the module where they are known: `by_class`, because that is one of kinds, or `known` by its values.
+        """
+        self.reached.add(name)
+        before = {id(call) for call in self.calls}
         given = (*args, *kwargs.values())
         before_node = node_of(given[0]) if given and isinstance(given[0], Tensor) else None
         y = type(module).forward(module, *args, **kwargs)
-        inner = self.calls[before:]
-        by_class = recognise_module(module, kinds)
-        if len(inner) == 1 and len(given) == 1 and inner[0].x is given[0] and inner[0].output is y:
+        inner = [call for call in self.calls if id(call) not in before]
+        alone = len(inner) == 1 and len(given) == 1 and not inner[0].written_out
+        recognised: Recognised | None = by_class or known
+        if alone and inner[0].x is given[0] and inner[0].output is y:
             (call,) = inner
+            if module._modules and not by_class:  # a child is the activation
+                return y
             call.kind = by_class[0] if by_class else call.kind
-        elif by_class is not None and given and isinstance(given[0], Tensor) and isinstance(y, Tensor):
-            del self.calls[before:]
-            call = self._call(*by_class, "", given[0], before_node, node_of(y), y)
+        elif recognised is not None and given and isinstance(given[0], Tensor) and isinstance(y, Tensor):
+            self.calls = [call for call in self.calls if id(call) in before]
+            call = self._call(*recognised, "", given[0], before_node, node_of(y), y)
         else:
             return y
         call.module, call.was, call.method = name, str(module), False
@@ -116,9 +141,10 @@ class Recorder(TorchFunctionMode):
         self._used(outputs)
         for call, x, tensor in self.used_again:
             call.reused = call.reused or _overlap(x, tensor)
-        feeding = self.dataflow.feeding_gates(outputs)
+        found, feeding = self.dataflow.feeding_gates(outputs)
+        multiplied = self.dataflow.gated_linear_units({call.node for call in self.calls if call.node is not None})
         for call in self.calls:
-            call.feeds_gate = call.node in feeding
+            call.is_gate, call.feeds_gate, call.glu = (call.node in nodes for nodes in (found, feeding, multiplied))
             call.node = call.output = call.x = None
         return self.calls
 
@@ -174,6 +200,8 @@ class Runs:
         self.model, self.sample = model, dict(sample) if isinstance(sample, Mapping) else sample
         self.failures: dict[str, Exception] = {}
         self.for_real: dict[str, bool] = {}
+        self.known = known_functions(model)
+        self.reached: set[str] = set()
 
     def copy(self, real: bool) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
         """A copy of the model, arguments for it, and the mode to run it in."""
@@ -206,20 +234,24 @@ class Runs:
     def _record(self, mode: str, real: bool, kinds: Iterable[Any]) -> list[Call]:
         model, args, kwargs, fake = self.copy(real)
         classes = tuple(kind for kind in kinds if isinstance(kind, type))
+        known = {model.get_submodule(name) for name in self.known}
 
         def candidate(module: nn.Module) -> bool:
-            return stateless_leaf(module) or isinstance(module, classes)
+            return stateless_leaf(module) or isinstance(module, classes) or module in known
 
         unshare(model, candidate)
         names = {module: name for name, module in model.named_modules()}
         recorder = Recorder(names)
-        recorder.dataflow.record(SAMPLE, (), {}, (args, kwargs))
+        for leaf in tree_leaves((args, kwargs)):
+            recorder.dataflow.record(SAMPLE, (), {}, leaf)
         for name, (_, _, module) in registrations(model).items():
-            if candidate(module):
-                module.forward = partial(recorder.module_called, name, module, kinds)
+            if stateless_leaf(module) or isinstance(module, classes) or name in self.known:
+                by_class, known_as = recognise_module(module, kinds), self.known.get(name)
+                module.forward = partial(recorder.module_called, name, module, by_class, known_as)
         model.train(mode == "train")
         with quiet(), _maybe(fake), recorder:
             outputs = model(*args, **kwargs)
+        self.reached |= recorder.reached
         return recorder.finish(outputs)
 
     def outputs(self) -> list[Tensor] | Exception:
@@ -264,22 +296,3 @@ def _maybe(mode: Any) -> Iterator[None]:
     else:
         with mode:
             yield
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No gradients, no warnings, and random numbers afterwards as if nothing had been drawn."""
-    state, log = random.getstate(), logging.getLogger("torch._subclasses.fake_tensor")
-    numpy = sys.modules.get("numpy")
-    of_numpy = numpy.random.get_state() if numpy else None
-    enabled, log.disabled = not log.disabled, True  # it logs as an error that a shape does not fit, which is raised too
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        random.setstate(state)
-        if numpy:
-            numpy.random.set_state(of_numpy)
-        log.disabled = not enabled

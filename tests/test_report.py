@@ -40,6 +40,7 @@ def small():
         (nn.Sequential(conv(), pwlu.PWLU(4)), {}, "nothing in Sequential was converted. It has 1 PWLU already"),
         (nn.ReLU(), {}, r"the model is a single function, ReLU\(\), and cannot be replaced in place"),
         (nn.DataParallel(small()), {}, "the model is wrapped already, by DataParallel. Convert first, then wrap"),
+        (torch.jit.trace(small(), IMAGES), {}, "the model is scripted. Convert it first"),
         (torch.compile(small()), {}, "the model is wrapped already, by OptimizedModule"),
         (nn.Sequential(torch.compile(small())), {}, "the model is wrapped already, by OptimizedModule"),
         (

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pwlu.conversion import rewrite
@@ -119,7 +120,8 @@ def restore_(model: nn.Module) -> list[str]:
                 module._modules[key] = old.train(module.training)
         module.__class__ = rewrite.original(type(module))
     for module in list(model.modules()):
-        module._modules.update(module.__dict__.pop(_SHARED, {}))
+        for key, shared in module.__dict__.pop(_SHARED, {}).items():
+            module._modules[key] = shared
     if any(_REPLACED in module.__dict__ for module in model.modules()):  # in what was put back
         removed += restore_(model)
     return removed
@@ -146,6 +148,8 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(
             f"convert_: the model is wrapped already, by {wrapper}. Convert first, then wrap: pwlu.convert_(model, sample)"
         )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError("convert_: the model is scripted. Convert it first, then write torch.jit.script(model)")
     if stateless_leaf(model):
         raise ValueError(
             f"convert_: the model is a single function, {model}, and cannot be replaced in place. "
@@ -245,6 +249,9 @@ def _notes(runs: Runs) -> list[str]:
     notes = []
     for mode, error in runs.failures.items():
         notes.append(f"In {mode} mode the model could not be run on the sample ({_in_short(error)}).")
+    scripted = [name for name, module in runs.model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    for name in [name for name in scripted if name.rpartition(".")[0] not in scripted]:
+        notes.append(f"{name} is scripted: activations inside are not seen. Convert it before torch.jit.script.")
     return notes
 
 

@@ -281,7 +281,7 @@ def _check_bounds(bounds: Any, dtype: torch.dtype | None) -> tuple[float, float]
         left, right = (float(b) for b in bounds)
     except (TypeError, ValueError):
         raise ValueError(f"PWLU: bounds must be two numbers such as (-3.0, 3.0), not {bounds!r}") from None
-    ends = torch.tensor([left, right], dtype=dtype, device="cpu")  # as they will be stored
-    if not (ends.diff().isfinite().item() and ends[0] < ends[1]):
+    stored, largest = torch.finfo(dtype or torch.get_default_dtype()), max(abs(left), abs(right))
+    if not (stored.eps * largest < right - left <= stored.max and largest <= stored.max):  # no tensor: it may be a fake one
         raise ValueError(f"PWLU: bounds must be finite with left < right, such as (-3.0, 3.0), not ({left:g}, {right:g})")
     return left, right

@@ -98,7 +98,5 @@ WRITTEN_OUT: list[Recognised] = [
 def recognise_module(module: nn.Module, kinds: Iterable[str | type[nn.Module]]) -> Recognised | None:
     """Kind and start of a module that is an activation because its class is one of `kinds`."""
     if kind := next((kind for kind in kinds if isinstance(kind, type) and isinstance(module, kind)), None):
-        function = copy.copy(module)
-        function.__dict__.pop("forward", None)  # that of its class, not of whoever watches it
-        return kind.__name__, Start(function, name=type(module).__name__)
+        return kind.__name__, Start(copy.copy(module), name=type(module).__name__)  # before it is watched
     return None

@@ -232,7 +232,11 @@ def _compiled(tree: ast.FunctionDef, old: FunctionType) -> CodeType:
     # Compiled inside a class, for names that begin with two underscores, and a function that has its free variables.
     free = [name for name in old.__code__.co_freevars if name != "__class__"]
     arguments = ast.arguments([], [ast.arg(name) for name in free], None, [], [], None, [])
-    around = ast.ClassDef(_class_around(old.__code__), [], [], [tree], [])
+    # Underscores before its name change nothing in it, and let the method mean the class itself where it names that.
+    class_name, used = _class_around(old.__code__), {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    while class_name in used or class_name in free:
+        class_name = f"_{class_name}"
+    around = ast.ClassDef(class_name, [], [], [tree], [])
     factory = ast.FunctionDef("_", arguments, [around], [])
     for part in (factory, around):
         if hasattr(part, "type_params") or "type_params" in part._fields:

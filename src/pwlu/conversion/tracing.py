@@ -108,7 +108,9 @@ class Recorder(TorchFunctionMode):
         self.calls.append(call)
         return call
 
-    def module_called(self, name: str, module: nn.Module, by_class: Any, known: Any, *args: Any, **kwargs: Any) -> Any:
+    def module_called(
+        self, name: str, module: nn.Module, forward: Any, by_class: Any, known: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """In place of the forward of a module that may be an activation: if all it does is one activation, it is that.
 
         Kind and start of the module where they are known: `by_class`, because that is one of kinds, or `known` by its values.
@@ -117,7 +119,7 @@ class Recorder(TorchFunctionMode):
         before = {id(call) for call in self.calls}
         given = (*args, *kwargs.values())
         before_node = node_of(given[0]) if given and isinstance(given[0], Tensor) else None
-        y = type(module).forward(module, *args, **kwargs)
+        y = forward(*args, **kwargs)
         inner = [call for call in self.calls if id(call) not in before]
         alone = len(inner) == 1 and len(given) == 1 and not inner[0].written_out
         recognised: Recognised | None = by_class or known
@@ -199,12 +201,12 @@ class Runs:
     def __init__(self, model: nn.Module, sample: Any) -> None:
         self.model, self.sample = model, dict(sample) if isinstance(sample, Mapping) else sample
         self.failures: dict[str, Exception] = {}
-        self.for_real: dict[str, bool] = {}
+        self.ways: dict[str, tuple[bool, bool]] = {}  # by mode: for real or on fake tensors, with hooks or without
         self.known = known_functions(model)
         self.reached: set[str] = set()
 
-    def copy(self, real: bool) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
-        """A copy of the model, arguments for it, and the mode to run it in."""
+    def copy(self, real: bool, hooks: bool) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
+        """A copy of the model, arguments for it, and the mode to run it in. `hooks`: whether it has those of the user."""
         if real:
             mode: Any = None
             model, sample = copy.deepcopy(self.model), copy.deepcopy(self.sample)
@@ -213,6 +215,10 @@ class Runs:
             with FakeCopyMode(mode):
                 model = copy.deepcopy(self.model)
             sample = tree_map_only(Tensor, mode.from_tensor, self.sample)
+        if not hooks:
+            for registered in _hooks(model):
+                for number in [number for number, hook in registered.items() if not _of_torch(hook)]:
+                    del registered[number]
         if isinstance(sample, dict):
             return model, (), sample, mode
         return model, (sample if isinstance(sample, tuple) else (sample,)), {}, mode
@@ -221,18 +227,25 @@ class Runs:
         """The calls in training and in evaluation mode; a mode in which the model cannot run is left out."""
         found = {}
         for mode in ("train", "eval"):
-            for real in (False, True):
+            for hooks, real in self._ways():
                 try:
-                    found[mode] = self._record(mode, real, kinds)
-                    self.for_real[mode] = real
+                    found[mode] = self._record(mode, real, hooks, kinds)
+                    self.ways[mode] = real, hooks
                     self.failures.pop(mode, None)
                     break
                 except Exception as error:
                     self.failures[mode] = error
         return found
 
-    def _record(self, mode: str, real: bool, kinds: Iterable[Any]) -> list[Call]:
-        model, args, kwargs, fake = self.copy(real)
+    def _ways(self) -> list[tuple[bool, bool]]:
+        """With the hooks of the user or without, for real or not; hooks take part only if a model cannot run without them."""
+        with_hooks = (
+            (False, True) if any(not _of_torch(hook) for one in _hooks(self.model) for hook in one.values()) else (False,)
+        )
+        return [(hooks, real) for hooks in with_hooks for real in (False, True)]
+
+    def _record(self, mode: str, real: bool, hooks: bool, kinds: Iterable[Any]) -> list[Call]:
+        model, args, kwargs, fake = self.copy(real, hooks)
         classes = tuple(kind for kind in kinds if isinstance(kind, type))
         known = {model.get_submodule(name) for name in self.known}
 
@@ -247,7 +260,7 @@ class Runs:
         for name, (_, _, module) in registrations(model).items():
             if stateless_leaf(module) or isinstance(module, classes) or name in self.known:
                 by_class, known_as = recognise_module(module, kinds), self.known.get(name)
-                module.forward = partial(recorder.module_called, name, module, by_class, known_as)
+                module.forward = partial(recorder.module_called, name, module, module.forward, by_class, known_as)
         model.train(mode == "train")
         with quiet(), _maybe(fake), recorder:
             outputs = model(*args, **kwargs)
@@ -257,7 +270,7 @@ class Runs:
     def outputs(self) -> list[Tensor] | Exception:
         """The numbers that the model, as it is now, returns for the sample in evaluation mode, or why there are none."""
         try:
-            model, args, kwargs, _ = self.copy(real=True)
+            model, args, kwargs, _ = self.copy(True, *self.ways.get("eval", (True, False))[1:])
             with quiet():
                 outputs = model.eval()(*args, **kwargs)
         except Exception as error:
@@ -270,8 +283,8 @@ class Runs:
     def check(self, change: Any, expected: Mapping[str, Counter[str]]) -> dict[str, bool]:
         """Make the change to a copy and run it again: which of these modules are never called (False) or too often (True)?"""
         wrong = {}
-        for mode, real in self.for_real.items():
-            model, args, kwargs, fake = self.copy(real)
+        for mode, (real, hooks) in self.ways.items():
+            model, args, kwargs, fake = self.copy(real, hooks)
             change(model)
             called = Counter[str]()
             for name in expected:
@@ -283,6 +296,18 @@ class Runs:
                 if called[name] > calls[mode] or (calls[mode] and not called[name]):
                     wrong[name] = called[name] > calls[mode]
         return wrong
+
+
+def _hooks(model: nn.Module) -> Iterator[dict[int, Any]]:
+    for module in model.modules():
+        yield module._forward_hooks
+        yield module._forward_pre_hooks
+
+
+def _of_torch(hook: Any) -> bool:
+    """Whether it is one of torch's own, without which a model may be another: weight norm, pruning."""
+    hook = getattr(hook, "func", hook)  # of a partial
+    return any(str(getattr(of, "__module__", "")).split(".")[0] == "torch" for of in (hook, *type(hook).__mro__))
 
 
 def _note(called: Counter[str], name: str, *_: Any) -> None:

@@ -60,10 +60,13 @@ def small():
         (small(), {"bounds": (3, -3)}, "bounds must be finite with left < right"),
         (small(), {"kinds": "tanh", "to": lambda *_: 3}, "to must return a module, but for 1 it returned 3"),
         (
-            nn.Sequential(conv(), nn.PReLU()),
-            {"kinds": nn.PReLU, "init": "same"},
-            "has parameters of its own: init='same' cannot",
+            nn.Sequential(conv(), nn.PReLU(4)),
+            {"kinds": "prelu", "granularity": "layer"},
+            r"1, PReLU\(num_parameters=4\), differs from channel to channel: a function of one number cannot start as that",
         ),
+        (nn.Sequential(conv(), nn.RReLU()), {"kinds": "rrelu"}, r"1, RReLU\(.*\), is random, or keeps a state that changes"),
+        (small(), {"bounds": "inputs"}, "bounds must be two numbers such as .*, or 'sample', not 'inputs'"),
+        (small(), {"tolerance": 0}, "tolerance must be a number above 0, such as 1e-3, not 0"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:torch.nn.DataParallel:FutureWarning")

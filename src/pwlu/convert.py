@@ -1,5 +1,6 @@
 """Putting PWLUs, or other activations, into a model that exists: every place that applies an activation gets one of its own."""
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from pwlu.text import counted
 
 _REPLACED = "_pwlu_replaced"  # what stood there, by child, in the owner's __dict__; None for a call of a function
 _SHARED = "_pwlu_shared"  # likewise, where one module without state stood in several places
+_FAR = 0.1  # a start further than this from what stood there gets a warning
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -39,8 +41,9 @@ def convert_(
     *,
     to: str | Factory = "pwlu",
     kinds: Iterable[str | type[nn.Module]] = DEFAULT_KINDS,
-    bounds: tuple[float, float] | None = None,
+    bounds: tuple[float, float] | str | None = None,
     intervals: int = 16,
+    tolerance: float | None = None,
     granularity: str = "channel",
     init: str | Callable[[Tensor], Tensor] | Start = "same",
     where: Callable[[Site], bool] | None = None,
@@ -58,7 +61,9 @@ def convert_(
             makes a module.
         kinds: which activations are replaced: names, or classes of modules that are activations of your own.
         bounds: of every PWLU at its start; default (-3, 3) for ReLU, and for other functions those that fit best.
+            ``"sample"``: from the smallest to the largest input that a site has for the sample.
         intervals: N.
+        tolerance: how far a PWLU may be from the function it starts as. N then grows from ``intervals`` until that is so.
         granularity: ``"channel"`` for one function a channel, ``"layer"`` for one a site.
         init: what PWLUs start as: ``"same"`` for what stood there, so that a trained network goes on working, a name such as
             ``"relu"`` (the paper's start), or a function.
@@ -69,7 +74,7 @@ def convert_(
     Raises an error, and changes nothing, if no site is converted. Where outputs change, ``report.change`` says by how much.
     """
     rules = Rules(_check_kinds(kinds), granularity, where, min_positions)
-    make = maker(to, bounds, intervals, granularity, init)
+    make = maker(to, bounds, intervals, granularity, init, tolerance)
     _check_model(model)
     runs = Runs(model, sample)
     recorded = runs.record(rules.kinds)
@@ -79,6 +84,8 @@ def convert_(
     for found in founds:
         decide(found, rules)
     plan(model, founds)
+    if to == "pwlu" and bounds == "sample":
+        _calibrate(runs, founds)
     for found in founds:
         if found.wanted:
             found.module = make(found)
@@ -89,6 +96,7 @@ def convert_(
     )
     if not report.converted:
         raise _nothing_converted(report, model)
+    _warn(report, tolerance)
     measured = any(site.error is None or site.error > EXACT for site in report.converted)
     before = runs.outputs() if measured else None
     _apply(model, founds)
@@ -226,7 +234,28 @@ def _try_out(runs: Runs, founds: Sequence[Found]) -> None:
                 found.site.parameters, found.site.error = 0, None
 
 
+def _calibrate(runs: Runs, founds: Sequence[Found]) -> None:
+    """Note between which numbers the inputs of every site lie."""
+    wanted = {found.site.name: found for found in founds if found.wanted}
+    for name, (low, high) in runs.input_ranges(partial(_apply, founds=founds, trial=True), wanted).items():
+        width = high - low
+        wanted[name].inputs = (low, high) if width > 1e-3 else (low - 0.5, high + 0.5)
+
+
 # What to say.
+
+
+def _warn(report: Report, tolerance: float | None) -> None:
+    """Warn where a PWLU starts far from what stood there."""
+    allowed = tolerance or _FAR
+    far = [site for site in report.converted if site.error is not None and site.error > allowed]
+    if far:
+        worst = max(far, key=lambda site: site.error or 0.0)
+        warnings.warn(
+            f"convert_: {counted(len(far), 'site')} further than {allowed:g} from what stood there; {worst.name}, {worst.was}, "
+            f"by {worst.error:.2g}. Write tolerance=1e-2 for more intervals, or bounds='sample' for bounds that fit the sample",
+            stacklevel=3,
+        )
 
 
 def _measure(report: Report, before: list[Tensor] | Exception, after: list[Tensor] | Exception) -> None:

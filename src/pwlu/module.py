@@ -82,6 +82,8 @@ class PWLU(nn.Module):
         self.channel_dim = checks.whole_number("PWLU", "channel_dim", channel_dim, "1 for images, -1 for the last")
         self.init = init
         start = find_start(init)
+        if start.channels not in (1, self.channels):
+            raise ValueError(f"PWLU: init={start.name!r} has {start.channels} functions, for channels={start.channels} alone")
         self.bounds = fit_bounds(_check_bounds(bounds, dtype), self.intervals, start.kinks, start.name)
         self.weight = nn.Parameter(torch.empty(self.channels * (self.intervals + 5), device=device, dtype=dtype))
         self.statistics = InputStatistics(self.channels, self.weight.device, reference.compute_dtype(self.weight))

@@ -258,6 +258,8 @@ def _argument(node: ast.Call, of_tensor: bool) -> ast.expr:
     """What the activation is applied to."""
     if isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id):
         raise NotPossible(f"it is called by {node.func.id}(...), not by the code itself")
+    if of_tensor and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value).split(".")[-1] != "Tensor":
+        return node.func.value  # x.clamp(0), unlike torch.Tensor.clamp(x, 0)
     if node.args:
         if isinstance(node.args[0], ast.Starred):
             raise NotPossible("its arguments are given as *args")
@@ -265,8 +267,6 @@ def _argument(node: ast.Call, of_tensor: bool) -> ast.expr:
     named = [keyword.value for keyword in node.keywords if keyword.arg in ("input", "x")]
     if named:
         return named[0]
-    if of_tensor and isinstance(node.func, ast.Attribute):
-        return node.func.value
     raise NotPossible("the tensor it is applied to is not among its arguments")
 
 

@@ -25,6 +25,7 @@ class Found:
     key: str = ""  # under this name
     edit: Edit | None = None
     module: nn.Module | None = None
+    inputs: tuple[float, float] | None = None  # between which numbers they lie for the sample, if that was asked for
     alone: bool = True  # no other site is at the same place in the source, as in a loop over activations
 
     @property
@@ -129,6 +130,8 @@ def decide(found: Found, rules: Rules) -> None:
     elif any(call.written_out for call in calls):
         site.action = "impossible"
         site.reason = f"it is written out: call F.{site.kind}, or name its module's class in kinds if that does nothing else"
+    elif any(call.kind == "prelu" and call.module is None for call in calls):
+        site.action, site.reason = "impossible", "its slopes are given to a function: make it an nn.PReLU"
     elif any(call.arguments > 1 for call in calls):
         site.action, site.reason = "impossible", "it is called with more than its input"
     elif reused:

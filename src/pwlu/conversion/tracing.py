@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pwlu.conversion import gates
 from pwlu.conversion.dataflow import Dataflow
-from pwlu.conversion.kinds import Recognised, recognise, recognise_module
+from pwlu.conversion.kinds import PRELU, Activation, Recognised, recognise, recognise_module
 from pwlu.conversion.nodes import SAMPLE, Node, node_of
 from pwlu.conversion.probing import known_functions
 from pwlu.conversion.quiet import quiet
@@ -68,6 +68,8 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         activation = recognise(func, args, kwargs)
+        if activation is not None and activation.kind == "clamp" and not self._of_features(activation):
+            activation = None
         result = func(*args, **kwargs) if activation is None else activation.apply()
         name = getattr(func, "__name__", "")
         before = node_of(activation.x) if activation else None
@@ -82,6 +84,11 @@ class Recorder(TorchFunctionMode):
         elif node is not None and node.factors:
             self._product(node, args, result)
         return result
+
+    def _of_features(self, clamp: Activation) -> bool:
+        """Whether a clamp may be an activation: most limit parameters and whole numbers, or write into what they limit."""
+        node = node_of(clamp.x)
+        return node is not None and node.varies and clamp.x.is_floating_point() and not clamp.in_place
 
     def _product(self, node: Node, args: Any, y: Any) -> None:
         """A product may be an activation that is written out: then the functions it consists of are none."""
@@ -122,15 +129,21 @@ class Recorder(TorchFunctionMode):
         y = forward(*args, **kwargs)
         inner = [call for call in self.calls if id(call) not in before]
         alone = len(inner) == 1 and len(given) == 1 and not inner[0].written_out
+        alone = alone and (by_class is None or stateless_leaf(module))  # what has a state may do more than it seems
         recognised: Recognised | None = by_class or known
         if alone and inner[0].x is given[0] and inner[0].output is y:
             (call,) = inner
             if module._modules and not by_class:  # a child is the activation
                 return y
-            call.kind = by_class[0] if by_class else call.kind
+            if by_class:
+                call.kind = by_class[0]
+            elif known:  # x.clamp(min=0) is ReLU where a module does nothing else
+                call.kind, call.start = known
         elif recognised is not None and given and isinstance(given[0], Tensor) and isinstance(y, Tensor):
             self.calls = [call for call in self.calls if id(call) in before]
             call = self._call(*recognised, "", given[0], before_node, node_of(y), y)
+            if recognised[1].channels > 1:
+                call.channel_dim = getattr(module, "channel_dim", 1)
         else:
             return y
         call.module, call.was, call.method = name, str(module), False
@@ -246,7 +259,7 @@ class Runs:
 
     def _record(self, mode: str, real: bool, hooks: bool, kinds: Iterable[Any]) -> list[Call]:
         model, args, kwargs, fake = self.copy(real, hooks)
-        classes = tuple(kind for kind in kinds if isinstance(kind, type))
+        classes = (*PRELU, *(kind for kind in kinds if isinstance(kind, type)))
         known = {model.get_submodule(name) for name in self.known}
 
         def candidate(module: nn.Module) -> bool:
@@ -259,7 +272,7 @@ class Runs:
             recorder.dataflow.record(SAMPLE, (), {}, leaf)
         for name, (_, _, module) in registrations(model).items():
             if stateless_leaf(module) or isinstance(module, classes) or name in self.known:
-                by_class, known_as = recognise_module(module, kinds), self.known.get(name)
+                by_class, known_as = recognise_module(self.model.get_submodule(name), kinds), self.known.get(name)
                 module.forward = partial(recorder.module_called, name, module, module.forward, by_class, known_as)
         model.train(mode == "train")
         with quiet(), _maybe(fake), recorder:
@@ -279,6 +292,30 @@ class Runs:
         if any(tensor.is_meta for tensor in tensors):
             return RuntimeError("the model is on the meta device")
         return [tensor for tensor in tensors if tensor.is_floating_point()]
+
+    def input_ranges(self, change: Any, names: Iterable[str]) -> dict[str, tuple[float, float]]:
+        """Make the change to a copy and run it for real: the smallest and the largest finite input of these modules.
+
+        In evaluation mode, or in training mode if the model runs in that alone.
+        """
+        mode = "eval" if "eval" in self.ways else "train"
+        model, args, kwargs, _ = self.copy(True, self.ways[mode][1])
+        change(model)
+        found: dict[str, tuple[float, float]] = {}
+
+        def note(name: str, _: nn.Module, given: tuple[Tensor, ...]) -> None:
+            x = given[0].detach().double()
+            x = x[x.isfinite()]
+            if x.numel():
+                low, high = found.get(name, (torch.inf, -torch.inf))
+                found[name] = min(low, x.min().item()), max(high, x.max().item())
+
+        for name in names:
+            model.get_submodule(name).register_forward_pre_hook(partial(note, name))
+        model.train(mode == "train")
+        with quiet():
+            model(*args, **kwargs)
+        return found
 
     def check(self, change: Any, expected: Mapping[str, Counter[str]]) -> dict[str, bool]:
         """Make the change to a copy and run it again: which of these modules are never called (False) or too often (True)?"""

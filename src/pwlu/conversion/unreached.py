@@ -35,13 +35,14 @@ def _modules(model: nn.Module, reached: set[str], rules: Rules) -> Iterator[Site
 
 def _calls(model: nn.Module, calls: list[Call], rules: Rules) -> Iterator[Site]:
     """``F.relu(...)``, ``torch.relu(...)`` in methods of the model's classes; once a class."""
+    sites = {call.module for call in calls}
     reached = {(call.location.filename, call.location.end) for call in calls}
     reached |= {place for module in model.modules() for place in rewritten_places(type(module))}  # by an earlier conversion
     seen: set[type] = set()
     for name, module in model.named_modules():
         cls = original(type(module))
-        if cls in seen or cls.__module__.startswith("torch.nn.") or stateless(module):  # an activation is a site itself
-            continue
+        if cls in seen or cls.__module__.startswith("torch.nn.") or stateless(module) or name in sites:
+            continue  # an activation is a site itself
         seen.add(cls)
         for function in _methods(cls):
             for call, kind in _written_in(function):

@@ -312,3 +312,107 @@ def test_the_channel_dimension(layers, shape, dim, channels):
 def test_the_channel_dimension_moves(permute, dim):
     (site,) = pwlu.convert_(Permuted(linear=nn.Linear(3, 4), then=permute), IMAGES)
     assert (site.channel_dim, site.channels) == (dim, 4)
+
+
+class LinearAttention(Net):
+    """A feature map on queries: (batch, tokens, heads, dimensions of a head)."""
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        q = self.q(x).view(b, n, 3, 4)
+        q = self.move(q)
+        return F.elu(q) + 1
+
+
+@pytest.mark.parametrize("move", [lambda q: q, lambda q: q.transpose(1, 2), lambda q: q.permute(0, 2, 1, 3).contiguous()])
+def test_channels_that_are_split_have_one_function(move):
+    model = LinearAttention(q=nn.Linear(5, 12), move=move)
+    report = pwlu.convert_(model, torch.randn(2, 7, 5))
+    (site,) = report
+    assert (site.channels, site.layout, site.action) == (1, "several", "converted")
+    assert "one function for the layer: no single dimension has its channels" in str(report)
+    assert model(torch.randn(3, 9, 5)).numel() == 3 * 9 * 12  # another length
+
+
+@pytest.mark.parametrize(
+    ("view", "dim", "channels"),
+    [
+        (lambda y: y.unflatten(1, (1, 4)), 2, 4),
+        (lambda y: y.view(2, 4, 1, 7, 5), 1, 4),
+        (lambda y: y.flatten(2).view(2, 2, 2, 35), None, 1),
+    ],
+)
+def test_views_that_split_channels(view, dim, channels):
+    class Views(Net):
+        def forward(self, x):
+            return F.relu(view(self.conv(x)))
+
+    (site,) = pwlu.convert_(Views(conv=conv()), IMAGES)
+    assert (site.channels, site.layout) == (channels, "" if dim else "several")
+    assert dim is None or site.channel_dim == dim
+
+
+class Unknown(Net):
+    """Nothing says which dimension has the channels."""
+
+    def forward(self, x):
+        return F.relu(torch.fft.fft(x).real)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dim", "channels", "layout"),
+    [
+        ([(2, 6, 7, 5)], 1, 6, "guess"),
+        ([(2, 6, 7)], -1, 7, "guess"),
+        ([(2, 6, 7), (2, 6, 7)], -1, 7, "guess"),
+        ([(2, 6, 7), (2, 6, 9)], 1, 6, ""),
+        ([(2, 6, 7), (3, 8, 7)], -1, 7, ""),
+        ([(2, 6, 7, 5), (2, 8, 7, 9)], 2, 7, ""),
+        ([(2, 6, 7, 5), (4, 8, 7, 5)], None, 1, "several"),
+        ([(2, 6, 7), (4, 8, 9)], None, 1, "several"),
+        ([(2, 7)], -1, 7, "guess"),
+        ([(7,)], -1, 7, ""),
+    ],
+)
+def test_an_unknown_layout(shapes, dim, channels, layout):
+    """With several samples the channels are in the dimension whose size does not change, but for the batch."""
+    model = Unknown()
+    model.layer = nn.Identity()
+    samples = [torch.randn(shape) for shape in shapes]
+    report = pwlu.convert_(model, samples if len(samples) > 1 else samples[0])
+    (site,) = report
+    assert (site.channels, site.layout) == (channels, layout)
+    assert dim is None or site.channel_dim == dim
+    assert ("a guess" in str(report)) == (layout == "guess")
+    for sample in samples:
+        model(sample)
+
+
+def test_a_guess_matters_for_channels_alone():
+    model = Unknown(layer=nn.Identity())
+    assert "guess" not in str(pwlu.convert_(model, torch.randn(2, 6, 7, 5), granularity="layer"))
+
+
+class Images(Net):
+    """Takes a list, as detectors do."""
+
+    def forward(self, images):
+        return [F.relu(self.conv(image)) for image in images]
+
+
+def test_a_list_is_several_samples():
+    """Each a tensor, a tuple of arguments or a dictionary; one list as an argument is given in a tuple."""
+    model = Images(conv=conv())
+    report = pwlu.convert_(model, ([IMAGES, IMAGES],))
+    assert (report.converted[0].calls, report.notes) == (4, [])
+    pwlu.restore_(model)
+    report = pwlu.convert_(model, [([IMAGES],), {"images": [IMAGES[..., :3]]}])
+    assert (report.converted[0].calls, report.notes) == (4, [])
+    pwlu.restore_(model)
+    report = pwlu.convert_(model, [([IMAGES],), (IMAGES[:, :2],)])
+    assert all("could not be run on sample 1 (" in note for note in report.notes)
+    assert len(report.notes) == 2
+    with pytest.raises(RuntimeError, match=r"A list is several samples: for a model that takes one list, write \(images,\)"):
+        pwlu.convert_(Images(conv=conv()), [IMAGES[:, :2]])
+    with pytest.raises(ValueError, match="sample is an empty list"):
+        pwlu.convert_(model, [])

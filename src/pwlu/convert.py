@@ -14,7 +14,7 @@ from pwlu.conversion.making import Factory, maker
 from pwlu.conversion.planning import plan
 from pwlu.conversion.report import EXACT, Change, Report, Site
 from pwlu.conversion.sites import Found, Rules, decide, find_sites
-from pwlu.conversion.tracing import Call, Runs, stateless_leaf, unshare
+from pwlu.conversion.tracing import Call, Run, Runs, stateless_leaf, unshare
 from pwlu.conversion.unreached import unreached
 from pwlu.module import units_of
 from pwlu.starts import Start
@@ -56,7 +56,9 @@ def convert_(
 
     Args:
         sample: what the model is called with: a tensor, a tuple of arguments or a dictionary of keyword arguments. It shows the
-            shapes; a copy of the model is run on it, without values where possible.
+            shapes; a copy of the model is run on it, without values where possible. A list is several of these: where layers
+            do not tell which dimension has the channels, it is the one whose size is the same for all samples. For a model
+            that takes one list, write a tuple: ``(images,)``.
         to: ``"pwlu"``, the name of another activation (``pwlu.activation`` makes it), or a function of (channels, site) that
             makes a module.
         kinds: which activations are replaced: names, or classes of modules that are activations of your own.
@@ -76,6 +78,10 @@ def convert_(
     rules = Rules(_check_kinds(kinds), granularity, where, min_positions)
     make = maker(to, bounds, intervals, granularity, init, tolerance)
     _check_model(model)
+    if isinstance(sample, list) and not sample:
+        raise ValueError(
+            "convert_: sample is an empty list. Write a tensor, a tuple of arguments, or a list of several samples"
+        )
     runs = Runs(model, sample)
     recorded = runs.record(rules.kinds)
     if not recorded:
@@ -276,8 +282,9 @@ def _in_short(error: Any) -> str:
 
 def _notes(runs: Runs) -> list[str]:
     notes = []
-    for mode, error in runs.failures.items():
-        notes.append(f"In {mode} mode the model could not be run on the sample ({_in_short(error)}).")
+    for run, error in runs.failures.items():
+        which = f"sample {run.sample}" if len(runs.samples) > 1 else "the sample"
+        notes.append(f"In {run.mode} mode the model could not be run on {which} ({_in_short(error)}).")
     scripted = [name for name, module in runs.model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     for name in [name for name in scripted if name.rpartition(".")[0] not in scripted]:
         notes.append(f"{name} is scripted: activations inside are not seen. Convert it before torch.jit.script.")
@@ -285,11 +292,11 @@ def _notes(runs: Runs) -> list[str]:
 
 
 def _could_not_run(runs: Runs) -> RuntimeError:
-    error = runs.failures["eval"]
+    error = runs.failures[Run("eval", 0)]
     new = RuntimeError(
         "convert_: the model could not be run on the sample, neither in training nor in evaluation mode: "
         f"{type(error).__name__}: {error}\nThe sample is what the model is called with: a tensor, a tuple of arguments, or a "
-        "dictionary of keyword arguments."
+        "dictionary of keyword arguments. A list is several samples: for a model that takes one list, write (images,)."
     )
     new.__cause__ = error
     return new

@@ -2,11 +2,23 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pwlu.conversion import gates
-from pwlu.conversion.nodes import ATTRIBUTE, CONVOLUTIONS, OVER_DIM_1, OVER_LAST, SHAPING, Node, node_of, plain_name, range_of
+from pwlu.conversion.nodes import (
+    ATTRIBUTE,
+    CONVOLUTIONS,
+    OVER_DIM_1,
+    OVER_LAST,
+    SEVERAL,
+    SHAPING,
+    Node,
+    node_of,
+    plain_name,
+    range_of,
+)
 
 
 class Dataflow:
@@ -61,14 +73,31 @@ def _channel_dim(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
     if not known:
         return None
     x, dim = known[0]
+    if dim == SEVERAL:
+        return SEVERAL
     if name in ("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis"):
         return _permuted(name, args, kwargs, x, dim)
     same = [(t, d) for t, d in known if t.ndim == y.ndim]
     if same:
         return same[0][1]
+    if name in SHAPING and y.ndim > x.ndim and (split := _split(x.shape, dim % x.ndim, y.shape)) is not None:
+        return split
     if name in SHAPING and -y.ndim <= dim < y.ndim and y.shape[dim] == x.shape[dim]:
         return dim
     return None
+
+
+def _split(old: torch.Size, dim: int, new: torch.Size) -> int | None:
+    """The dimension of channels after a view that splits theirs and leaves the others; SEVERAL if it is really split."""
+    after = len(old) - dim - 1
+    middle = range(dim, len(new) - after)
+    if old[:dim] != new[:dim] or old[dim + 1 :] != new[len(new) - after :] or not middle:
+        return None
+    large = [d for d in middle if new[d] > 1]
+    if len(large) > 1:
+        return SEVERAL
+    place = large[0] if large else dim
+    return -1 if place == len(new) - 1 else place
 
 
 def _permuted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor, dim: int) -> int | None:

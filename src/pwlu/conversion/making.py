@@ -91,7 +91,7 @@ def _other(to: str | Factory, granularity: str, found: Found) -> nn.Module:
         if not isinstance(module, nn.Module):
             raise TypeError(f"convert_: to must return a module, but for {site.name} it returned {module!r}")
         return module
-    flat = to == "frelu" and len(site.shape) != 4
+    flat = to == "frelu" and (len(site.shape) != 4 or site.layout == "several")
     site.reason = "as ReLU: FReLU needs a map" if flat else ""
     if to == "relu" or flat:
         return nn.ReLU() if site.kind == "relu" else ReLU()

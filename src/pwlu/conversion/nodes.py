@@ -21,6 +21,7 @@ OVER_DIM_1 = frozenset({"batch_norm", "group_norm", "instance_norm"})
 OVER_LAST = frozenset({"linear", "layer_norm", "rms_norm", "embedding", "matmul", "mm", "addmm"})
 LAYERS = frozenset({*CONVOLUTIONS, *OVER_DIM_1, *OVER_LAST})
 SAMPLE = "sample"  # in place of the name of a function
+SEVERAL = 10**6  # in place of a dimension: channels were split into several
 ATTRIBUTE = "_pwlu_node"
 ANYTHING = (-math.inf, math.inf)
 _CONSTANT = (-1e30, 1e30)  # of a parameter, say: bounded, but its values are not known

@@ -19,8 +19,10 @@ class Site:
     ``name``: of the module that computes it after the conversion. ``was``: what stood there. ``shape``: of its input for the
     sample (the first, if it was called more than once). ``modes``: train, eval or both. ``action``: converted, skipped (by a
     rule or on request), impossible, or unreached. ``error``: the largest difference of the new activation's start to what
-    stood there, for |x| <= 100; None if it does not start as that. ``glu``: what it returns multiplies a path beside it, as in
-    SwiGLU.
+    stood there; None if it does not start as that. It is taken for |x| <= 100, or with ``bounds="sample"`` between the
+    smallest and the largest input. ``layout``: "guess" if ``channel_dim`` is a guess, "several" if no single dimension has
+    the channels, so that there is one function for the layer; else empty. ``glu``: what it returns multiplies a path beside
+    it, as in SwiGLU.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Site:
     shape: tuple[int, ...] = ()
     channels: int = 0
     channel_dim: int = 1
+    layout: str = ""
     positions: int | None = None
     modes: tuple[str, ...] = ()
     calls: int = 0
@@ -126,6 +129,10 @@ def _why(site: Site) -> str:
     if site.glu:
         notes.append("GLU: it multiplies another path")
     if site.action == "converted":
+        if site.layout == "guess":
+            notes.append(f"channels in dimension {site.channel_dim}: a guess")
+        if site.layout == "several":
+            notes.append("one function for the layer: no single dimension has its channels")
         if site.error is not None and site.error > EXACT:
             notes.append(f"starts within {site.error:.2g} of it")
         if len(site.modes) == 1:

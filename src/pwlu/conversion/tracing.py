@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,13 @@ from pwlu.conversion.source import Location, caller
 from pwlu.starts import STARTS, Start
 
 
+class Run(NamedTuple):
+    """Which run of the model: in which mode, on which sample."""
+
+    mode: str
+    sample: int
+
+
 @dataclass
 class Call:
     """An activation applied once: kind and start, the module that owns the call (or is it), the place, and the input."""
@@ -42,17 +49,21 @@ class Call:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    channel_dim: int | None
+    channel_dim: int | None  # where layers tell
     node: Node | None = field(repr=False)
     output: Tensor | None = field(repr=False)
     x: Tensor | None = field(repr=False)
     is_gate: bool = False
     feeds_gate: bool = False
+    dim: int = 1  # of channels, known or not
     glu: bool = False  # what it returns multiplies a path beside it
     written_out: bool = False  # by several functions, such as x * torch.sigmoid(x)
     reused: bool = False  # in place, and what it wrote into was used again
     arguments: int = 1  # given to the module
     by_keyword: bool = False  # which a PWLU cannot be called with
+
+
+Recorded = dict[Run, list[Call]]
 
 
 class Recorder(TorchFunctionMode):
@@ -209,25 +220,26 @@ def unshare(model: nn.Module, which: Callable[[nn.Module], bool]) -> list[tuple[
 
 
 class Runs:
-    """Copies of a model that can be run on a sample, fake where possible."""
+    """Copies of a model that can be run on samples, fake where possible. A list is several samples."""
 
     def __init__(self, model: nn.Module, sample: Any) -> None:
-        self.model, self.sample = model, dict(sample) if isinstance(sample, Mapping) else sample
-        self.failures: dict[str, Exception] = {}
-        self.ways: dict[str, tuple[bool, bool]] = {}  # by mode: for real or on fake tensors, with hooks or without
+        self.model, samples = model, sample if isinstance(sample, list) else [sample]
+        self.samples = [dict(one) if isinstance(one, Mapping) else one for one in samples]
+        self.failures: dict[Run, Exception] = {}
+        self.ways: dict[Run, tuple[bool, bool]] = {}  # for real or on fake tensors, with hooks or without
         self.known = known_functions(model)
         self.reached: set[str] = set()
 
-    def copy(self, real: bool, hooks: bool) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
+    def copy(self, number: int, real: bool, hooks: bool) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
         """A copy of the model, arguments for it, and the mode to run it in. `hooks`: whether it has those of the user."""
         if real:
             mode: Any = None
-            model, sample = copy.deepcopy(self.model), copy.deepcopy(self.sample)
+            model, sample = copy.deepcopy(self.model), copy.deepcopy(self.samples[number])
         else:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             with FakeCopyMode(mode):
                 model = copy.deepcopy(self.model)
-            sample = tree_map_only(Tensor, mode.from_tensor, self.sample)
+            sample = tree_map_only(Tensor, mode.from_tensor, self.samples[number])
         if not hooks:
             for registered in _hooks(model):
                 for number in [number for number, hook in registered.items() if not _of_torch(hook)]:
@@ -236,18 +248,18 @@ class Runs:
             return model, (), sample, mode
         return model, (sample if isinstance(sample, tuple) else (sample,)), {}, mode
 
-    def record(self, kinds: Iterable[Any]) -> dict[str, list[Call]]:
-        """The calls in training and in evaluation mode; a mode in which the model cannot run is left out."""
+    def record(self, kinds: Iterable[Any]) -> Recorded:
+        """The calls in training and in evaluation mode, sample by sample; runs that fail are left out."""
         found = {}
-        for mode in ("train", "eval"):
+        for run in (Run(mode, number) for mode in ("train", "eval") for number in range(len(self.samples))):
             for hooks, real in self._ways():
                 try:
-                    found[mode] = self._record(mode, real, hooks, kinds)
-                    self.ways[mode] = real, hooks
-                    self.failures.pop(mode, None)
+                    found[run] = self._record(run, real, hooks, kinds)
+                    self.ways[run] = real, hooks
+                    self.failures.pop(run, None)
                     break
                 except Exception as error:
-                    self.failures[mode] = error
+                    self.failures[run] = error
         return found
 
     def _ways(self) -> list[tuple[bool, bool]]:
@@ -257,8 +269,8 @@ class Runs:
         )
         return [(hooks, real) for hooks in with_hooks for real in (False, True)]
 
-    def _record(self, mode: str, real: bool, hooks: bool, kinds: Iterable[Any]) -> list[Call]:
-        model, args, kwargs, fake = self.copy(real, hooks)
+    def _record(self, run: Run, real: bool, hooks: bool, kinds: Iterable[Any]) -> list[Call]:
+        model, args, kwargs, fake = self.copy(run.sample, real, hooks)
         classes = (*PRELU, *(kind for kind in kinds if isinstance(kind, type)))
         known = {model.get_submodule(name) for name in self.known}
 
@@ -274,7 +286,7 @@ class Runs:
             if stateless_leaf(module) or isinstance(module, classes) or name in self.known:
                 by_class, known_as = recognise_module(self.model.get_submodule(name), kinds), self.known.get(name)
                 module.forward = partial(recorder.module_called, name, module, module.forward, by_class, known_as)
-        model.train(mode == "train")
+        model.train(run.mode == "train")
         with quiet(), _maybe(fake), recorder:
             outputs = model(*args, **kwargs)
         self.reached |= recorder.reached
@@ -282,12 +294,14 @@ class Runs:
 
     def outputs(self) -> list[Tensor] | Exception:
         """The numbers that the model, as it is now, returns for the sample in evaluation mode, or why there are none."""
-        try:
-            model, args, kwargs, _ = self.copy(True, *self.ways.get("eval", (True, False))[1:])
-            with quiet():
-                outputs = model.eval()(*args, **kwargs)
-        except Exception as error:
-            return error
+        outputs = []
+        for number in range(len(self.samples)):
+            try:
+                model, args, kwargs, _ = self.copy(number, True, self.ways.get(Run("eval", number), (True, False))[1])
+                with quiet():
+                    outputs.append(model.eval()(*args, **kwargs))
+            except Exception as error:
+                return error
         tensors = [leaf.detach() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         if any(tensor.is_meta for tensor in tensors):
             return RuntimeError("the model is on the meta device")
@@ -298,9 +312,6 @@ class Runs:
 
         In evaluation mode, or in training mode if the model runs in that alone.
         """
-        mode = "eval" if "eval" in self.ways else "train"
-        model, args, kwargs, _ = self.copy(True, self.ways[mode][1])
-        change(model)
         found: dict[str, tuple[float, float]] = {}
 
         def note(name: str, _: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -310,28 +321,32 @@ class Runs:
                 low, high = found.get(name, (torch.inf, -torch.inf))
                 found[name] = min(low, x.min().item()), max(high, x.max().item())
 
-        for name in names:
-            model.get_submodule(name).register_forward_pre_hook(partial(note, name))
-        model.train(mode == "train")
-        with quiet():
-            model(*args, **kwargs)
+        mode = "eval" if any(run.mode == "eval" for run in self.ways) else "train"
+        for run, (_, hooks) in self.ways.items():
+            if run.mode == mode:
+                model, args, kwargs, _ = self.copy(run.sample, True, hooks)
+                change(model)
+                for name in names:
+                    model.get_submodule(name).register_forward_pre_hook(partial(note, name))
+                with quiet():
+                    model.train(mode == "train")(*args, **kwargs)
         return found
 
-    def check(self, change: Any, expected: Mapping[str, Counter[str]]) -> dict[str, bool]:
+    def check(self, change: Any, expected: Mapping[str, Counter[Run]]) -> dict[str, bool]:
         """Make the change to a copy and run it again: which of these modules are never called (False) or too often (True)?"""
         wrong = {}
-        for mode, (real, hooks) in self.ways.items():
-            model, args, kwargs, fake = self.copy(real, hooks)
+        for run, (real, hooks) in self.ways.items():
+            model, args, kwargs, fake = self.copy(run.sample, real, hooks)
             change(model)
             called = Counter[str]()
             for name in expected:
                 model.get_submodule(name).register_forward_pre_hook(partial(_note, called, name))
-            model.train(mode == "train")
+            model.train(run.mode == "train")
             with quiet(), _maybe(fake):
                 model(*args, **kwargs)
             for name, calls in expected.items():
-                if called[name] > calls[mode] or (calls[mode] and not called[name]):
-                    wrong[name] = called[name] > calls[mode]
+                if called[name] > calls[run] or (calls[run] and not called[name]):
+                    wrong[name] = called[name] > calls[run]
         return wrong
 
 

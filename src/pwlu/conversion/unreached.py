@@ -12,13 +12,13 @@ from pwlu.conversion.report import Site
 from pwlu.conversion.rewrite import NotPossible, definition, original, rewritten_places
 from pwlu.conversion.sites import Rules, joined
 from pwlu.conversion.source import innermost
-from pwlu.conversion.tracing import Call, registrations, stateless_leaf
+from pwlu.conversion.tracing import Call, Recorded, registrations, stateless_leaf
 
 _REASON = "the sample reaches it in neither training nor evaluation mode"
 _LIBRARIES = frozenset({"F", "functional", "torch"})
 
 
-def unreached(model: nn.Module, recorded: dict[str, list[Call]], reached: set[str], rules: Rules) -> list[Site]:
+def unreached(model: nn.Module, recorded: Recorded, reached: set[str], rules: Rules) -> list[Site]:
     """Sites that were not found in either mode. `reached`: the modules that were called, of those that may be activations."""
     calls = [call for calls in recorded.values() for call in calls]
     return [*_modules(model, reached, rules), *_calls(model, calls, rules)]

@@ -191,6 +191,14 @@ def test_bounds_that_the_sample_needs():
     assert (model(IMAGES) - expected).abs().max() < site.error + 1e-5
 
 
+def test_bounds_of_the_sample_that_leave_no_knot_for_a_kink():
+    """Then they are those without a sample."""
+    model = nn.Sequential(conv(), nn.ReLU6())
+    (site,) = pwlu.convert_(model, 1e4 * IMAGES, bounds="sample")
+    assert site.error < 1e-12
+    assert model[1].bounds == pytest.approx((-2.727, 6), abs=1e-3)
+
+
 # Starts that differ from channel to channel.
 
 

@@ -65,6 +65,8 @@ def small():
             r"1, PReLU\(num_parameters=4\), differs from channel to channel: a function of one number cannot start as that",
         ),
         (nn.Sequential(conv(), nn.RReLU()), {"kinds": "rrelu"}, r"1, RReLU\(.*\), is random, or keeps a state that changes"),
+        (small(), {"kinds": "tanh", "init": torch.bernoulli}, "convert_: init=bernoulli, cannot be computed on numbers alone"),
+        (small(), {"kinds": "tanh", "init": torch.randn_like}, "convert_: init=randn_like, is random"),
         (small(), {"bounds": "inputs"}, "bounds must be two numbers such as .*, or 'sample', not 'inputs'"),
         (small(), {"tolerance": 0}, "tolerance must be a number above 0, such as 1e-3, not 0"),
     ],

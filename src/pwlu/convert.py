@@ -13,8 +13,9 @@ from pwlu.conversion.kinds import ARGUMENTS, DEFAULT_KINDS
 from pwlu.conversion.making import Factory, maker
 from pwlu.conversion.planning import plan
 from pwlu.conversion.report import EXACT, Change, Report, Site
+from pwlu.conversion.runs import Run, Runs
 from pwlu.conversion.sites import Found, Rules, decide, find_sites
-from pwlu.conversion.tracing import Call, Run, Runs, stateless_leaf, unshare
+from pwlu.conversion.tracing import Call, stateless_leaf, unshare
 from pwlu.conversion.unreached import unreached
 from pwlu.module import units_of
 from pwlu.starts import Start

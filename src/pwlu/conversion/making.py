@@ -34,22 +34,22 @@ def maker(
         raise ValueError(f"convert_: bounds must be two numbers such as (-3.0, 3.0), or 'sample', not {bounds!r}")
     fixed = None if bounds == "sample" else bounds
     start = find_start("relu" if init == "same" else init)
+    start = _usable(start, f"init={start.name}", "channel")
     PWLU(1, intervals, fixed or (-3.0, 3.0), "identity")  # intervals and bounds are checked before bounds are fitted
     PWLU(1, intervals, fixed or best_bounds(start, intervals), init=start)
     given = start if init != "same" else None
 
     def unit(found: Found) -> nn.Module:
         site, call = found.site, found.calls[0]
-        asked = given or site.start
-        assert asked is not None
-        start = _usable(asked, site, granularity)
-        near = found.inputs or fixed
+        assert site.start is not None
+        start = given or _usable(site.start, f"{site.name}, {site.was}", granularity)
+        near = fixed or (found.inputs if _fits(start, found.inputs, intervals) else None)
         enough = intervals if tolerance is None else enough_intervals(start, intervals, tolerance, near)
         fitted = best_bounds(start, enough, near)
         by_name = start.name if STARTS.get(start.name) == start else start
         channels = _channels(site, granularity)
         act = PWLU(channels, enough, fitted, by_name, site.channel_dim, device=call.device, dtype=_wide(call))
-        if asked == site.start:
+        if given in (None, site.start):
             site.error = start_error(start, act.bounds, enough, found.inputs or (-100, 100))
         return act
 
@@ -60,15 +60,24 @@ def _channels(site: Site, granularity: str) -> int:
     return site.channels if granularity == "channel" else 1
 
 
-def _usable(start: Start, site: Site, granularity: str) -> Start:
-    """The start, with its slopes far out; an error if a PWLU cannot start as that."""
+def _fits(start: Start, inputs: tuple[float, float] | None, intervals: int) -> bool:
+    """Whether bounds at these inputs leave a knot for each kink."""
+    try:
+        best_bounds(start, intervals, inputs)
+    except ValueError:
+        return False
+    return True
+
+
+def _usable(start: Start, what: str, granularity: str) -> Start:
+    """The start, with its slopes far out; an error, which names it `what`, if a PWLU cannot start as that."""
     if (start.channels > 1 and granularity == "channel") or STARTS.get(start.name) == start:
         return start
     why = "differs from channel to channel" if start.channels > 1 else refusal(start.function)
     if why:
         raise ValueError(
-            f"convert_: {site.name}, {site.was}, {why}: a function of one number cannot start as that. Write init='relu', say, "
-            "or leave its kind out of kinds"
+            f"convert_: {what}, {why}: a function of one number cannot start as that. Write init='relu', say, or leave its "
+            "kind out of kinds"
         )
     return start if start.slopes is not None else start._replace(slopes=far_slopes(start.function))
 
@@ -101,7 +110,9 @@ def _other(to: str | Factory, granularity: str, found: Found) -> nn.Module:
         return FReLU(site.channels, site.channel_dim, norm=norm).to(call.device, call.dtype)
     if to == "pau":
         assert site.start is not None
-        pau = PAU(_usable(site.start, site, "layer"), call.device, _wide(call))  # one function for the layer
+        pau = PAU(
+            _usable(site.start, f"{site.name}, {site.was}", "layer"), call.device, _wide(call)
+        )  # one function for the layer
         site.reason = f"starts within {pau.start_error:.2g} of {pau.start} for |x| <= 3"
         return pau
     return activation(to, channels, site.channel_dim).to(call.device, _wide(call))

@@ -11,7 +11,8 @@ from torch import nn
 from pwlu.conversion.nodes import SEVERAL
 from pwlu.conversion.report import Site
 from pwlu.conversion.rewrite import Edit
-from pwlu.conversion.tracing import Call, Recorded, Run
+from pwlu.conversion.runs import Recorded, Run
+from pwlu.conversion.tracing import Call
 from pwlu.text import counted
 
 

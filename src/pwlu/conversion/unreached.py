@@ -10,9 +10,10 @@ from pwlu.conversion.kinds import ARGUMENTS, recognise_module
 from pwlu.conversion.probing import stateless
 from pwlu.conversion.report import Site
 from pwlu.conversion.rewrite import NotPossible, definition, original, rewritten_places
+from pwlu.conversion.runs import Recorded
 from pwlu.conversion.sites import Rules, joined
 from pwlu.conversion.source import innermost
-from pwlu.conversion.tracing import Call, Recorded, registrations, stateless_leaf
+from pwlu.conversion.tracing import Call, registrations, stateless_leaf
 
 _REASON = "the sample reaches it in neither training nor evaluation mode"
 _LIBRARIES = frozenset({"F", "functional", "torch"})

@@ -284,7 +284,7 @@ def test_limits_of_other_things_are_no_sites():
     class Limits(Net):
         def forward(self, x):
             scale = self.scale.clamp(min=0.1)
-            return F.relu(self.conv(x)) * scale * x.long().clamp(min=0).sum()
+            return F.relu(self.conv(x)).clamp(max=100) * scale * x.long().clamp(min=0).sum()
 
     report = pwlu.convert_(Limits(conv=conv(), scale=nn.Parameter(torch.ones(()))), IMAGES)
     assert [site.kind for site in report] == ["relu"]

@@ -92,7 +92,7 @@ class Runs:
 
         unshare(model, candidate)
         names = {module: name for name, module in model.named_modules()}
-        recorder = Recorder(names)
+        recorder = Recorder(names, "clamp" in kinds)
         for leaf in tree_leaves((args, kwargs)):
             recorder.dataflow.record(SAMPLE, (), {}, leaf)
         for name, (_, _, module) in registrations(model).items():

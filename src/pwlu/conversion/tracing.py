@@ -49,8 +49,9 @@ class Call:
 class Recorder(TorchFunctionMode):
     """Sees every torch function that a model calls."""
 
-    def __init__(self, names: Mapping[nn.Module, str]) -> None:
+    def __init__(self, names: Mapping[nn.Module, str], clamps: bool) -> None:
         super().__init__()
+        self.clamps = clamps  # whether any clamp may be an activation, or only one that is ReLU or ReLU6
         self.reached: set[str] = set()  # modules that were called, of those that may be activations
         self.names, self.calls, self.dataflow = names, list[Call](), Dataflow()
         self.written: dict[int, list[tuple[Call, Tensor]]] = {}  # by storage: what activations wrote into
@@ -77,8 +78,10 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _of_features(self, clamp: Activation) -> bool:
-        """Whether a clamp may be an activation: most limit parameters and whole numbers, or write into what they limit."""
+        """Whether a clamp may be an activation: most limit parameters, whole numbers or boxes, or write into their input."""
         node = node_of(clamp.x)
+        if not self.clamps and clamp.start not in (STARTS["relu"], STARTS["relu6"]):
+            return False
         return node is not None and node.varies and clamp.x.is_floating_point() and not clamp.in_place
 
     def _product(self, node: Node, args: Any, y: Any) -> None:

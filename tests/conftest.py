@@ -4,6 +4,9 @@ import os
 import shutil
 import sys
 
+# Before torch is imported: some virtual machines announce AMX and end a process that uses it.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
 # Before pwlu is imported, here and in all processes that tests start: eager.cpp is tested wherever it can be built.
 if sys.platform != "win32" and any(map(shutil.which, ("c++", "g++", "clang++"))):
     os.environ.setdefault("PWLU_EAGER", "compiled")

@@ -44,7 +44,7 @@ def pretended():
 
     kernel.load = load
     driver.Loaded.resident = lambda self, threads, shared: plan.by_shared_memory(kernel.processor, threads, shared)
-    driver.launcher = cuda.launcher = lambda: launch
+    driver.launcher = cuda.calls.launcher = lambda: launch
     torch._C._cuda_getDevice = lambda: 0
     torch._C._cuda_getCurrentRawStream = lambda index: 0
     kernel.make_plans()

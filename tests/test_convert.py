@@ -11,6 +11,8 @@ from blocks import IMAGES, Net, conv, converted, units
 from torch import nn
 
 import pwlu
+from pwlu.conversion.kinds import ARGUMENTS, prelu_start
+from pwlu.curves import curves_of
 from pwlu.starts import STARTS
 
 
@@ -24,11 +26,22 @@ class NewGELUActivation(nn.Module):
         return 0.5 * x * (1.0 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
-class Softsign(nn.Module):
-    """Of one's own, with slopes far out that nobody knows."""
+class Sharp(nn.Module):
+    """Of one's own, with slopes far out and bounds that nobody knows."""
 
     def forward(self, x):
-        return x / (1 + x.abs())
+        return 0.5 * x + torch.tanh(3 * x)
+
+
+class Wide(nn.Module):
+    """With a parameter, and far wider than (-3, 3)."""
+
+    def __init__(self):
+        super().__init__()
+        self.beta = nn.Parameter(torch.tensor(0.2))
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.beta * x)
 
 
 PIECEWISE_LINEAR = [
@@ -39,6 +52,9 @@ PIECEWISE_LINEAR = [
     nn.Hardtanh(0.0, 1.0),
     nn.Hardtanh(-0.7, 2.2),
     nn.Hardsigmoid(),
+    nn.PReLU(),
+    nn.Threshold(0.5, 0.5),
+    nn.Softshrink(0.7),
 ]
 SMOOTH = [
     nn.ELU(0.5),
@@ -52,28 +68,183 @@ SMOOTH = [
     nn.Softplus(2.0),
     nn.Sigmoid(),
     nn.Tanh(),
+    nn.LogSigmoid(),
+    nn.Tanhshrink(),
     QuickGELU(),
     NewGELUActivation(),
-    Softsign(),
+    Sharp(),
+    Wide(),
 ]
-EVERYTHING = (*pwlu.DEFAULT_KINDS, "hardtanh", "hardsigmoid", "softplus", "sigmoid", "tanh", Softsign)
+EVERYTHING = (*ARGUMENTS, Sharp, Wide)
 
 
 @pytest.mark.parametrize("intervals", [7, 16])
 @pytest.mark.parametrize("act", PIECEWISE_LINEAR + SMOOTH, ids=str)
+@pytest.mark.filterwarnings("ignore:convert_. 1 site further than 0.1:UserWarning")
 def test_starts_as_what_stood_there(act, intervals):
     """Within the error that the report tells: 0 for what bends only at knots."""
-    model = nn.Sequential(nn.Conv2d(1, 1, 1), copy.deepcopy(act))
+    model = nn.Sequential(nn.Conv2d(1, 1, 1), copy.deepcopy(act)).requires_grad_(False)
     (site,) = pwlu.convert_(model, torch.randn(1, 1, 4, 4), kinds=EVERYTHING, init="same", intervals=intervals)
     x = torch.cat([torch.linspace(-100, 100, 5001), 3 * torch.randn(5000)]).view(1, 1, 1, -1)
     # The error is the largest on points 0.01 apart where functions bend: 0.005^2 / 2 max|f''| more in between, and rounding.
     unit = pickled(model)[1]
-    bound = site.error + 0.005**2 + 8 * torch.finfo().eps * (x.abs() + sum(map(abs, unit.bounds)))
+    bound = (
+        site.error
+        + 0.005**2 * (4 if isinstance(act, Sharp) else 1)
+        + 8 * torch.finfo().eps * (x.abs() + sum(map(abs, unit.bounds)))
+    )
     assert ((unit(x) - act(x)).abs() <= bound).all()
     unit.reset_parameters()
     assert torch.equal(unit(x), model[1](x))
-    if not isinstance(act, Softsign):
-        assert site.error < (1e-12 if act in PIECEWISE_LINEAR else 0.6 / intervals)
+    scale = {Sharp: 2, Wide: 5}.get(type(act), 1)
+    assert site.error < (1e-12 if act in PIECEWISE_LINEAR else 0.6 / intervals * scale)
+
+
+class Random(nn.Module):
+    def forward(self, x):
+        return x.relu() * torch.rand(x.shape)
+
+
+class WithDropout(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.dropout(x.tanh())
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x.tanh()
+
+
+class OfAll(nn.Module):
+    def forward(self, x):
+        return x - x.mean()
+
+
+class OfMode(nn.Module):
+    def forward(self, x):
+        return x.sin() if self.training else x.cos()
+
+
+@pytest.mark.parametrize(
+    ("act", "why"),
+    [
+        (Random(), "is random, or keeps a state that changes"),
+        (WithDropout(), "is random, or keeps a state that changes"),
+        (Counting(), "is random, or keeps a state that changes"),
+        (nn.RReLU(), "is random, or keeps a state that changes"),
+        (OfAll(), "is not computed element by element"),
+        (OfMode(), "differs between training and evaluation mode"),
+    ],
+    ids=str,
+)
+def test_what_nothing_can_start_as_is_refused(act, why):
+    """Nothing is changed then; another start is possible."""
+    model = nn.Sequential(conv(), act)
+    random = torch.get_rng_state()
+    with pytest.raises(ValueError, match=rf"convert_: 1, (.|\n)*, {why}: .* cannot start as that\. Write init='relu'"):
+        pwlu.convert_(model, IMAGES, kinds=type(act))
+    assert model[1] is act
+    assert torch.equal(torch.get_rng_state(), random)
+    assert converted(model, kinds=type(act), init="relu") == {"1": 4}
+
+
+@pytest.mark.parametrize(("tolerance", "intervals"), [(0.03, [16, 16]), (1e-2, [16, 36]), (1e-3, [16, 183])])
+def test_a_tolerance_chooses_the_number_of_intervals(tolerance, intervals):
+    model = nn.Sequential(conv(), nn.ReLU(), nn.SiLU())
+    report = pwlu.convert_(model, IMAGES, tolerance=tolerance)
+    assert [unit.intervals for unit in units(model).values()] == intervals
+    assert all(site.error <= tolerance for site in report)
+
+
+class Squared(nn.Module):
+    def forward(self, x):
+        return x.relu().square()
+
+
+def test_a_start_that_is_far_off_is_told():
+    model = nn.Sequential(conv(), nn.ReLU(), Squared())
+    with pytest.warns(UserWarning, match=r"convert_: 1 site further than 0\.1 from what stood there; 2, Squared\(\), by"):
+        pwlu.convert_(model, IMAGES, kinds=("relu", Squared))
+    assert units(model)["2"].bounds[1] > 5
+    with pytest.warns(UserWarning, match=r"further than 1e-09 from what stood there; 1, Softsign\(\), by"):
+        pwlu.convert_(nn.Sequential(conv(), nn.Softsign()), IMAGES, kinds="softsign", tolerance=1e-9)
+
+
+def test_bounds_that_the_sample_needs():
+    """Then the error is that between the smallest and the largest input."""
+    model = nn.Sequential(conv(), Squared()).eval()
+    inputs = model[0](IMAGES).detach()
+    expected = model(IMAGES)
+    (site,) = pwlu.convert_(model, IMAGES, kinds=Squared, bounds="sample")
+    assert model[1].bounds == pytest.approx((inputs.min().item(), inputs.max().item()))
+    width = (inputs.max() - inputs.min()).item() / 16
+    assert 0 < site.error < width**2 / 4 * 1.01  # d^2 / 8 times the second derivative, 2
+    assert (model(IMAGES) - expected).abs().max() < site.error + 1e-5
+
+
+def test_bounds_of_the_sample_that_leave_no_knot_for_a_kink():
+    """Then they are those without a sample."""
+    model = nn.Sequential(conv(), nn.ReLU6())
+    (site,) = pwlu.convert_(model, 1e4 * IMAGES, bounds="sample")
+    assert site.error < 1e-12
+    assert model[1].bounds == pytest.approx((-2.727, 6), abs=1e-3)
+
+
+# Starts that differ from channel to channel.
+
+
+@pytest.mark.parametrize("kinds", ["prelu", nn.PReLU])
+@pytest.mark.parametrize("ndim", [2, 3, 4])
+def test_prelu_exactly(ndim, kinds):
+    """nn.PReLU has its channels in dimension 1 always, also where a linear layer has them in the last."""
+    torch.manual_seed(0)
+    act = nn.PReLU(4)
+    nn.init.normal_(act.weight)
+    layer = nn.Conv2d(3, 4, 1) if ndim == 4 else nn.Linear(5, 6 if ndim == 3 else 4)
+    x = {2: torch.randn(9, 5), 3: torch.randn(9, 4, 5), 4: IMAGES}[ndim]
+    model = nn.Sequential(layer, act).eval()
+    expected = copy.deepcopy(model)(x)
+    (site,) = pwlu.convert_(model, x, kinds=kinds)
+    assert (site.channels, site.channel_dim, site.action) == (4, 1, "converted")
+    assert site.error < 1e-12
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+    unit = pickled(model)[1]
+    unit.reset_parameters()
+    assert torch.equal(unit.weight, model[1].weight)
+    assert unit.left_slope.tolist() == pytest.approx(act.weight.tolist(), abs=1e-6)
+    assert curves_of(model, "test")["1"].start is None  # there is no single one
+
+
+def test_realign_keeps_the_slope_of_each_channel():
+    act = nn.PReLU(4)
+    with torch.no_grad():
+        act.weight.copy_(torch.tensor([-0.5, 0.0, 0.3, 2.0]))
+    model = nn.Sequential(conv(), act)
+    pwlu.convert_(model, IMAGES, kinds="prelu")
+    optimizer = torch.optim.SGD(pwlu.parameter_groups(model, lr=0.0, weight_decay=0.0))
+    pwlu.TwoPhase(model, optimizer, realign_at=1)
+    model(IMAGES).sum().backward()
+    optimizer.step()
+    unit = model[1]
+    knots = torch.stack([torch.linspace(a, b, 17) for a, b in zip(unit.left.tolist(), unit.right.tolist(), strict=True)])
+    assert not torch.equal(unit.left, torch.full((4,), -3.0))
+    torch.testing.assert_close(unit.heights.detach(), F.prelu(knots.T, act.weight.detach()).T)
+
+
+def test_a_start_for_other_channels():
+    start = prelu_start(torch.tensor([0.1, 0.2]))
+    assert pwlu.PWLU(2, init=start).left_slope.tolist() == pytest.approx([0.1, 0.2])
+    with pytest.raises(ValueError, match="PWLU: init='prelu' has 2 functions, for channels=2 alone"):
+        pwlu.PWLU(4, init=start)
 
 
 def test_relu_exactly():
@@ -99,8 +270,8 @@ def test_knots_on_kinks(act, kinks):
 @pytest.mark.parametrize(
     ("options", "bounds", "inits", "known"),
     [
-        ({}, [(-3, 3)] * 2, ["relu"] * 2, [False, False]),
-        ({"init": "same"}, [(-2.727, 6), (-2.75, 2.75)], ["relu6", "gelu"], [True, True]),
+        ({"init": "relu"}, [(-3, 3)] * 2, ["relu"] * 2, [False, False]),
+        ({}, [(-2.727, 6), (-2.75, 2.75)], ["relu6", "gelu"], [True, True]),
         ({"init": "same", "bounds": (-2, 2)}, [(-2, 6), (-2, 2)], ["relu6", "gelu"], [True, True]),
         ({"init": "gelu"}, [(-2.75, 2.75)] * 2, ["gelu"] * 2, [False, True]),
         ({"init": F.gelu, "bounds": (-4, 4)}, [(-4, 4)] * 2, ["gelu"] * 2, [False, True]),
@@ -117,6 +288,63 @@ def test_bounds_and_starts(options, bounds, inits, known):
         assert unit.bounds == pytest.approx(expected, abs=1e-3)
     assert [getattr(unit.init, "function", unit.init) for unit in new] == inits
     assert [site.error is not None for site in report] == known
+
+
+class Noisy(Net):
+    """Draws random numbers in evaluation too, and counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__(conv=conv(), act=nn.SiLU())
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return {"y": [F.dropout(self.act(self.conv(x)), 0.5, training=True)], "calls": self.calls.clone()}
+
+
+@pytest.mark.parametrize(("options", "most"), [({}, 0.06), ({"init": "relu"}, 1.0)])
+def test_the_report_says_how_far_outputs_change(options, most):
+    """On the sample, with the same random numbers before and after; the model and its random state are not touched."""
+    torch.manual_seed(3)
+    model, before = Noisy(), torch.get_rng_state()
+    original = copy.deepcopy(model)
+    report = pwlu.convert_(model, IMAGES, **options)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.calls == 0
+    expected = original.eval()(IMAGES)["y"][0]
+    torch.set_rng_state(before)
+    difference = (model.eval()(IMAGES)["y"][0] - expected).abs().max().item()
+    assert 0 < report.change.maximum < most
+    assert report.change.maximum == pytest.approx(difference, rel=1e-6)
+    assert report.change.relative == pytest.approx(difference / max(expected.abs().max().item(), 1.0), rel=1e-6)  # 1: the calls
+    text = f"outputs change by up to {difference:.2g}, {report.change.relative:.2g} of the largest output"
+    assert f"On the sample, in evaluation mode, {text}." in str(report)
+
+
+def test_nothing_is_said_of_outputs_that_do_not_change():
+    report = pwlu.convert_(nn.Sequential(conv(), nn.ReLU()), IMAGES)
+    assert report.change is None
+    assert "outputs" not in str(report)
+
+
+class Filtered(Net):
+    def forward(self, x):
+        y = self.act(self.conv(x))
+        return y[y < 0]
+
+
+def test_outputs_that_cannot_be_compared():
+    report = pwlu.convert_(Filtered(conv=conv(), act=nn.SiLU()), IMAGES, init="relu")
+    assert report.notes == ["In evaluation mode the outputs on the sample have other shapes than before."]
+    with torch.device("meta"):
+        report = pwlu.convert_(nn.Sequential(conv(), nn.SiLU()), torch.empty(2, 3, 7, 5))
+    (note,) = report.notes
+    assert note == "How far the outputs changed could not be measured (RuntimeError: the model is on the meta device)."
+
+
+def test_options_are_given_by_name():
+    with pytest.raises(TypeError, match="positional"):
+        pwlu.convert_(nn.Sequential(conv(), nn.ReLU()), IMAGES, "relu")
 
 
 def test_realign_keeps_the_start():
@@ -191,7 +419,8 @@ def test_other_activations():
 
 
 def test_every_start_is_a_kind():
-    assert set(EVERYTHING) - {Softsign} == set(STARTS) - {"identity", "swish"}
+    """And a kind that is no start has one made of its arguments."""
+    assert set(STARTS) - {"identity", "swish"} == set(ARGUMENTS) - {"prelu", "rrelu", "threshold", "clamp", "hardshrink"}
 
 
 # Taking it back.
@@ -230,7 +459,7 @@ def in_steps(model):
     pwlu.convert_(model, IMAGES, kinds="elu")
     pwlu.convert_(model, IMAGES, kinds="relu", to="relu")
     pwlu.convert_(model, IMAGES, init="same")
-    pwlu.convert_(model, IMAGES, kinds=Doubled)
+    pwlu.convert_(model, IMAGES, kinds=Doubled, init="relu")
 
 
 @pytest.mark.parametrize("convert", [once, fused, in_steps])

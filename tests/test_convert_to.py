@@ -66,8 +66,8 @@ def test_pau_starts_as_what_stood_there():
         assert (act(x) - function(x)).abs().max() < act.start_error * 1.01 + 1e-5
         assert f"of {act.start} for |x| <= 3" in str(report)
         assert site.error is None
-    with pytest.raises(ValueError, match=r"1, PReLU\(.*\), has parameters of its own: PAU cannot start as that"):
-        pwlu.convert_(nn.Sequential(conv(), nn.PReLU()), IMAGES, to="pau", kinds=nn.PReLU)
+    with pytest.raises(ValueError, match=r"1, PReLU\(.*\), differs from channel to channel"):
+        pwlu.convert_(nn.Sequential(conv(), nn.PReLU(4)), IMAGES, to="pau", kinds=nn.PReLU)
 
 
 def test_channels_last_maps_have_a_funnel():

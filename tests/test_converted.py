@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from blocks import IMAGES, Net, conv, converted, units
 from imported import SOURCES, interpreter
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import pwlu
@@ -97,6 +99,76 @@ def test_hooks_of_what_is_replaced():
     seen.clear()
     model(IMAGES)
     assert seen == []
+
+
+@pytest.mark.parametrize("options", [{}, {"init": "relu"}])
+def test_hooks_do_not_run_on_the_copies(options):
+    model, seen = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SiLU()), []
+    model[0].register_forward_hook(lambda *_: seen.append("hook"))
+    model[1].register_forward_pre_hook(lambda *_: seen.append("pre"))
+    everywhere = nn.modules.module.register_module_forward_hook(lambda *_: seen.append("global"))
+    pwlu.convert_(model, IMAGES, **options)
+    assert seen == []
+    model(IMAGES)
+    everywhere.remove()
+    assert Counter(seen) == {"hook": 1, "pre": 1, "global": 3}
+
+
+def test_hooks_without_which_a_model_cannot_run():
+    """Those of the user where there is no other way, and those of torch."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Linear(5, 6), nn.ReLU())
+    model[0].register_forward_pre_hook(lambda module, args: (args[0].flatten(1)[:, :105].view(-1, 3, 7, 5),))
+    assert converted(model, torch.randn(2, 3 * 7 * 5 + 1)) == {"1": 4, "3": 6}
+    pruned = nn.Sequential(prune.random_unstructured(nn.Conv2d(3, 4, 1), "weight", 0.5), nn.SiLU()).eval()
+    with torch.no_grad():
+        pruned[0].weight_orig.mul_(3)  # weight is computed from it, by a hook
+        expected = pruned(IMAGES)
+    change = pwlu.convert_(pruned, IMAGES).change
+    assert change.maximum == pytest.approx((pruned(IMAGES) - expected).abs().max().item(), rel=1e-5)
+
+
+def gelu_of(x):
+    return F.gelu(x)
+
+
+def test_a_forward_of_the_instance():
+    """That is what runs, so that is what stood there."""
+    model = nn.Sequential(conv(), nn.ReLU(), conv(4, 5), nn.ReLU()).eval()
+    model[1].forward = gelu_of
+    model[3].forward = lambda x: F.relu(x) + 0.5 * x
+    expected = model(IMAGES)
+    report = pwlu.convert_(model, IMAGES)
+    assert [(site.name, site.kind, site.action) for site in report] == [
+        ("1", "gelu", "converted"),
+        ("3.relu", "relu", "impossible"),
+    ]
+    assert (model(IMAGES) - expected).abs().max() < 10 * report.sites[0].error
+    pwlu.restore_(model)
+    assert torch.equal(model(IMAGES), expected)
+
+
+def test_beside_a_scripted_child():
+    scripted = torch.jit.script(nn.Sequential(conv(4, 5), nn.ReLU()))
+    model = nn.Sequential(conv(), nn.ReLU(), scripted)
+    expected = model(IMAGES)
+    report = pwlu.convert_(model, IMAGES)
+    assert report.notes == ["2 is scripted: activations inside are not seen. Convert it before torch.jit.script."]
+    assert [site.name for site in report] == ["1"]
+    assert pwlu.restore_(model) == ["1"]
+    assert torch.equal(model(IMAGES), expected)
+
+
+def test_units_on_fake_tensors():
+    with FakeTensorMode():
+        unit = pwlu.PWLU(4)
+        assert unit(torch.randn(2, 4, 3)).shape == (2, 4, 3)
+        model = nn.Sequential(conv(), nn.ReLU())
+        model[1] = pwlu.PWLU(4, init="silu", bounds=(-4, 4))
+        assert model(torch.randn(2, 3, 7, 5)).shape == (2, 4, 7, 5)
+    with pytest.raises(ValueError, match="bounds must be finite with left < right"):
+        pwlu.PWLU(4, bounds=(-1e5, 1e5), dtype=torch.float16)
+    with pytest.raises(ValueError, match="bounds must be finite with left < right"):
+        pwlu.PWLU(4, bounds=(1.0, 1.0 + 1e-9))
 
 
 def test_hooks_fire_once():

@@ -25,7 +25,7 @@ def test_report():
     lines = str(report).splitlines()
     assert re.match(r"1 +GELU\(approximate='none'\) +2 x 4 x 7 x 5 +converted +starts within 0.011 of it$", lines[2])
     assert re.match(r"3 +Tanh\(\) +2 x 5 x 7 x 5 +skipped +tanh is not in kinds$", lines[3])
-    assert lines[-1] == f"Sequential: 2 converted, 1 skipped; {9 * 21} parameters added"
+    assert lines[-2] == f"Sequential: 2 converted, 1 skipped; {9 * 21} parameters added"
 
 
 def small():
@@ -40,6 +40,7 @@ def small():
         (nn.Sequential(conv(), pwlu.PWLU(4)), {}, "nothing in Sequential was converted. It has 1 PWLU already"),
         (nn.ReLU(), {}, r"the model is a single function, ReLU\(\), and cannot be replaced in place"),
         (nn.DataParallel(small()), {}, "the model is wrapped already, by DataParallel. Convert first, then wrap"),
+        (torch.jit.trace(small(), IMAGES), {}, "the model is scripted. Convert it first"),
         (torch.compile(small()), {}, "the model is wrapped already, by OptimizedModule"),
         (nn.Sequential(torch.compile(small())), {}, "the model is wrapped already, by OptimizedModule"),
         (
@@ -59,10 +60,15 @@ def small():
         (small(), {"bounds": (3, -3)}, "bounds must be finite with left < right"),
         (small(), {"kinds": "tanh", "to": lambda *_: 3}, "to must return a module, but for 1 it returned 3"),
         (
-            nn.Sequential(conv(), nn.PReLU()),
-            {"kinds": nn.PReLU, "init": "same"},
-            "has parameters of its own: init='same' cannot",
+            nn.Sequential(conv(), nn.PReLU(4)),
+            {"kinds": "prelu", "granularity": "layer"},
+            r"1, PReLU\(num_parameters=4\), differs from channel to channel: a function of one number cannot start as that",
         ),
+        (nn.Sequential(conv(), nn.RReLU()), {"kinds": "rrelu"}, r"1, RReLU\(.*\), is random, or keeps a state that changes"),
+        (small(), {"kinds": "tanh", "init": torch.bernoulli}, "convert_: init=bernoulli, cannot be computed on numbers alone"),
+        (small(), {"kinds": "tanh", "init": torch.randn_like}, "convert_: init=randn_like, is random"),
+        (small(), {"bounds": "inputs"}, "bounds must be two numbers such as .*, or 'sample', not 'inputs'"),
+        (small(), {"tolerance": 0}, "tolerance must be a number above 0, such as 1e-3, not 0"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:torch.nn.DataParallel:FutureWarning")

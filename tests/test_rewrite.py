@@ -148,6 +148,68 @@ def test_every_form(form):
     assert type(model) is Forms
 
 
+class Named(Forms):
+    """Methods that name the class they are written in."""
+
+    SCALE = 2.0
+
+    def constant(self, x):
+        return F.relu(x) * Named.SCALE
+
+    def of_parent(self, x):
+        return F.relu(super(Named, self).method(x) - 0.1)  # noqa: UP008
+
+    def by_class(self, x):
+        return F.relu(x) if isinstance(self, Named) else x
+
+    def private_too(self, x):
+        return Named.__twice(F.relu(x))
+
+    @staticmethod
+    def __twice(x):
+        return 2 * x
+
+    def in_a_function(self, x):
+        return (lambda _Named: F.relu(_Named) * Named.SCALE)(x)
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("form", ["constant", "of_parent", "by_class", "private_too", "in_a_function"])
+def test_methods_that_name_their_class(form, local):
+    model = (local_class() if local else Named)(form)
+    expected = copy.deepcopy(model)(IMAGES)
+    assert len(converted(model)) == 1
+    assert torch.equal(model(IMAGES), expected)
+    next(iter(units(model).values())).heights.data += 1
+    assert not torch.equal(model(IMAGES), expected)
+
+
+def local_class():
+    class Local(Forms):
+        SCALE = 2.0
+
+        def constant(self, x):
+            return F.relu(x) * Local.SCALE
+
+        def of_parent(self, x):
+            return F.relu(super(Local, self).method(x) - 0.1)  # noqa: UP008
+
+        def by_class(self, x):
+            return F.relu(x) if isinstance(self, Local) else x
+
+        def private_too(self, x):
+            return Local.__twice(F.relu(x))
+
+        @staticmethod
+        def __twice(x):
+            return 2 * x
+
+        def in_a_function(self, x):
+            return (lambda _Local: F.relu(_Local) * Local.SCALE)(x)
+
+    return Local
+
+
 class Heir(Forms):
     def method(self, x):
         return F.relu(super().method(x) - 0.1)

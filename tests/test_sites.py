@@ -212,6 +212,112 @@ def test_kinds_and_where():
     assert converted(model, kinds="gelu") == {"2": 4}
 
 
+OTHERS = {
+    "prelu": nn.PReLU(4),
+    "rrelu": nn.RReLU(),
+    "softsign": nn.Softsign(),
+    "logsigmoid": nn.LogSigmoid(),
+    "celu": nn.CELU(),
+    "hardshrink": nn.Hardshrink(),
+    "softshrink": nn.Softshrink(),
+    "tanhshrink": nn.Tanhshrink(),
+    "threshold": nn.Threshold(0.0, 0.0),
+    "clamp": lambda x: x.clamp(min=0),
+}
+
+
+class Called(Net):
+    def forward(self, x):
+        return F.relu(self.act(self.conv(x)))
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_every_activation_is_visible(kind):
+    """Also those that are not converted unless they are asked for."""
+    report = pwlu.convert_(Called(conv=conv(), act=OTHERS[kind]), IMAGES)
+    assert [site.kind for site in report] == [kind, "relu"]
+    assert report.sites[0].reason == ("" if kind == "celu" else f"{kind} is not in kinds")
+
+
+class Limited(Net):
+    """A method that limits; a lambda outside of the module could not be rewritten."""
+
+    def forward(self, x):
+        return getattr(self, self.form)(self.conv(x))
+
+    def first(self, x):
+        return torch.clamp(x, 0)
+
+    def clip(self, x):
+        return torch.clip(x, min=0.0)
+
+    def least(self, x):
+        return x.clamp_min(0)
+
+    def as_relu6(self, x):
+        return torch.clamp(x, 0, 6)
+
+    def both(self, x):
+        return x.clamp(-1, max=2.5)
+
+    def most(self, x):
+        return torch.clamp_max(x, 2)
+
+    def of_class(self, x):
+        return torch.Tensor.clamp(x, 0)
+
+    def threshold(self, x):
+        return F.threshold(x, 0.5, 0.5)
+
+
+@pytest.mark.parametrize("form", [name for name in vars(Limited) if not name.startswith("_") and name != "forward"])
+def test_limits_as_activations(form):
+    model = Limited(conv=conv(), form=form)
+    x = 3 * IMAGES
+    expected = model(x)
+    (site,) = pwlu.convert_(model, x, kinds=("clamp", "threshold")).converted
+    assert site.error < 1e-12
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_limits_of_other_things_are_no_sites():
+    class Limits(Net):
+        def forward(self, x):
+            scale = self.scale.clamp(min=0.1)
+            return F.relu(self.conv(x)).clamp(max=100) * scale * x.long().clamp(min=0).sum()
+
+    report = pwlu.convert_(Limits(conv=conv(), scale=nn.Parameter(torch.ones(()))), IMAGES)
+    assert [site.kind for site in report] == ["relu"]
+
+
+def test_slopes_given_to_a_function():
+    class Given(Net):
+        def forward(self, x):
+            return F.relu(F.prelu(self.conv(x), self.slopes))
+
+    model = Given(conv=conv(), slopes=nn.Parameter(torch.ones(4)))
+    assert reasons(model, kinds=("prelu", "relu")) == ["its slopes are given to a function: make it an nn.PReLU"]
+
+
+class SiLU(nn.Module):
+    """Of one's own, of a name that torch has too, and not its function."""
+
+    def forward(self, x):
+        return x * torch.sigmoid(1.3 * x)
+
+
+class Mish(nn.Module):
+    def forward(self, x):
+        return x - 1
+
+
+@pytest.mark.parametrize(("act", "sites"), [(SiLU(), ["1.silu"]), (Mish(), [])])
+def test_what_was_reached_is_not_said_to_be_unreached(act, sites):
+    report = pwlu.convert_(nn.Sequential(conv(), act, nn.ReLU()), IMAGES)
+    assert [site.name for site in report] == [*sites, "2"]
+    assert not report.of("unreached")
+
+
 class Square(nn.Module):
     def forward(self, x):
         return x.relu() ** 2
@@ -224,6 +330,7 @@ class Cube(Square):
 @pytest.mark.parametrize(
     ("act", "kinds"), [(Square(), (Square,)), (Cube(), Square), (nn.PReLU(4), nn.PReLU), (nn.ReLU(), nn.ReLU)]
 )
+@pytest.mark.filterwarnings("ignore:convert_. 2 sites further than 0.1:UserWarning")
 def test_classes_as_kinds(act, kinds):
     """Of one's own, their subclasses, and ones with parameters."""
     assert converted(nn.Sequential(conv(), act, conv(4, 4), act), kinds=kinds) == {"1": 4, "3": 4}

@@ -1,5 +1,6 @@
 """Putting PWLUs, or other activations, into a model that exists: every place that applies an activation gets one of its own."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -8,21 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwlu.baselines import PAU, FReLU, ReLU, activation, check_name
 from pwlu.conversion import rewrite
 from pwlu.conversion.kinds import ARGUMENTS, DEFAULT_KINDS
+from pwlu.conversion.making import Factory, maker
 from pwlu.conversion.planning import plan
-from pwlu.conversion.report import Report, Site
+from pwlu.conversion.report import EXACT, Change, Report, Site
+from pwlu.conversion.runs import Run, Runs
 from pwlu.conversion.sites import Found, Rules, decide, find_sites
-from pwlu.conversion.tracing import Call, Runs, stateless_leaf, unshare
+from pwlu.conversion.tracing import Call, stateless_leaf, unshare
 from pwlu.conversion.unreached import unreached
-from pwlu.module import PWLU, units_of
-from pwlu.starts import STARTS, Start, best_bounds, find_start, start_error
+from pwlu.module import units_of
+from pwlu.starts import Start
 from pwlu.text import counted
 
-Factory = Callable[[int, Site], nn.Module]
 _REPLACED = "_pwlu_replaced"  # what stood there, by child, in the owner's __dict__; None for a call of a function
 _SHARED = "_pwlu_shared"  # likewise, where one module without state stood in several places
+_FAR = 0.1  # a start further than this from what stood there gets a warning
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -38,12 +40,14 @@ _HOOKS = (
 def convert_(
     model: nn.Module,
     sample: Any,
+    *,
     to: str | Factory = "pwlu",
     kinds: Iterable[str | type[nn.Module]] = DEFAULT_KINDS,
-    bounds: tuple[float, float] | None = None,
+    bounds: tuple[float, float] | str | None = None,
     intervals: int = 16,
+    tolerance: float | None = None,
     granularity: str = "channel",
-    init: str | Callable[[Tensor], Tensor] | Start = "relu",
+    init: str | Callable[[Tensor], Tensor] | Start = "same",
     where: Callable[[Site], bool] | None = None,
     min_positions: int = 2,
 ) -> Report:
@@ -54,24 +58,32 @@ def convert_(
 
     Args:
         sample: what the model is called with: a tensor, a tuple of arguments or a dictionary of keyword arguments. It shows the
-            shapes; a copy of the model is run on it, without values where possible.
+            shapes; a copy of the model is run on it, without values where possible. A list is several of these: where layers
+            do not tell which dimension has the channels, it is the one whose size is the same for all samples. For a model
+            that takes one list, write a tuple: ``(images,)``.
         to: ``"pwlu"``, the name of another activation (``pwlu.activation`` makes it), or a function of (channels, site) that
             makes a module.
         kinds: which activations are replaced: names, or classes of modules that are activations of your own.
         bounds: of every PWLU at its start; default (-3, 3) for ReLU, and for other functions those that fit best.
+            ``"sample"``: from the smallest to the largest input that a site has for the sample.
         intervals: N.
+        tolerance: how far a PWLU may be from the function it starts as. N then grows from ``intervals`` until that is so.
         granularity: ``"channel"`` for one function a channel, ``"layer"`` for one a site.
-        init: what PWLUs start as: a name, a function, or ``"same"`` for what stood there, so that a trained network goes on
-            working.
+        init: what PWLUs start as: ``"same"`` for what stood there, so that a trained network goes on working, a name such as
+            ``"relu"`` (the paper's start), or a function.
         where: a function of a :class:`Site` that says False to leave it as it is.
         min_positions: maps with fewer positions (height x width) are left alone, as in squeeze-and-excitation, and so is
             whatever feeds a gate.
 
-    Raises an error, and changes nothing, if no site is converted.
+    Raises an error, and changes nothing, if no site is converted. Where outputs change, ``report.change`` says by how much.
     """
     rules = Rules(_check_kinds(kinds), granularity, where, min_positions)
-    make = _maker(to, bounds, intervals, granularity, init)
+    make = maker(to, bounds, intervals, granularity, init, tolerance)
     _check_model(model)
+    if isinstance(sample, list) and not sample:
+        raise ValueError(
+            "convert_: sample is an empty list. Write a tensor, a tuple of arguments, or a list of several samples"
+        )
     runs = Runs(model, sample)
     recorded = runs.record(rules.kinds)
     if not recorded:
@@ -80,15 +92,24 @@ def convert_(
     for found in founds:
         decide(found, rules)
     plan(model, founds)
+    if to == "pwlu" and bounds == "sample":
+        _calibrate(runs, founds)
     for found in founds:
         if found.wanted:
             found.module = make(found)
             found.site.parameters = sum(p.numel() for p in found.module.parameters())
     _try_out(runs, founds)
-    report = Report(type(model).__name__, [f.site for f in founds] + unreached(model, recorded, rules), _notes(runs))
+    report = Report(
+        type(model).__name__, [f.site for f in founds] + unreached(model, recorded, runs.reached, rules), _notes(runs)
+    )
     if not report.converted:
         raise _nothing_converted(report, model)
+    _warn(report, tolerance)
+    measured = any(site.error is None or site.error > EXACT for site in report.converted)
+    before = runs.outputs() if measured else None
     _apply(model, founds)
+    if before is not None:
+        _measure(report, before, runs.outputs())
     return report
 
 
@@ -115,7 +136,8 @@ def restore_(model: nn.Module) -> list[str]:
                 module._modules[key] = old.train(module.training)
         module.__class__ = rewrite.original(type(module))
     for module in list(model.modules()):
-        module._modules.update(module.__dict__.pop(_SHARED, {}))
+        for key, shared in module.__dict__.pop(_SHARED, {}).items():
+            module._modules[key] = shared
     if any(_REPLACED in module.__dict__ for module in model.modules()):  # in what was put back
         removed += restore_(model)
     return removed
@@ -147,75 +169,13 @@ def check_unwrapped(caller: str, model: nn.Module) -> None:
 
 def _check_model(model: nn.Module) -> None:
     check_unwrapped("convert_", model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError("convert_: the model is scripted. Convert it first, then write torch.jit.script(model)")
     if stateless_leaf(model):
         raise ValueError(
             f"convert_: the model is a single function, {model}, and cannot be replaced in place. "
             "Write model = pwlu.PWLU(channels), or give the model that contains it"
         )
-
-
-def _maker(
-    to: str | Factory, bounds: tuple[float, float] | None, intervals: int, granularity: str, init: Any
-) -> Callable[[Found], nn.Module]:
-    """A function that makes the new activation of a site; wrong arguments are found now."""
-    if granularity not in ("channel", "layer"):
-        raise ValueError(f"convert_: granularity must be 'channel' or 'layer', not {granularity!r}")
-
-    def channels(site: Site) -> int:
-        return site.channels if granularity == "channel" else 1
-
-    def fixed(start: Start | None, site: Site, what: str) -> Start:
-        assert start is not None
-        if isinstance(start.function, nn.Module) and not stateless_leaf(start.function):
-            raise ValueError(f"convert_: {site.name}, {site.was}, has parameters of its own: {what} cannot start as that")
-        return start
-
-    def unit(found: Found) -> nn.Module:
-        site, call = found.site, found.calls[0]
-        start = fixed(find_start(init) if init != "same" else site.start, site, "init='same'")
-        fitted = best_bounds(start, intervals, bounds)
-        by_name = start.name if STARTS.get(start.name) == start else start
-        act = PWLU(channels(site), intervals, fitted, by_name, site.channel_dim, device=call.device, dtype=_wide(call))
-        site.error = start_error(start, act.bounds, intervals) if start == site.start else None
-        return act
-
-    def other(found: Found) -> nn.Module:
-        site, call = found.site, found.calls[0]
-        if not isinstance(to, str):
-            module = to(channels(site), site)
-            if not isinstance(module, nn.Module):
-                raise TypeError(f"convert_: to must return a module, but for {site.name} it returned {module!r}")
-            return module
-        flat = to == "frelu" and len(site.shape) != 4
-        site.reason = "as ReLU: FReLU needs a map" if flat else ""
-        if to == "relu" or flat:
-            return nn.ReLU() if site.kind == "relu" else ReLU()
-        if to == "frelu":  # it convolves, and so is of the type of its input
-            norm = "group" if found.runs > 1 else "batch"  # one batch norm would mix the statistics of several runs
-            site.reason = f"with group norm: it runs {found.runs} times in a pass" if norm == "group" else ""
-            return FReLU(site.channels, site.channel_dim, norm=norm).to(call.device, call.dtype)
-        if to == "pau":
-            pau = PAU(fixed(site.start, site, "PAU"), call.device, _wide(call))
-            site.reason = f"starts within {pau.start_error:.2g} of {pau.start} for |x| <= 3"
-            return pau
-        return activation(to, channels(site), site.channel_dim).to(call.device, _wide(call))
-
-    if to != "pwlu":
-        if isinstance(to, str):
-            check_name(to)
-        elif not callable(to):
-            raise ValueError(f"convert_: to must be a name or a function of (channels, site), not {to!r}")
-        if to == "frelu" and granularity == "layer":
-            raise ValueError("convert_: FReLU has a window for each channel. Leave granularity out, or write to='prelu', say")
-        return other
-    start = find_start("relu" if init == "same" else init)
-    PWLU(1, intervals, bounds or (-3.0, 3.0), "identity")  # intervals and bounds are checked before bounds are fitted
-    PWLU(1, intervals, bounds or best_bounds(start, intervals), init=start)
-    return unit
-
-
-def _wide(call: Call) -> torch.dtype:
-    return torch.float64 if call.dtype == torch.float64 else torch.float32  # knots in 16 bits would be in the wrong places
 
 
 # Doing it.
@@ -306,23 +266,63 @@ def _try_out(runs: Runs, founds: Sequence[Found]) -> None:
                 found.site.parameters, found.site.error = 0, None
 
 
+def _calibrate(runs: Runs, founds: Sequence[Found]) -> None:
+    """Note between which numbers the inputs of every site lie."""
+    wanted = {found.site.name: found for found in founds if found.wanted}
+    for name, (low, high) in runs.input_ranges(partial(_apply, founds=founds, trial=True), wanted).items():
+        width = high - low
+        wanted[name].inputs = (low, high) if width > 1e-3 else (low - 0.5, high + 0.5)
+
+
 # What to say.
+
+
+def _warn(report: Report, tolerance: float | None) -> None:
+    """Warn where a PWLU starts far from what stood there."""
+    allowed = tolerance or _FAR
+    far = [site for site in report.converted if site.error is not None and site.error > allowed]
+    if far:
+        worst = max(far, key=lambda site: site.error or 0.0)
+        warnings.warn(
+            f"convert_: {counted(len(far), 'site')} further than {allowed:g} from what stood there; {worst.name}, {worst.was}, "
+            f"by {worst.error:.2g}. Write tolerance=1e-2 for more intervals, or bounds='sample' for bounds that fit the sample",
+            stacklevel=3,
+        )
+
+
+def _measure(report: Report, before: list[Tensor] | Exception, after: list[Tensor] | Exception) -> None:
+    """Tell the report how far the outputs on the sample changed, or why nobody knows."""
+    if isinstance(before, Exception) or isinstance(after, Exception):
+        failed = before if isinstance(before, Exception) else after
+        report.notes.append(f"How far the outputs changed could not be measured ({_in_short(failed)}).")
+    elif [y.shape for y in before] != [y.shape for y in after]:
+        report.notes.append("In evaluation mode the outputs on the sample have other shapes than before.")
+    else:
+        report.change = Change.between(before, after)
+
+
+def _in_short(error: Any) -> str:
+    text = (str(error).strip().splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {text}"
 
 
 def _notes(runs: Runs) -> list[str]:
     notes = []
-    for mode, error in runs.failures.items():
-        text = (str(error).strip().splitlines() or [""])[0][:200]
-        notes.append(f"In {mode} mode the model could not be run on the sample ({type(error).__name__}: {text}).")
+    for run, error in runs.failures.items():
+        which = f"sample {run.sample}" if len(runs.samples) > 1 else "the sample"
+        notes.append(f"In {run.mode} mode the model could not be run on {which} ({_in_short(error)}).")
+    scripted = [name for name, module in runs.model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    for name in [name for name in scripted if name.rpartition(".")[0] not in scripted]:
+        notes.append(f"{name} is scripted: activations inside are not seen. Convert it before torch.jit.script.")
     return notes
 
 
 def _could_not_run(runs: Runs) -> RuntimeError:
-    error = runs.failures["eval"]
+    error = runs.failures[Run("eval", 0)]
     new = RuntimeError(
         "convert_: the model could not be run on the sample, neither in training nor in evaluation mode: "
         f"{type(error).__name__}: {error}\nThe sample is what the model is called with: a tensor, a tuple of arguments, or a "
-        "dictionary of keyword arguments."
+        "dictionary of keyword arguments. A list is several samples: for a model that takes one list, write (images,)."
     )
     new.__cause__ = error
     return new

@@ -63,7 +63,8 @@ def curves_of(model: Any, caller: str) -> dict[str, Curves]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}: expected a model, or the parameters of its PWLUs by name, not {type(model).__name__}")
     units = require_units(caller, model)
-    return {name: _drawn(unit.blocks(), find_start(unit.init)) for name, unit in units.items()}
+    starts = {name: find_start(unit.init) for name, unit in units.items()}
+    return {name: _drawn(unit.blocks(), starts[name] if starts[name].channels == 1 else None) for name, unit in units.items()}
 
 
 def inputs_of(units: Mapping[str, Curves], alignment: Alignment | None, caller: str) -> dict[str, UnitAlignment]:

@@ -86,6 +86,8 @@ class PWLU(nn.Module):
         self.channel_dim = checks.whole_number("PWLU", "channel_dim", channel_dim, "1 for images, -1 for the last")
         self.init = init
         start = find_start(init)
+        if start.channels not in (1, self.channels):
+            raise ValueError(f"PWLU: init={start.name!r} has {start.channels} functions, for channels={start.channels} alone")
         self.bounds = fit_bounds(_check_bounds(bounds, dtype), self.intervals, start.kinks, start.name)
         self.weight = nn.Parameter(torch.empty(self.channels * (self.intervals + 5), device=device, dtype=dtype))
         self.statistics = InputStatistics(self.channels, self.weight.device, reference.compute_dtype(self.weight))
@@ -322,7 +324,7 @@ def _check_bounds(bounds: Any, dtype: torch.dtype | None) -> tuple[float, float]
         left, right = (float(b) for b in bounds)
     except (TypeError, ValueError):
         raise ValueError(f"PWLU: bounds must be two numbers such as (-3.0, 3.0), not {bounds!r}") from None
-    ends = torch.tensor([left, right], dtype=dtype, device="cpu")  # as they will be stored
-    if not (ends.diff().isfinite().item() and ends[0] < ends[1]):
+    stored, largest = torch.finfo(dtype or torch.get_default_dtype()), max(abs(left), abs(right))
+    if not (stored.eps * largest < right - left <= stored.max and largest <= stored.max):  # no tensor: it may be a fake one
         raise ValueError(f"PWLU: bounds must be finite with left < right, such as (-3.0, 3.0), not ({left:g}, {right:g})")
     return left, right

@@ -1,7 +1,6 @@
 """Functions a unit can start as, by name, with the places where each has a kink."""
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,12 +13,28 @@ from pwlu import reference
 
 
 class Start(NamedTuple):
-    """A function, its kinks (a knot on each lets a unit equal it there), its slopes far out where known, and its name."""
+    """A function, its kinks (a knot on each lets a unit equal it there), its slopes far out where known, and its name.
+
+    ``channels``: more than 1 if the function differs from channel to channel. It then takes x of the shape (C, J).
+    """
 
     function: Callable[[Tensor], Tensor]
     kinks: tuple[float, ...] = ()
     slopes: tuple[float, float] | None = None
     name: str = ""
+    channels: int = 1
+
+
+class Slopes:
+    """PReLU with one slope per channel, as a function of x (C, J), or of (K C, J) for K units."""
+
+    def __init__(self, slopes: Tensor) -> None:
+        self.slopes = slopes.detach().to("cpu", torch.float64).clone()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """y."""
+        slopes = self.slopes.to(x).repeat(len(x) // len(self.slopes))
+        return x.clamp(min=0) + slopes[:, None] * x.clamp(max=0)
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -42,6 +57,10 @@ STARTS: dict[str, Start] = {
     "hardswish": Start(F.hardswish, (-3.0, 3.0), (0.0, 1.0)),
     "hardsigmoid": Start(F.hardsigmoid, (-3.0, 3.0), (0.0, 0.0)),
     "hardtanh": Start(F.hardtanh, (-1.0, 1.0), (0.0, 0.0)),
+    "softsign": Start(F.softsign, (), (0.0, 0.0)),
+    "logsigmoid": Start(F.logsigmoid, (), (1.0, 0.0)),
+    "softshrink": Start(F.softshrink, (-0.5, 0.5), (1.0, 1.0)),
+    "tanhshrink": Start(F.tanhshrink, (), (1.0, 1.0)),
     "sigmoid": Start(torch.sigmoid, (), (0.0, 0.0)),
     "tanh": Start(torch.tanh, (), (0.0, 0.0)),
     "identity": Start(_identity, (), (1.0, 1.0)),
@@ -99,15 +118,15 @@ def fit_bounds(bounds: tuple[float, float], intervals: int, kinks: tuple[float, 
     return fitted
 
 
-def start_error(start: Start, bounds: tuple[float, float], intervals: int) -> float:
-    """The largest difference between a unit at its start and the function, for |x| <= 100, in float64."""
-    return float(_start_errors(start, [bounds], intervals)[0])
+def start_error(start: Start, bounds: tuple[float, float], intervals: int, between: tuple[float, float] = (-100, 100)) -> float:
+    """The largest difference between a unit at its start and the function, for x between two numbers, in float64."""
+    return float(_start_errors(start, [bounds], intervals, between)[0])
 
 
 def best_bounds(start: Start, intervals: int, bounds: tuple[float, float] | None = None) -> tuple[float, float]:
     """Bounds with which a unit comes close to the function everywhere: (-3, 3) if that is exact, else the best of a grid.
 
-    Given bounds are only widened, where a kink lies outside. A function whose slopes far out are not known gets (-3, 3).
+    Given bounds are only widened, where a kink lies outside.
     """
     left, right = bounds or (-3.0, 3.0)
     widened = min([left, *start.kinks]), max([right, *start.kinks])
@@ -117,30 +136,79 @@ def best_bounds(start: Start, intervals: int, bounds: tuple[float, float] | None
         if bounds is not None:
             raise
         return _searched(start, intervals)
-    if bounds is not None or start.slopes is None or start_error(start, fitted, intervals) < 1e-6:
-        return fitted
-    return _searched(start, intervals)
+    return fitted if bounds is not None or start_error(start, fitted, intervals) < 1e-6 else _searched(start, intervals)
 
 
-@functools.cache
+def enough_intervals(start: Start, least: int, tolerance: float, bounds: tuple[float, float] | None = None) -> int:
+    """A number of intervals, `least` or more, with which a unit starts within the tolerance of the function.
+
+    It grows by a half at a time, up to 512, where it stays if that is not enough.
+    """
+    intervals = least
+    while intervals < 512 and start_error(start, best_bounds(start, intervals, bounds), intervals) > tolerance:
+        intervals = min(512, intervals + (intervals + 1) // 2)
+    return intervals
+
+
+_COARSE = (0.25, 0.5, *map(float, range(1, 11)), 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 100.0)
+_FOUND: dict[Any, tuple[float, float]] = {}  # functions are many, but of few values
+
+
 def _searched(start: Start, intervals: int) -> tuple[float, float]:
+    """The bounds with the smallest error: the best of a coarse grid, then of a fine one around it."""
+    with torch.no_grad():
+        values = start.function(_places((-100, 100)).expand(start.channels, -1))
+    key = values.numpy().tobytes(), start.kinks, start.slopes, intervals
+    if key not in _FOUND:
+        left, right = _best(start, intervals, [-b for b in _COARSE], _COARSE)
+        _FOUND[key] = _best(start, intervals, [-b for b in _around(-left)], _around(right))
+    return _FOUND[key]
+
+
+def _around(bound: float) -> list[float]:
+    """Quarters between the coarse neighbours of a bound, or as many steps where these are further apart."""
+    low = max((b for b in _COARSE if b < bound - 0.2), default=0.25)
+    high = min((b for b in _COARSE if b > bound + 0.2), default=100.0)
+    steps = min(8, round(4 * (high - low))) or 1
+    return [low + (high - low) * n / steps for n in range(steps + 1)]
+
+
+def _best(start: Start, intervals: int, lefts: Sequence[float], rights: Sequence[float]) -> tuple[float, float]:
     choices = [(start.kinks[0], start.kinks[1])] if len(start.kinks) == 2 else []
-    for left, right in itertools.product((-b / 4 for b in range(4, 41)), (b / 4 for b in range(4, 41))):
+    for left, right in itertools.product(lefts, rights):
         with contextlib.suppress(ValueError):  # such bounds and kinks do not go together
             choices.append(fit_bounds((left, right), intervals, start.kinks, start.name))
     errors = _start_errors(start, choices, intervals).clamp(min=1e-6).tolist()
     return min(zip(errors, choices, strict=True), key=lambda pair: (pair[0], abs(pair[1][0] + 3) + abs(pair[1][1] - 3)))[1]
 
 
-def _start_errors(start: Start, choices: Sequence[tuple[float, float]], intervals: int) -> Tensor:
+def _places(between: tuple[float, float]) -> Tensor:
+    """Where errors are measured: 0.01 apart near 0, and further apart far out."""
     options: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
-    far = torch.logspace(1, 2, 50, **options)
-    x = torch.cat([-far, torch.linspace(-10, 10, 2001, **options), far])
-    left, right = torch.tensor(choices, **options).T
-    units = (left, right, *start_parameters(start, left, right, intervals))
+    x = torch.cat([torch.linspace(-10, 10, 2001, **options), torch.linspace(-100, 100, 201, **options)])
+    return torch.cat([x[(x >= between[0]) & (x <= between[1])], torch.linspace(*between, 201, **options)]).unique()
+
+
+def _start_errors(
+    start: Start, choices: Sequence[tuple[float, float]], intervals: int, between: tuple[float, float] = (-100, 100)
+) -> Tensor:
+    """Of each choice of bounds."""
+    x = _places(between)
+    left, right = torch.tensor(choices, dtype=torch.float64, device="cpu").repeat_interleave(start.channels, 0).T
     with torch.no_grad():
-        differences = reference.forward(x[:, None].expand(-1, len(choices)), *units, channel_dim=1) - start.function(x)[:, None]
-    return differences.abs().amax(0)
+        units = (left, right, *start_parameters(start, left, right, intervals))
+        y = reference.forward(x[:, None].expand(-1, len(left)), *units, channel_dim=1)
+        expected = start.function(x.expand(start.channels, -1)).T.repeat(1, len(choices))
+    return (y - expected).abs().amax(0).view(-1, start.channels).amax(1)
+
+
+def far_slopes(function: Callable[[Tensor], Tensor]) -> tuple[float, float] | None:
+    """The slopes that a function tends to far out on either side; None if it tends to none."""
+    x = torch.tensor([-4e3, -2e3, -1e3, 1e3, 2e3, 4e3], dtype=torch.float64, device="cpu")
+    with torch.no_grad():
+        left, left_nearer, _, right_nearer, right = (function(x).double().diff() / x.diff()).tolist()
+    settled = all(abs(a - b) <= 1e-3 * max(1.0, abs(b)) for a, b in ((left_nearer, left), (right_nearer, right)))
+    return (round(left, 5), round(right, 5)) if settled else None  # of NaN and infinity, too
 
 
 def start_parameters(start: Start, left: Tensor, right: Tensor, intervals: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pwlu.starts import STARTS, Start
+from pwlu.baselines import PReLU
+from pwlu.starts import STARTS, Slopes, Start
+
+PRELU = (nn.PReLU, PReLU)
 
 # What convert_ replaces unless told otherwise. The rest of ARGUMENTS serve as gates and outputs more often than as activations.
 DEFAULT_KINDS = ("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "hardswish")
@@ -29,9 +32,20 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "hardtanh": {"min_val": -1.0, "max_val": 1.0, "inplace": False},
     "hardsigmoid": {"inplace": False},
     "softplus": {"beta": 1.0, "threshold": 20.0},
+    "prelu": {"weight": None},
+    "rrelu": {"lower": 1 / 8, "upper": 1 / 3, "training": False, "inplace": False},
+    "softsign": {},
+    "logsigmoid": {},
+    "hardshrink": {"lambd": 0.5},
+    "softshrink": {"lambd": 0.5},
+    "tanhshrink": {},
+    "threshold": {"threshold": 0.0, "value": 0.0, "inplace": False},
+    "clamp": {"min": None, "max": None},
     "sigmoid": {},
     "tanh": {},
 }
+# Other names of these functions.
+_ALIASES = {"log_sigmoid": "logsigmoid", "_threshold": "threshold", "clip": "clamp", "clamp_min": "clamp", "clamp_max": "clamp"}
 
 
 class Activation(NamedTuple):
@@ -51,57 +65,95 @@ def recognise(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     """The activation that this call of a torch function is, if it is one: F.relu, torch.relu, x.relu(), x.relu_(), ..."""
     name = getattr(function, "__name__", "")
     kind = name.removesuffix("_")
+    if kind == "clamp_max":
+        args, kwargs = args[:1], {**dict(zip(("max",), args[1:], strict=False)), **kwargs}
+    kind = _ALIASES.get(kind, kind)
     x = args[0] if args else kwargs.get("input")
     if kind not in ARGUMENTS or not isinstance(x, Tensor):
         return None
     given = dict(zip(ARGUMENTS[kind], args[1:], strict=False)) | {k: v for k, v in kwargs.items() if k in ARGUMENTS[kind]}
     in_place = name.endswith("_") or bool(given.pop("inplace", False))
+    if kind == "prelu":
+        return Activation(kind, x, Start(partial(F.prelu, weight=given["weight"]), name=kind), in_place)
+    if kind == "clamp" and not all(v is None or isinstance(v, (int, float)) for v in given.values()):
+        return None
+    given.pop("training", None)  # of a function that is random: it is not another one in evaluation
     special = {k: v for k, v in given.items() if v != ARGUMENTS[kind][k]}
     if kind == "hardtanh" and (special.get("min_val"), special.get("max_val")) == (0, 6):
         kind, special = "relu6", {}  # that is how nn.ReLU6 says it
     return Activation(kind, x, _start(kind, *special.items()), in_place)
 
 
+_BASES = {  # of kinds that no unit starts as by their name
+    "hardshrink": Start(F.hardshrink, (), (1.0, 1.0), "hardshrink"),  # it jumps
+    "rrelu": Start(partial(F.rrelu, training=True), (0.0,), name="rrelu"),
+    "threshold": Start(partial(F.threshold, threshold=0.0, value=0.0), (0.0,), (0.0, 1.0), "threshold"),
+}
+
+
 @cache
 def _start(kind: str, *arguments: tuple[str, Any]) -> Start:
     """The start of that kind, with other arguments than the default ones if there are any."""
-    known = STARTS[kind]
-    if not arguments:
-        return known
     special = dict(arguments)
-    function = partial(getattr(F, kind), **special)
+    if kind == "clamp":
+        return _clamp(special.get("min"), special.get("max"))
+    known = STARTS.get(kind) or _BASES[kind]
+    if not special:
+        return known
+    function = partial(known.function, **special)
     name = f"{kind}({', '.join(f'{k}={v}' for k, v in special.items())})"
     kinks, slopes = known.kinks, known.slopes
     if kind == "leaky_relu":
         slopes = (float(special["negative_slope"]), 1.0)
     elif kind == "elu":
         kinks = (0.0,)  # its slopes on either side of 0 are alpha and 1
+    elif kind == "threshold":
+        kinks = (float(special.get("threshold", 0.0)),)
+    elif kind == "softshrink":
+        kinks = (-float(special["lambd"]), float(special["lambd"]))
     elif kind == "hardtanh":
         kinks = (float(special.get("min_val", -1.0)), float(special.get("max_val", 1.0)))
     return Start(function, kinks, slopes, name)
+
+
+def _clamp(low: float | None, high: float | None) -> Start:
+    known = STARTS["relu"] if (low, high) == (0, None) else STARTS["relu6"] if (low, high) == (0, 6) else None
+    slopes = float(low is None), float(high is None)
+    kinks = tuple(float(limit) for limit in (low, high) if limit is not None)
+    return known or Start(partial(torch.clamp, min=low, max=high), kinks, slopes, f"clamp({low}, {high})")
+
+
+def prelu_start(weight: Tensor) -> Start:
+    """The start that equals PReLU with these slopes, one per channel or one for all."""
+    if weight.is_meta:
+        return Start(partial(F.prelu, weight=weight), name="prelu")
+    if len(weight) == 1:
+        return _start("leaky_relu", ("negative_slope", weight.item()))
+    return Start(Slopes(weight), (0.0,), None, "prelu", len(weight))
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-_TANH_GELU = _start("gelu", ("approximate", "tanh"))
 _QUICK_GELU = Start(_quick_gelu, (), (0.0, 1.0), "quick_gelu")
-# Modules of transformers and timm that write the formula out and call no function that is in ARGUMENTS.
-_BY_CLASS_NAME = {
-    "NewGELUActivation": _TANH_GELU,
-    "FastGELUActivation": _TANH_GELU,
-    "QuickGELUActivation": _QUICK_GELU,
-    "QuickGELU": _QUICK_GELU,
-}
+Recognised = tuple[str, Start]
+# Kind and start of what modules write out.
+WRITTEN_OUT: list[Recognised] = [
+    *((kind, STARTS[kind]) for kind in ARGUMENTS if kind in STARTS),
+    ("gelu", _start("gelu", ("approximate", "tanh"))),
+    ("gelu", _QUICK_GELU),
+]
 
 
-def recognise_module(module: nn.Module, kinds: Iterable[str | type[nn.Module]]) -> tuple[str, Start] | None:
-    """Kind and start of a module that is an activation by its class: one of `kinds`, or known to write a formula out."""
+def recognise_module(module: nn.Module, kinds: Iterable[str | type[nn.Module]]) -> Recognised | None:
+    """Kind and start of a module that is an activation because of its class: one of `kinds`, or PReLU."""
+    learned = prelu_start(module.weight) if isinstance(module, nn.PReLU) and type(module) in PRELU else None
     if kind := next((kind for kind in kinds if isinstance(kind, type) and isinstance(module, kind)), None):
-        function = copy.copy(module)
-        function.__dict__.pop("forward", None)  # that of its class, not of whoever watches it
-        return kind.__name__, Start(function, name=type(module).__name__)
-    if start := _BY_CLASS_NAME.get(type(module).__name__):
-        return "gelu", start
-    return None
+        return kind.__name__, learned or Start(frozen(module), name=type(module).__name__)
+    return ("prelu", learned) if learned else None
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    """A copy of the module that starts are computed with: in float64, on the CPU, in evaluation mode."""
+    return copy.deepcopy(module).to("cpu", torch.float64).requires_grad_(False).eval()

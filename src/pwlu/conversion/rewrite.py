@@ -232,7 +232,11 @@ def _compiled(tree: ast.FunctionDef, old: FunctionType) -> CodeType:
     # Compiled inside a class, for names that begin with two underscores, and a function that has its free variables.
     free = [name for name in old.__code__.co_freevars if name != "__class__"]
     arguments = ast.arguments([], [ast.arg(name) for name in free], None, [], [], None, [])
-    around = ast.ClassDef(_class_around(old.__code__), [], [], [tree], [])
+    # Underscores before its name change nothing in it, and let the method mean the class itself where it names that.
+    class_name, used = _class_around(old.__code__), {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    while class_name in used or class_name in free:
+        class_name = f"_{class_name}"
+    around = ast.ClassDef(class_name, [], [], [tree], [])
     factory = ast.FunctionDef("_", arguments, [around], [])
     for part in (factory, around):
         if hasattr(part, "type_params") or "type_params" in part._fields:
@@ -254,6 +258,8 @@ def _argument(node: ast.Call, of_tensor: bool) -> ast.expr:
     """What the activation is applied to."""
     if isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id):
         raise NotPossible(f"it is called by {node.func.id}(...), not by the code itself")
+    if of_tensor and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value).split(".")[-1] != "Tensor":
+        return node.func.value  # x.clamp(0), unlike torch.Tensor.clamp(x, 0)
     if node.args:
         if isinstance(node.args[0], ast.Starred):
             raise NotPossible("its arguments are given as *args")
@@ -261,8 +267,6 @@ def _argument(node: ast.Call, of_tensor: bool) -> ast.expr:
     named = [keyword.value for keyword in node.keywords if keyword.arg in ("input", "x")]
     if named:
         return named[0]
-    if of_tensor and isinstance(node.func, ast.Attribute):
-        return node.func.value
     raise NotPossible("the tensor it is applied to is not among its arguments")
 
 

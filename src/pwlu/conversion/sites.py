@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from pwlu.conversion.nodes import SEVERAL
 from pwlu.conversion.report import Site
 from pwlu.conversion.rewrite import Edit
+from pwlu.conversion.runs import Recorded, Run
 from pwlu.conversion.tracing import Call
 from pwlu.text import counted
 
@@ -20,11 +22,12 @@ class Found:
 
     site: Site
     calls: list[Call]
-    modes: Counter[str]  # how many of the calls are in train and in eval mode
+    modes: Counter[Run]  # how many of the calls are in each run
     owner: str = ""  # the module that gets a child
     key: str = ""  # under this name
     edit: Edit | None = None
     module: nn.Module | None = None
+    inputs: tuple[float, float] | None = None  # between which numbers they lie for the sample, if that was asked for
     alone: bool = True  # no other site is at the same place in the source, as in a loop over activations
 
     @property
@@ -52,17 +55,20 @@ class Rules:
         return kind in {k if isinstance(k, str) else k.__name__ for k in self.kinds}
 
 
-def find_sites(recorded: dict[str, list[Call]]) -> list[Found]:
+def find_sites(recorded: Recorded) -> list[Found]:
     """Calls with the same module and place are one site. A module called from one place only is a site by itself."""
     groups: dict[Any, list[Call]] = {}
-    modes: dict[Any, list[str]] = {}
-    for mode, calls in recorded.items():
+    runs: dict[Any, list[Run]] = {}
+    for run, calls in recorded.items():
         for call in calls:
             place = call.location
             key = (call.module, place.owner or place.nearest, place.filename, place.line, place.end)
             groups.setdefault(key, []).append(call)
-            modes.setdefault(key, []).append(mode)
-    return [Found(_site(calls, tuple(dict.fromkeys(modes[key]))), calls, Counter(modes[key])) for key, calls in groups.items()]
+            runs.setdefault(key, []).append(run)
+    return [
+        Found(_site(calls, tuple(dict.fromkeys(run.mode for run in runs[key]))), calls, Counter(runs[key]))
+        for key, calls in groups.items()
+    ]
 
 
 def _site(calls: list[Call], modes: tuple[str, ...]) -> Site:
@@ -71,7 +77,7 @@ def _site(calls: list[Call], modes: tuple[str, ...]) -> Site:
         name, was = first.module, first.was
     else:
         name = joined(first.location.owner or first.location.nearest, first.kind)
-        was = f"{'x' if first.method else 'F'}.{first.was}"
+        was = f"{'x' if first.method else 'F'}.{first.was}" if not first.written_out else f"{first.was}, written out"
     return Site(
         name, was, first.kind, first.shape, modes=modes, calls=len(calls), source=str(first.location), start=first.start
     )
@@ -82,11 +88,31 @@ def joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _channel_dim(call: Call) -> int:
-    dim = call.channel_dim
-    if dim is None or not -len(call.shape) <= dim < len(call.shape):
-        dim = 1 if len(call.shape) >= 4 else -1
-    return dim
+def _lay_out(site: Site, calls: list[Call]) -> None:
+    """Set ``dim`` of every call: where layers do not tell, it is the dimension whose size is the same for all samples.
+
+    The first dimension, the batch, does not count. Without samples of different sizes it is a guess.
+    """
+    unknown = []
+    for call in calls:
+        n = len(call.shape)
+        call.dim = call.channel_dim if call.channel_dim is not None and -n <= call.channel_dim < n else 1 if n >= 4 else -1
+        if call.channel_dim == SEVERAL:
+            site.layout = "several"
+        elif call.dim != call.channel_dim and n > 1:
+            unknown.append(call)
+    if not unknown or site.layout:
+        return
+    shapes = {call.shape for call in unknown}
+    if len({len(shape) for shape in shapes}) > 1 or len(shapes) == 1:
+        site.layout = "guess"
+        return
+    same = [d for d, sizes in enumerate(zip(*shapes, strict=True)) if d and len(set(sizes)) == 1]
+    if len(same) == 1:
+        for call in unknown:
+            call.dim = same[0] if same[0] < len(call.shape) - 1 else -1
+    else:
+        site.layout = "several"
 
 
 def _positions(call: Call, dim: int) -> int | None:
@@ -101,15 +127,17 @@ def _positions(call: Call, dim: int) -> int | None:
 def decide(found: Found, rules: Rules) -> None:
     """Whether a site is to be converted, and if not, why."""
     site, calls = found.site, found.calls
-    dims = {_channel_dim(call) for call in calls if call.shape}
+    _lay_out(site, calls)
+    dims = {call.dim for call in calls if call.shape}
     if len({len(call.shape) for call in calls}) == 1 and len({dim % len(calls[0].shape) for dim in dims}) == 1:
         dims = {max(dims)}  # 1 and -1 are the same dimension of a matrix
     starts = sorted({call.start.name for call in calls})
-    sizes = {call.shape[_channel_dim(call)] for call in calls if call.shape}
+    sizes = {call.shape[call.dim] for call in calls if call.shape and site.layout != "several"}
     site.channel_dim = next(iter(dims), 1)
-    positions = [p for call in calls if (p := _positions(call, _channel_dim(call))) is not None]
+    positions = [p for call in calls if site.layout != "several" and (p := _positions(call, call.dim)) is not None]
     site.positions = max(positions, default=None)
     site.channels = next(iter(sizes), 1)
+    site.glu = any(call.glu for call in calls) and not any(call.is_gate for call in calls)
     reused = any(call.reused for call in calls)
     if not any(rules.includes(call.kind) for call in calls):
         site.reason = f"{site.kind} is not in kinds"
@@ -117,12 +145,19 @@ def decide(found: Found, rules: Rules) -> None:
         site.action, site.reason = "impossible", f"one place, called with {' and '.join(starts)}"
     elif not all(call.dtype.is_floating_point for call in calls):
         site.reason = f"its input is {calls[0].dtype}"
+    elif all(call.is_gate for call in calls):
+        site.reason = "it is a gate"
     elif all(call.feeds_gate for call in calls):
         site.reason = "it feeds a gate"
     elif site.positions is not None and site.positions < rules.min_positions:
         site.reason = f"maps of {counted(site.positions, 'position')}"
     elif rules.where is not None and not rules.where(site):
         site.reason = "declined by where"
+    elif any(call.written_out for call in calls):
+        site.action = "impossible"
+        site.reason = f"it is written out: call F.{site.kind}, or name its module's class in kinds if that does nothing else"
+    elif any(call.kind == "prelu" and call.module is None for call in calls):
+        site.action, site.reason = "impossible", "its slopes are given to a function: make it an nn.PReLU"
     elif any(call.arguments > 1 for call in calls):
         site.action, site.reason = "impossible", "it is called with more than its input"
     elif reused:
@@ -130,7 +165,9 @@ def decide(found: Found, rules: Rules) -> None:
     elif rules.granularity == "channel" and len(sizes) > 1:
         widths = ", ".join(map(str, sorted(sizes)))
         site.action, site.reason = "impossible", f"one place, called with {widths} channels: granularity='layer' would do"
-    elif rules.granularity == "channel" and len(dims) > 1:
+    elif rules.granularity == "channel" and len(dims) > 1 and site.layout != "several":
         site.action, site.reason = "impossible", f"called with channels in dimensions {', '.join(map(str, sorted(dims)))}"
     else:
         site.action = "converted"
+    if rules.granularity == "layer":
+        site.layout = ""  # it does not matter

@@ -1,31 +1,22 @@
-"""Watching a model run on a sample: every call of an activation, where in the code it stands, and on what.
-
-A copy of the model runs, once in training and once in evaluation mode: on fake tensors, which have shapes but no values, or
-for real where a model's course depends on values.
-"""
+"""Watching a model run: every call of an activation, where in the code it stands, and on what."""
 
 import copy
-import logging
-import random
 import sys
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from pwlu.conversion.dataflow import SAMPLE, Dataflow, Node, node_of
-from pwlu.conversion.kinds import recognise, recognise_module
+from pwlu.conversion import gates
+from pwlu.conversion.dataflow import Dataflow
+from pwlu.conversion.kinds import Activation, Recognised, recognise
+from pwlu.conversion.nodes import Node, node_of
 from pwlu.conversion.source import Location, caller
-from pwlu.starts import Start
+from pwlu.starts import STARTS, Start
 
 
 @dataclass
@@ -41,11 +32,15 @@ class Call:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    channel_dim: int | None
+    channel_dim: int | None  # where layers tell
     node: Node | None = field(repr=False)
     output: Tensor | None = field(repr=False)
     x: Tensor | None = field(repr=False)
+    is_gate: bool = False
     feeds_gate: bool = False
+    dim: int = 1  # of channels, known or not
+    glu: bool = False  # what it returns multiplies a path beside it
+    written_out: bool = False  # by several functions, such as x * torch.sigmoid(x)
     reused: bool = False  # in place, and what it wrote into was used again
     arguments: int = 1  # given to the module
     by_keyword: bool = False  # which a PWLU cannot be called with
@@ -54,8 +49,10 @@ class Call:
 class Recorder(TorchFunctionMode):
     """Sees every torch function that a model calls."""
 
-    def __init__(self, names: Mapping[nn.Module, str]) -> None:
+    def __init__(self, names: Mapping[nn.Module, str], clamps: bool) -> None:
         super().__init__()
+        self.clamps = clamps  # whether any clamp may be an activation, or only one that is ReLU or ReLU6
+        self.reached: set[str] = set()  # modules that were called, of those that may be activations
         self.names, self.calls, self.dataflow = names, list[Call](), Dataflow()
         self.written: dict[int, list[tuple[Call, Tensor]]] = {}  # by storage: what activations wrote into
         self.used_again: list[tuple[Call, Tensor, Tensor]] = []
@@ -63,6 +60,8 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         activation = recognise(func, args, kwargs)
+        if activation is not None and activation.kind == "clamp" and not self._of_features(activation):
+            activation = None
         result = func(*args, **kwargs) if activation is None else activation.apply()
         name = getattr(func, "__name__", "")
         before = node_of(activation.x) if activation else None
@@ -74,7 +73,27 @@ class Recorder(TorchFunctionMode):
             call.method = not hasattr(func, "__module__") or func.__module__ is None  # x.relu(), not F.relu(x)
             if activation.in_place:  # the result above is a new tensor: whoever uses the old one saw what was written into it
                 self.written.setdefault(_storage(activation.x), []).append((call, activation.x))
+        elif node is not None and node.factors:
+            self._product(node, args, result)
         return result
+
+    def _of_features(self, clamp: Activation) -> bool:
+        """Whether a clamp may be an activation: most limit parameters, whole numbers or boxes, or write into their input."""
+        node = node_of(clamp.x)
+        if not self.clamps and clamp.start not in (STARTS["relu"], STARTS["relu6"]):
+            return False
+        return node is not None and node.varies and clamp.x.is_floating_point() and not clamp.in_place
+
+    def _product(self, node: Node, args: Any, y: Any) -> None:
+        """A product may be an activation that is written out: then the functions it consists of are none."""
+        found = gates.written_out(node)
+        x = next((x for x in tree_leaves(args) if isinstance(x, Tensor) and x.shape == y.shape), None)
+        if found is not None and x is not None:
+            kind, parts = found
+            self.dataflow.written_out.add(node)
+            self.calls = [call for call in self.calls if call.node not in parts]
+            call = self._call(kind, STARTS[kind], kind, x, node_of(x), node, y)
+            call.written_out = True
 
     def _used(self, values: Any) -> None:
         for tensor in tree_leaves(values):
@@ -90,20 +109,35 @@ class Recorder(TorchFunctionMode):
         self.calls.append(call)
         return call
 
-    def module_called(self, name: str, module: nn.Module, kinds: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        """In place of the forward of a module that may be an activation: if all it does is one activation, it is that."""
-        before = len(self.calls)
+    def module_called(
+        self, name: str, module: nn.Module, forward: Any, by_class: Any, known: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """In place of the forward of a module that may be an activation: if all it does is one activation, it is that.
+
+        Kind and start of the module where they are known: `by_class`, because that is one of kinds, or `known` by its values.
+        """
+        self.reached.add(name)
+        before = {id(call) for call in self.calls}
         given = (*args, *kwargs.values())
         before_node = node_of(given[0]) if given and isinstance(given[0], Tensor) else None
-        y = type(module).forward(module, *args, **kwargs)
-        inner = self.calls[before:]
-        by_class = recognise_module(module, kinds)
-        if len(inner) == 1 and len(given) == 1 and inner[0].x is given[0] and inner[0].output is y:
+        y = forward(*args, **kwargs)
+        inner = [call for call in self.calls if id(call) not in before]
+        alone = len(inner) == 1 and len(given) == 1 and not inner[0].written_out
+        alone = alone and (by_class is None or stateless_leaf(module))  # what has a state may do more than it seems
+        recognised: Recognised | None = by_class or known
+        if alone and inner[0].x is given[0] and inner[0].output is y:
             (call,) = inner
-            call.kind = by_class[0] if by_class else call.kind
-        elif by_class is not None and given and isinstance(given[0], Tensor) and isinstance(y, Tensor):
-            del self.calls[before:]
-            call = self._call(*by_class, "", given[0], before_node, node_of(y), y)
+            if module._modules and not by_class:  # a child is the activation
+                return y
+            if by_class:
+                call.kind = by_class[0]
+            elif known:  # x.clamp(min=0) is ReLU where a module does nothing else
+                call.kind, call.start = known
+        elif recognised is not None and given and isinstance(given[0], Tensor) and isinstance(y, Tensor):
+            self.calls = [call for call in self.calls if id(call) in before]
+            call = self._call(*recognised, "", given[0], before_node, node_of(y), y)
+            if recognised[1].channels > 1:
+                call.channel_dim = getattr(module, "channel_dim", 1)
         else:
             return y
         call.module, call.was, call.method = name, str(module), False
@@ -116,9 +150,10 @@ class Recorder(TorchFunctionMode):
         self._used(outputs)
         for call, x, tensor in self.used_again:
             call.reused = call.reused or _overlap(x, tensor)
-        feeding = self.dataflow.feeding_gates(outputs)
+        found, feeding = self.dataflow.feeding_gates(outputs)
+        multiplied = self.dataflow.gated_linear_units({call.node for call in self.calls if call.node is not None})
         for call in self.calls:
-            call.feeds_gate = call.node in feeding
+            call.is_gate, call.feeds_gate, call.glu = (call.node in nodes for nodes in (found, feeding, multiplied))
             call.node = call.output = call.x = None
         return self.calls
 
@@ -165,108 +200,3 @@ def unshare(model: nn.Module, which: Callable[[nn.Module], bool]) -> list[tuple[
             changed.append((parent, key, module))
         seen.add(id(module))
     return changed
-
-
-class Runs:
-    """Copies of a model that can be run on a sample, fake where possible."""
-
-    def __init__(self, model: nn.Module, sample: Any) -> None:
-        self.model, self.sample = model, dict(sample) if isinstance(sample, Mapping) else sample
-        self.failures: dict[str, Exception] = {}
-        self.for_real: dict[str, bool] = {}
-
-    def copy(self, real: bool) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
-        """A copy of the model, arguments for it, and the mode to run it in."""
-        if real:
-            mode: Any = None
-            model, sample = copy.deepcopy(self.model), copy.deepcopy(self.sample)
-        else:
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
-            with FakeCopyMode(mode):
-                model = copy.deepcopy(self.model)
-            sample = tree_map_only(Tensor, mode.from_tensor, self.sample)
-        if isinstance(sample, dict):
-            return model, (), sample, mode
-        return model, (sample if isinstance(sample, tuple) else (sample,)), {}, mode
-
-    def record(self, kinds: Iterable[Any]) -> dict[str, list[Call]]:
-        """The calls in training and in evaluation mode; a mode in which the model cannot run is left out."""
-        found = {}
-        for mode in ("train", "eval"):
-            for real in (False, True):
-                try:
-                    found[mode] = self._record(mode, real, kinds)
-                    self.for_real[mode] = real
-                    self.failures.pop(mode, None)
-                    break
-                except Exception as error:
-                    self.failures[mode] = error
-        return found
-
-    def _record(self, mode: str, real: bool, kinds: Iterable[Any]) -> list[Call]:
-        model, args, kwargs, fake = self.copy(real)
-        classes = tuple(kind for kind in kinds if isinstance(kind, type))
-
-        def candidate(module: nn.Module) -> bool:
-            return stateless_leaf(module) or isinstance(module, classes)
-
-        unshare(model, candidate)
-        names = {module: name for name, module in model.named_modules()}
-        recorder = Recorder(names)
-        recorder.dataflow.record(SAMPLE, (), {}, (args, kwargs))
-        for name, (_, _, module) in registrations(model).items():
-            if candidate(module):
-                module.forward = partial(recorder.module_called, name, module, kinds)
-        model.train(mode == "train")
-        with quiet(), _maybe(fake), recorder:
-            outputs = model(*args, **kwargs)
-        return recorder.finish(outputs)
-
-    def check(self, change: Any, expected: Mapping[str, Counter[str]]) -> dict[str, bool]:
-        """Make the change to a copy and run it again: which of these modules are never called (False) or too often (True)?"""
-        wrong = {}
-        for mode, real in self.for_real.items():
-            model, args, kwargs, fake = self.copy(real)
-            change(model)
-            called = Counter[str]()
-            for name in expected:
-                model.get_submodule(name).register_forward_pre_hook(partial(_note, called, name))
-            model.train(mode == "train")
-            with quiet(), _maybe(fake):
-                model(*args, **kwargs)
-            for name, calls in expected.items():
-                if called[name] > calls[mode] or (calls[mode] and not called[name]):
-                    wrong[name] = called[name] > calls[mode]
-        return wrong
-
-
-def _note(called: Counter[str], name: str, *_: Any) -> None:
-    called[name] += 1
-
-
-@contextmanager
-def _maybe(mode: Any) -> Iterator[None]:
-    if mode is None:
-        yield
-    else:
-        with mode:
-            yield
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No gradients, no warnings, and random numbers afterwards as if nothing had been drawn."""
-    state, log = random.getstate(), logging.getLogger("torch._subclasses.fake_tensor")
-    numpy = sys.modules.get("numpy")
-    of_numpy = numpy.random.get_state() if numpy else None
-    enabled, log.disabled = not log.disabled, True  # it logs as an error that a shape does not fit, which is raised too
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        random.setstate(state)
-        if numpy:
-            numpy.random.set_state(of_numpy)
-        log.disabled = not enabled

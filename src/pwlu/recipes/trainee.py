@@ -132,7 +132,7 @@ def put_activations(network: nn.Module, sample: Tensor, settings: Settings) -> A
     if settings.activation == "pwlu":
         options = {"bounds": bounds, "intervals": settings.intervals, "init": settings.init}
     try:
-        return convert_(network, sample, settings.activation, granularity=settings.granularity, **options)
+        return convert_(network, sample, to=settings.activation, granularity=settings.granularity, **options)
     except ValueError as error:
         raise UserError(f"--act {settings.activation}: {error}") from None
 

@@ -1,0 +1,116 @@
+"""Products in a model: which of them are gates, activations written out by hand, or gated linear units.
+
+A gate is a bounded function whose output multiplies another path, as the sigmoid of squeeze-and-excitation does.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pwlu.conversion.nodes import BEHIND_GATE, LAYERS, SAMPLE, Node, node_of
+
+_WIDEST = 10.0  # a wider range, as of a guard against overflow, makes no gate
+# What the factor of x is called that makes an activation of x * factor(x).
+_WRITTEN_OUT = {"hardsigmoid": "hardswish", "relu6": "hardswish", "clamp": "hardswish", "hardtanh": "hardswish"}
+_WRITTEN_OUT |= {"tanh": "gelu", "erf": "gelu"}
+
+
+def factors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Node]:
+    """Return what this call multiplies, element by element; nothing if it does not."""
+    given = [*args, *kwargs.values()]
+    if name == "mul":
+        found = given
+    elif name in ("addcmul", "lerp"):
+        found = given[name == "addcmul" :]
+    elif name == "einsum" and given and isinstance(given[0], str) and _sums_nothing(given[0]):
+        found = given[1:]
+    else:
+        return []
+    return [node for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and (node := node_of(leaf)) is not None]
+
+
+def _sums_nothing(equation: str) -> bool:
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    indices = [(index, operand) for operand in inputs.split(",") for index in operand if index.isalpha()]
+    return bool(arrow) and all(operand.count(index) == 1 and index in output for index, operand in indices)
+
+
+def gate_of(product: Node) -> tuple[Node, Node] | None:
+    """Return the gate among the factors and what it multiplies: the gate is bounded, and narrower than the other.
+
+    The other is no constant (as in 255 * sigmoid(x)) and as large as the product. A layer made it, or the gate is made of it:
+    a mask that is part of the sample is no features.
+    """
+    for factor in product.factors:
+        for other in product.factors:
+            if (
+                factor.varies
+                and other.varies
+                and factor.size <= _WIDEST
+                and factor.size < other.size
+                and other.shape == product.shape
+                and (other.behind_layer or other in before([factor]))
+            ):
+                return factor, other
+    return None
+
+
+def written_out(product: Node) -> tuple[str, set[Node]] | None:
+    """Return the kind of activation that x * gate(x) is, and the nodes it consists of; None if it is none."""
+    found = gate_of(product)
+    if found is None:
+        return None
+    factor, x = found
+    while x.name in ("mul", "div", "neg") and len(varying := [node for node in x.inputs if node.varies]) == 1:
+        (x,) = varying  # the x of 0.5 * x
+    between = {node for node in before([factor], stop=[x]) if node.varies}
+    if any(node.name == SAMPLE or node.name in LAYERS or node.shape != x.shape for node in between):
+        return None
+    names = {node.name for node in between}
+    kind = next((kind for name, kind in _WRITTEN_OUT.items() if name in names), "silu")
+    return "mish" if {"tanh", "softplus"} <= names else kind, between
+
+
+def chain(factor: Node) -> set[Node]:
+    """Return the bounded function that a gate ends in, and what is between it and the product: shapes, scales, 1 - x."""
+    found, todo = set[Node](), [factor]
+    while todo:
+        node = todo.pop()
+        found.add(node)
+        values = node.inputs[:1] if node.name in BEHIND_GATE else node.inputs  # x.expand_as(y) has the values of x
+        inputs = [other for other in values if other.varies]
+        if all(other.size < math.inf for other in inputs):
+            todo += inputs
+    return found
+
+
+def gated_linear_units(products: Iterable[Node], activations: set[Node]) -> set[Node]:
+    """Return the activations whose output multiplies a path beside theirs: the SiLU of SwiGLU."""
+    found = set()
+    for product in products:
+        for factor in product.factors:
+            node = factor
+            while node.name in BEHIND_GATE and node.inputs:
+                node = node.inputs[0]
+            others = [other for other in product.factors if other is not factor and other.behind_layer]
+            if node in activations and any(other.shape == product.shape and _beside(other, node) for other in others):
+                found.add(node)
+    return found
+
+
+def _beside(one: Node, other: Node) -> bool:
+    return one not in before([other]) and other not in before([one])
+
+
+def before(ends: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
+    """Return all nodes from which a way leads to one of the ends, these included; no way leads through `stop`."""
+    stop, found, todo = set(stop), set[Node](), list(ends)
+    while todo:
+        node = todo.pop()
+        if node not in found and node not in stop:
+            found.add(node)
+            todo += node.inputs
+    return found

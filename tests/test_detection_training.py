@@ -12,6 +12,7 @@ from torch import nn
 import pwlu
 from pwlu import baselines
 from pwlu.recipes import detectors, loop
+from pwlu.recipes.divergence import STATUS
 from pwlu.recipes.rows import RECIPES, settings
 from pwlu.recipes.run_folder import RunFolder
 from pwlu.recipes.settings import UserError
@@ -186,7 +187,7 @@ def test_iterations_and_measurements(objects, tmp_path, capsys):
 
 
 def test_divergence(objects, tmp_path):
-    assert train(MASK, "--data", objects, *SHORT, "--lr", "1e30", "--act", "relu", "--runs", tmp_path) == 0
+    assert train(MASK, "--data", objects, *SHORT, "--lr", "1e30", "--act", "relu", "--runs", tmp_path) == STATUS
     (path,) = tmp_path.iterdir()
     result = RunFolder(path).json("result.json")
     assert result["diverged"] is True

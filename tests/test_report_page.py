@@ -358,7 +358,11 @@ def test_a_run_that_diverged(run, functions, capsys):
     result = RunFolder(run).json("result.json") | {"accuracy": None, "diverged": True}
     RunFolder(run).write_json("result.json", result)
     html, _ = reported(run, capsys)
-    assert "The loss was no longer finite: the training stopped there." in html
+    assert (
+        '<p class="headline">The training diverged: the loss was no longer finite. Try a smaller --lr.</p>' in html
+    )  # and no accuracy
+    assert "learned functions" not in html
+    assert "The training diverged. What this page shows is what it left, not what was learned." in html
     assert data_of(html)["moments"][-1]["step"] == 50
 
 

@@ -182,4 +182,7 @@ def test_a_run_that_diverged(copied):
     state = torch.load(copied / "model.pt", weights_only=True)
     nn.init.constant_(state["11.bias"], float("nan"))
     torch.save(state, copied / "model.pt")
-    assert "are not all finite: the training diverged" in refused(copied)
+    assert "are not all finite. Train again, with a smaller --lr" in refused(copied)
+    result = json.loads((copied / "result.json").read_text()) | {"diverged": True, "diverged_at_epoch": 2}
+    (copied / "result.json").write_text(json.dumps(result))
+    assert "has no trained network. The training diverged in epoch 2: the loss rose to" in refused(copied)

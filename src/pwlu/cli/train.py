@@ -84,6 +84,7 @@ def _run(options: argparse.Namespace) -> int:
         from pwlu.recipes.loop import begin, train
     except ImportError as error:
         raise UserError(f"training needs more packages ({error}): pip install 'pwlu[train]'") from None
+    from pwlu.recipes.divergence import STATUS
     from pwlu.recipes.report import headline
 
     changes = given(options)
@@ -91,9 +92,10 @@ def _run(options: argparse.Namespace) -> int:
     with joined(asked.device) as processes:
         path = begin(options.runs, asked, processes) if options.resume is None else options.resume
         if RunFolder(path).finished:
+            result = RunFolder(path).json("result.json")
             if processes.first:
-                print(f"{path} is finished: {headline(RunFolder(path).json('result.json'))}")
-            return 0
+                print(f"{path} is finished: {headline(result, asked.as_dict())}")
+            return STATUS if result["diverged"] else 0
         try:
             result = train(asked, path, processes)
         except KeyboardInterrupt:
@@ -101,10 +103,11 @@ def _run(options: argparse.Namespace) -> int:
                 print(f"\nstopped. To go on: pwlu train --resume {path}", file=sys.stderr)
             return 130
         if processes.first:
-            print(headline(result))
+            print(headline(result, asked.as_dict()))
             picture = path / "functions.png"
-            print(f"run folder: {path}" + (f", the learned functions are drawn in {picture}" if picture.exists() else ""))
-    return 0
+            drawn = picture.exists() and not result["diverged"]
+            print(f"run folder: {path}" + (f", the learned functions are drawn in {picture}" if drawn else ""))
+    return STATUS if result["diverged"] else 0
 
 
 def _resumed(options: argparse.Namespace, changes: dict[str, Any]) -> Settings:

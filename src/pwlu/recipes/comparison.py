@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pwlu.recipes.cells import essential, identity, label
 from pwlu.recipes.children import Child, open_log, side_by_side
@@ -101,7 +102,7 @@ def bring_about_in_step(asked: list[Settings], runs: Path, results: Path, proces
         result = train(asked[number], path, processes)
         if processes.first:
             keep(read_run(path), results)
-            print(f"{title(asked[number])}: {said(result)}", flush=True)
+            print(f"{title(asked[number])}: {_measured(result)}", flush=True)
 
 
 def _missing(asked: list[Settings], runs: Path, results: Path) -> list[Settings]:
@@ -115,6 +116,10 @@ def _missing(asked: list[Settings], runs: Path, results: Path) -> list[Settings]
             else:
                 missing.append(settings)
     return missing
+
+
+def _measured(result: dict[str, Any]) -> str:
+    return said(result).removeprefix("accuracy ") + (", diverged" if result["diverged"] else "")
 
 
 class _Work:
@@ -155,8 +160,7 @@ class _Work:
         if find(self.results).finished(run.settings) is None:
             keep(run, self.results)
         if run.result is not None:
-            measured = said(run.result).removeprefix("accuracy ") + (", diverged" if run.result["diverged"] else "")
-            self._say(f"{title(run.settings)}: {measured}, {run.result['seconds_per_epoch']:.3g} s an epoch")
+            self._say(f"{title(run.settings)}: {_measured(run.result)}, {run.result['seconds_per_epoch']:.3g} s an epoch")
 
     def _stop_if_hopeless(self, words: str) -> None:
         """Where the same thing is wrong for two runs, such as data that are not there, it is for all."""

@@ -11,6 +11,7 @@ import torch
 
 from pwlu.analysis import alignment, without_histograms
 from pwlu.plot import plot_functions
+from pwlu.recipes.divergence import divergence
 from pwlu.recipes.environment import environment
 from pwlu.recipes.processes import Processes
 from pwlu.recipes.progress import Progress
@@ -68,6 +69,8 @@ class _Loop:
         self.epochs = math.ceil(self.total / self.task.steps_per_epoch)
         self.number = 0  # of steps done
         self.sums = torch.zeros((), device=processes.device)
+        self.sound = torch.zeros((), dtype=torch.int64, device=processes.device)  # steps in which the sums were still finite
+        self.first_loss: float | None = None  # of the first step
         self.seconds = 0.0  # of training in this epoch
         self.saved_at = time.monotonic()
 
@@ -99,6 +102,8 @@ class _Loop:
                 )
             self.trainee.load(state["trainee"])
             self.number, self.seconds = state["step"], state["seconds"]
+            self.first_loss = state.get("first_loss")
+            self.sound += state.get("sound", self.number % self.task.steps_per_epoch)
             if self.processes.first:  # the sums are those of all processes
                 self.sums = state["sums"]
         if self.processes.first:
@@ -114,16 +119,20 @@ class _Loop:
         shown = {}
         for batches in self.task.epoch(epoch, self.number % steps):
             self.sums = self.sums + self.trainee.step(self.number, batches)
+            self.sound += self.sums.isfinite().all()
             self.number += 1
+            if self.number == 1:
+                self.first_loss = self._summary()["loss"]
             now = time.monotonic()
             if self.progress.bar is not None and self.number % 10 == 0:  # a look at the sums waits for the device
                 shown = self._shown(epoch, now - begin + self.seconds)
             self.progress.step(**shown)
             if self.number % STEPS_BETWEEN_QUESTIONS == 0 and self.number % steps and self._due():
                 self._checkpoint(self.seconds + time.monotonic() - begin)
-        sums = self.processes.total(self.sums)
-        row: dict[str, Any] = {"epoch": epoch + 1, "step": self.number} | _rounded(self.task.summary(sums))
-        self.seconds += time.monotonic() - begin  # .summary() has waited for the device
+        row: dict[str, Any] = {"epoch": epoch + 1, "step": self.number} | _rounded(self._summary())
+        if row["loss"] is None:
+            row["diverged_at"] = epoch * steps + min(self.processes.together([self.sound.item()])) + 1
+        self.seconds += time.monotonic() - begin  # ._summary() has waited for the device
         self.processes.spread(self.trainee.measured.buffers())  # on CPUs, each has batch statistics of its own
         if (epoch + 1) % self.settings.measure_every == 0 or self.number == self.total or row["loss"] is None:
             row |= _rounded(self.task.measure(self.trainee.measured, self.trainee.autocast()))
@@ -140,7 +149,12 @@ class _Loop:
                 self.board.add_figure("functions", plot_functions(self.trainee.measured), self.number)
         self.last = row
         self.sums, self.seconds = torch.zeros((), device=self.processes.device), 0.0
+        self.sound.zero_()
         self._checkpoint(0.0)
+
+    def _summary(self) -> dict[str, float]:
+        """What the sums of all processes say."""
+        return self.task.summary(self.processes.total(self.sums.clone()))
 
     def _due(self) -> bool:
         """Whether it is time for a checkpoint in the middle of an epoch: the first process decides for all."""
@@ -151,7 +165,7 @@ class _Loop:
         sums = self.processes.total(self.sums.clone())
         if self.processes.first:
             state = {"trainee": self.trainee.state(), "step": self.number, "sums": sums, "seconds": seconds}
-            state["steps_per_epoch"] = self.task.steps_per_epoch
+            state |= {"steps_per_epoch": self.task.steps_per_epoch, "first_loss": self.first_loss, "sound": self.sound.item()}
             self.folder.save_checkpoint(self.number, state)
         self.saved_at = time.monotonic()
 
@@ -215,7 +229,7 @@ class _Loop:
             "seconds_per_epoch": round(median(row["seconds"] for row in rows), 3),
             "parameters": sum(p.numel() for p in self.trainee.network.parameters()),
             "sites": len(self.trainee.report.converted),
-            "diverged": last["loss"] is None,
+            **divergence(rows, self.first_loss),
         }
         files = self.task.files(self.trainee.measured, self.trainee.autocast())
         if self.processes.first:
@@ -229,7 +243,7 @@ class _Loop:
                 self.folder.write_tensors("functions.pt", self.trainee.functions())
             self.folder.write_tensors("model.pt", self.trainee.measured.state_dict())
             sites, notes = str(self.trainee.report), self.task.notes
-            write_report(self.folder, self.settings, result, rows, sites, self.trainee.measured, aligned, notes)
+            write_report(self.folder, self.settings, result, sites, self.trainee.measured, aligned, notes)
             self.folder.write_json("result.json", result)
         self.processes.wait()
         return result

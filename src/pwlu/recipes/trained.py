@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pwlu.recipes import networks
 from pwlu.recipes.classification import Classification
+from pwlu.recipes.divergence import described
 from pwlu.recipes.rows import Recipe, find
 from pwlu.recipes.run_folder import RunFolder, no_run
 from pwlu.recipes.settings import Settings, UserError
@@ -57,6 +58,8 @@ def load(path: Path) -> Trained:
         raise no_run(path, "config.json", WEIGHTS)
     folder = RunFolder(path)
     settings = folder.settings()
+    if folder.finished and (result := folder.json("result.json")).get("diverged"):
+        raise UserError(f"{path} has no trained network. {described(result, settings.as_dict())}")
     state = _weights(folder, settings)
     row = find(settings.recipe)
     try:
@@ -100,7 +103,7 @@ def _weights(folder: RunFolder, settings: Settings) -> dict[str, Tensor]:
         why = (str(error).strip().splitlines() or ["it is empty"])[0]
         raise UserError(f"{path} is damaged: {why}. Copy it again from where it was trained, or train again") from None
     if not all(bool(tensor.isfinite().all()) for tensor in state.values()):
-        raise UserError(f"the weights in {path} are not all finite: the training diverged. Train again, with a smaller --lr")
+        raise UserError(f"the weights in {path} are not all finite. Train again, with a smaller --lr")
     return state
 
 

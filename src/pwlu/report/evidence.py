@@ -47,6 +47,11 @@ class Evidence:
         return next(reversed(self.moments.values()), {})
 
     @property
+    def diverged(self) -> bool:
+        """Whether the training went wrong."""
+        return bool(self.result.get("diverged"))
+
+    @property
     def learned(self) -> bool:
         """Whether the last functions that are known have begun to learn: at the start and in Phase I they do not."""
         return self.ended or max(self.moments, default=0) > self.realigned_after

@@ -8,6 +8,7 @@ from typing import Any
 
 from pwlu.analysis import HEALTHY, Alignment, UnitAlignment
 from pwlu.recipes import cells, rows
+from pwlu.recipes.divergence import described
 from pwlu.recipes.measures import said
 from pwlu.recipes.settings import UserError
 from pwlu.report.charts import Line, histogram, lines, whiskers
@@ -25,8 +26,8 @@ def summary(evidence: Evidence) -> str:
     result = evidence.result
     figures = "".join(f"<div><dt>{title}</dt><dd>{value}</dd></div>" for title, value in _figures(evidence))
     parts = [f'<dl class="figures">{figures}</dl>' if figures else ""]
-    if result.get("diverged"):
-        parts.append('<p class="warning">The loss was no longer finite: the training stopped there.</p>')
+    if evidence.diverged:
+        parts.insert(0, '<p class="warning">The training diverged. What this page shows is what it left, not what was learned.</p>')
     if evidence.notes:
         items = "".join(f"<li>{escape(note)}</li>" for note in evidence.notes)
         parts.append(f'<aside class="notes" role="note" aria-label="What this page cannot show"><ul>{items}</ul></aside>')
@@ -43,6 +44,8 @@ def headline(evidence: Evidence) -> str:
     """One sentence under the title."""
     result = {name: value for name, value in evidence.result.items() if value is not None}
     parts = []
+    if evidence.diverged:
+        return described(evidence.result, evidence.config)
     if said(result):
         parts.append(f"{said(result)} on {result.get('measured_images', 0):,} {result.get('measured_on', 'images')}")
     if evidence.functions:

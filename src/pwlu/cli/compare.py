@@ -1,10 +1,12 @@
 """``pwlu compare``: train with several activations and seeds, and make tables and charts of what came out."""
 
 import argparse
+import io
 import os
 import sys
 from pathlib import Path
 
+from pwlu import files
 from pwlu.cli.train import add_runs, add_settings, given
 from pwlu.recipes.presets import BASELINE, PRESETS, Comparison, comparison
 from pwlu.recipes.settings import Settings, UserError
@@ -140,7 +142,7 @@ def _document(options: argparse.Namespace) -> int:
         print(f"{options.document} is not up to date: run pwlu compare --document {options.document}", file=sys.stderr)
         return 1
     if before != after:
-        document.write(options.document, after)
+        files.write(options.document, after.encode())
     print(f"{options.document} is up to date" + ("" if before == after else " now"))
     return 0
 
@@ -163,9 +165,8 @@ def _show(comparisons: list[Comparison], results: Path) -> None:
             stem = folder / compared.stem
             drawn = _draw([table], Path(f"{stem}.png"))
             picture = f"\n![improvement over {BASELINE}]({compared.stem}.png)\n" if drawn else ""
-            Path(f"{stem}.md").write_text(text + picture, encoding="utf-8")
-            Path(f"{stem}.csv").write_text(table.csv(), encoding="utf-8")
-            Path(f"{stem}-runs.csv").write_text(table.runs_csv(), encoding="utf-8")
+            for end, content in ((".md", text + picture), (".csv", table.csv()), ("-runs.csv", table.runs_csv())):
+                files.write(f"{stem}{end}", content.encode())
             print(f"saved: {stem}.md, .csv, -runs.csv" + (", .png" if drawn else ""))
     together = results / f"{comparisons[0].stem}.png"
     if len(tables) > 1 and _draw(tables, together):
@@ -185,5 +186,7 @@ def _draw(tables: list[Table], path: Path) -> bool:
     except ImportError as error:
         print(f"no chart was made. {error}", file=sys.stderr)
         return False
-    figure.savefig(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    files.write(path, picture.getvalue())
     return True

@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from pwlu import files
 from pwlu.recipes.settings import UserError
 
 NAME = "report.html"
@@ -34,22 +35,15 @@ def run(options: argparse.Namespace) -> int:
 
     output = options.output or options.run / NAME
     try:
+        if output.is_dir():
+            raise UserError(f"-o must be a file, not the folder {output}. Write -o {output / NAME}")
         evidence = read_evidence(options.run)
         content = page(evidence).encode()
-        _write(output, content)
-    except UserError as error:
+        files.write(output, content)
+    except (UserError, OSError) as error:
         print(f"pwlu report: {error}", file=sys.stderr)
         return 2
     for note in evidence.notes:
         print(note, file=sys.stderr)
     print(f"{output}: {len(content) / 1e6:.2f} MB. Open it in a browser")
     return 0
-
-
-def _write(output: Path, content: bytes) -> None:
-    if output.is_dir():
-        raise UserError(f"-o must be a file, not the folder {output}. Write -o {output / NAME}")
-    try:
-        output.write_bytes(content)
-    except OSError as error:
-        raise UserError(f"{output} cannot be written: {error.strerror}. Write -o FILE, in a folder that exists") from None

@@ -39,7 +39,8 @@ def described(result: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """
     epoch, step = result.get("diverged_at_epoch"), result.get("diverged_at_step")
     when = "" if epoch is None else f" in epoch {epoch}" + ("" if step is None else f", at step {step:,}")
-    how = "the loss was no longer finite" if result.get("train_loss") is None else f"the loss rose to {result['train_loss']:.3g}"
+    loss = result.get("train_loss")
+    how = "the loss was no longer finite" if loss is None else f"the loss rose to {loss:.3g}"
     return f"The training diverged{when}: {how}. {_advice(config)}"
 
 

@@ -10,11 +10,11 @@ RUN/functions.pt, alignment.json, report.md, model.pt    with it; inputs.json is
 """
 
 import dataclasses
-import errno
 import hashlib
 import io
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from pwlu import files
 from pwlu.recipes.locks import locked
 from pwlu.recipes.settings import Settings, UserError, check
 
@@ -92,6 +93,8 @@ class RunFolder:
         with (self.path / "config.json").open() as file:
             if not locked(file):
                 raise UserError(f"{self.path} is being trained by another process")
+            for left in self.path.rglob(f".*{files.PARTIAL}"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
             yield
 
     def settings(self) -> Settings:
@@ -133,39 +136,25 @@ class RunFolder:
 
     def write_json(self, name: str, content: Any) -> None:
         """Write a JSON file."""
-        self.write(name, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+        self.write(name, as_json(content))
 
     def write_tensors(self, name: str, content: Any) -> None:
         """Write what ``torch.load(weights_only=True)`` reads."""
         self.write(name, _serialised(content))
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file under another name first: whoever looks, or stops the program, finds it whole or not."""
+        """Write a file, as a whole or not at all; on a full disk, say how far the run has come."""
         target = self.path / name
-        partial = target.with_name(target.name + ".partial")
-        with self._writing(name):
-            target.parent.mkdir(exist_ok=True)
-            try:
-                with partial.open("wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                partial.replace(target)
-            finally:
-                partial.unlink(missing_ok=True)
-
-    @contextmanager
-    def _writing(self, name: str) -> Iterator[None]:
         try:
-            yield
-        except OSError as error:
+            with files.explained(target):
+                target.parent.mkdir(exist_ok=True)
+            files.write(target, content)
+        except files.CannotWrite as error:
             last = next(reversed(self.checkpoints()), None)
             done = f"The run stands at {last.name}" if last else "Nothing of the run is saved yet"
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            what = "no space left on the disk for {}" if full else f"{{}} cannot be written: {error.strerror}"
             begun = (self.path / "config.json").exists()
             raise UserError(
-                f"{what.format(self.path / name)}. {done}: {'free some' if full else 'put that right'}, then "
+                f"{error.what}. {done}: {error.remedy}, then "
                 + (f"go on with pwlu train --resume {self.path}" if begun else "start again")
             ) from None
 
@@ -190,14 +179,14 @@ class RunFolder:
 
     def add_metrics(self, row: dict[str, Any]) -> None:
         """One more epoch."""
-        with self._writing("metrics.jsonl"), (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())  # it must not come after the checkpoint that follows
+        self._write_metrics([*self.metrics(), row])
 
     def forget_metrics_after(self, step: int) -> None:
         """Take back what was written after the checkpoint from which a run goes on."""
         rows = [row for row in self.metrics() if row["step"] <= step]
+        self._write_metrics(rows)
+
+    def _write_metrics(self, rows: list[dict[str, Any]]) -> None:
         self.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
 
     # Checkpoints.
@@ -210,8 +199,7 @@ class RunFolder:
         """Write one, then remove those that are not needed any more."""
         content = _serialised(state)
         self.write(f"checkpoints/step-{step:08d}-{_digest(content)}.pt", content)
-        killed = (self.path / "checkpoints").glob("*.partial")  # that a program left when it was killed
-        for old in (*self.checkpoints()[:-KEPT], *killed):
+        for old in self.checkpoints()[:-KEPT]:
             old.unlink()
 
     def load_checkpoint(self, device: torch.device) -> dict[str, Any] | None:
@@ -227,6 +215,11 @@ class RunFolder:
                 f"--resume goes on {instead}"
             )
         return torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+
+
+def as_json(content: Any) -> bytes:
+    """Return JSON for people and programs."""
+    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def _is_row(row: Any) -> bool:

@@ -25,9 +25,11 @@ def summary(evidence: Evidence) -> str:
     """The result in large figures, the notes, and all settings."""
     result = evidence.result
     figures = "".join(f"<div><dt>{title}</dt><dd>{value}</dd></div>" for title, value in _figures(evidence))
-    parts = [f'<dl class="figures">{figures}</dl>' if figures else ""]
+    parts = []
     if evidence.diverged:
-        parts.insert(0, '<p class="warning">The training diverged. What this page shows is what it left, not what was learned.</p>')
+        words = "The training diverged. What this page shows is what it left, not what was learned."
+        parts.append(f'<p class="warning">{words}</p>')
+    parts.append(f'<dl class="figures">{figures}</dl>' if figures else "")
     if evidence.notes:
         items = "".join(f"<li>{escape(note)}</li>" for note in evidence.notes)
         parts.append(f'<aside class="notes" role="note" aria-label="What this page cannot show"><ul>{items}</ul></aside>')

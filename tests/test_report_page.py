@@ -298,10 +298,14 @@ AGAIN = "Copy it again from where it was trained, or train again. It is left out
         (
             "result.json",
             '{"accuracy": "high"}',
-            ["result.json cannot be read and is left out: accuracy must be a number, not 'high'"],
+            [f"PATH is damaged: accuracy must be a number, not 'high'. {AGAIN}"],
         ),
-        ("metrics.jsonl", "5", ["PATH is damaged: line 1 must be .*", "No epoch is known: there are no curves to show."]),
-        ("metrics.jsonl", '{"foo": 1}', ["PATH is damaged: line 1 must .*", "No epoch is known: there are no curves to show."]),
+        ("metrics.jsonl", "5", ["line 1 of PATH is damaged: it must be .*", "No epoch is known: there are no curves to show."]),
+        (
+            "metrics.jsonl",
+            '{"foo": 1}',
+            ["line 1 of PATH is damaged: it .*", "No epoch is known: there are no curves to show."],
+        ),
         (
             "alignment.json",
             "3",

@@ -122,7 +122,7 @@ def test_unknown_recipe(capsys, name, nearest):
         (["--epochs", 0], "--epochs must be at least 1, not 0"),
         (["--batch", 0], "--batch must be at least 1, not 0"),
         (["--lr", 0], "--lr must be above 0, not 0.0"),
-        (["--lr", "nan"], "--lr must be above 0, not nan"),
+        (["--lr", "nan"], "--lr must be a finite number, not nan"),
         (["--weight-decay", -1], "--weight-decay must be at least 0"),
         (["--label-smoothing", 1], "--label-smoothing must be from 0 to below 1"),
         (["--warm-up", 1], "--warm-up must be from 0 to below 1"),

@@ -159,8 +159,8 @@ def test_metrics_of_another_kind(tmp_path, line):
     """A line that was cut off is as if it were not there; a whole one that holds something else is an error."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 4, "loss": null}\n' + line + "\n")
-    expected = f'line 2 must be the numbers of an epoch, such as {{"epoch": 1, "step": 98, "loss": 2.5}}, not {line}. {AGAIN}'
-    with pytest.raises(UserError, match=re.escape(f"{path} is damaged: {expected}")):
+    expected = f'it must be the numbers of an epoch, such as {{"epoch": 1, "step": 98, "loss": 2.5}}, not {line}. Mend it or '
+    with pytest.raises(UserError, match=re.escape(f"line 2 of {path} is damaged: {expected}")):
         RunFolder(tmp_path).metrics()
     path.write_text('{"step": 4, "loss": null}\n{"step": 8, "lo')
     assert RunFolder(tmp_path).metrics() == [{"step": 4, "loss": None}]

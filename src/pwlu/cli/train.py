@@ -86,13 +86,15 @@ def _run(options: argparse.Namespace) -> int:
         raise UserError(f"training needs more packages ({error}): pip install 'pwlu[train]'") from None
     from pwlu.recipes.divergence import STATUS
     from pwlu.recipes.report import headline
+    from pwlu.recipes.results import read_run
 
     changes = given(options)
     asked = settings(options.recipe or "digits", **changes) if options.resume is None else _resumed(options, changes)
     with joined(asked.device) as processes:
         path = begin(options.runs, asked, processes) if options.resume is None else options.resume
         if RunFolder(path).finished:
-            result = RunFolder(path).json("result.json")
+            result = read_run(path).result
+            assert result is not None
             if processes.first:
                 print(f"{path} is finished: {headline(result, asked.as_dict())}")
             return STATUS if result["diverged"] else 0

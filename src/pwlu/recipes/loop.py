@@ -94,18 +94,13 @@ class _Loop:
     def _begin(self) -> None:
         state = self.folder.load_checkpoint(self.processes.device)
         if state is not None:
-            before = state.get("steps_per_epoch", self.task.steps_per_epoch)
-            if before != self.task.steps_per_epoch:
+            try:
+                self._go_on(state)
+            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
                 raise UserError(
-                    f"{self.folder.path}: an epoch had {before:,} steps and would have {self.task.steps_per_epoch:,} now, for "
-                    "the data set has other images than before. Put back what was there, or start a new run without --resume"
-                )
-            self.trainee.load(state["trainee"])
-            self.number, self.seconds = state["step"], state["seconds"]
-            self.first_loss = state.get("first_loss")
-            self.sound += state.get("sound", self.number % self.task.steps_per_epoch)
-            if self.processes.first:  # the sums are those of all processes
-                self.sums = state["sums"]
+                    f"the newest checkpoint of {self.folder.path} does not fit what config.json describes: {error!r:.200}. Put "
+                    "back what was there, or start a new run without --resume"
+                ) from None
         if self.processes.first:
             if state is None:
                 self.folder.write_json("environment.json", environment(self.processes))
@@ -113,6 +108,26 @@ class _Loop:
             self.folder.forget_metrics_after(self.number)
         self.processes.wait()
         self.last = next(reversed(self.folder.metrics()), None)
+        known, done = self.last["step"] if self.last else 0, self.number
+        if known != (done if done == self.total else done // self.task.steps_per_epoch * self.task.steps_per_epoch):
+            raise UserError(
+                f"{self.folder.path / 'metrics.jsonl'} ends at step {known:,}, the newest checkpoint is of step {done:,}: "
+                "epochs are missing. Copy the file again from where it was trained, or start a new run without --resume"
+            )
+
+    def _go_on(self, state: dict[str, Any]) -> None:
+        before = state.get("steps_per_epoch", self.task.steps_per_epoch)
+        if before != self.task.steps_per_epoch:
+            raise UserError(
+                f"{self.folder.path}: an epoch had {before:,} steps and would have {self.task.steps_per_epoch:,} now, for "
+                "the data set has other images than before. Put back what was there, or start a new run without --resume"
+            )
+        self.trainee.load(state["trainee"])
+        self.number, self.seconds = state["step"], state["seconds"]
+        self.first_loss = state.get("first_loss")
+        self.sound += state.get("sound", self.number % self.task.steps_per_epoch)
+        if self.processes.first:  # the sums are those of all processes
+            self.sums = state["sums"]
 
     def _epoch(self, epoch: int) -> None:
         steps, begin = self.task.steps_per_epoch, time.monotonic()
@@ -216,21 +231,11 @@ class _Loop:
     # The end.
 
     def _end(self) -> dict[str, Any]:
-        rows = self.folder.metrics()
-        metric = self.task.metric
-        last = rows[-1]
-        result = {
-            metric: last[metric],
-            f"best_{metric}": max(row[metric] for row in rows if metric in row),
-            **{name: last[name] for name in self.task.reported if name in last},
-            "train_loss": last["loss"],
-            "measured_on": self.task.measured_on,
-            "measured_images": self.task.measured_images,
-            "seconds_per_epoch": round(median(row["seconds"] for row in rows), 3),
-            "parameters": sum(p.numel() for p in self.trainee.network.parameters()),
-            "sites": len(self.trainee.report.converted),
-            **divergence(rows, self.first_loss),
-        }
+        try:
+            result = self._result(self.folder.metrics())
+        except (LookupError, TypeError, ValueError) as error:  # what others wrote into the file
+            path = self.folder.path / "metrics.jsonl"
+            raise UserError(f"{path} is damaged: there is no result to make of it ({error!r}). Start a new run") from None
         files = self.task.files(self.trainee.measured, self.trainee.autocast())
         if self.processes.first:
             for name, content in files.items():
@@ -247,6 +252,22 @@ class _Loop:
             self.folder.write_json("result.json", result)
         self.processes.wait()
         return result
+
+    def _result(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        metric = self.task.metric
+        last = rows[-1]
+        return {
+            metric: last[metric],
+            f"best_{metric}": max((row[metric] for row in rows if row.get(metric) is not None), default=None),
+            **{name: last[name] for name in self.task.reported if name in last},
+            "train_loss": last["loss"],
+            "measured_on": self.task.measured_on,
+            "measured_images": self.task.measured_images,
+            "seconds_per_epoch": round(median(row["seconds"] for row in rows), 3),
+            "parameters": sum(p.numel() for p in self.trainee.network.parameters()),
+            "sites": len(self.trainee.report.converted),
+            **divergence(rows, self.first_loss),
+        }
 
 
 def _task(settings: Settings, processes: Processes) -> Task:

@@ -40,8 +40,8 @@ class Run:
         if not file.exists():
             return None
         try:
-            found = Alignment.from_json(file.read_text()).iou
-        except ValueError as error:
+            found = Alignment.from_json(file.read_text(encoding="utf-8")).iou
+        except (ValueError, OSError) as error:
             raise UserError(f"{file} does not hold the alignment of a run: {error}") from None
         return statistics.median(found) if found else None
 
@@ -52,7 +52,7 @@ def read_run(path: Path) -> Run:
     A setting that config.json does not name, because it is the machine's or was not there yet, is as the recipe has it.
     """
     folder = RunFolder(path)
-    config = folder.json("config.json")
+    config = folder.config()
     try:
         settings = rows.settings(**config)
     except (TypeError, UserError) as error:
@@ -60,11 +60,11 @@ def read_run(path: Path) -> Run:
     epochs = len(folder.metrics())
     if not folder.finished:
         return Run(path, settings, None, {}, epochs)
-    result = folder.json("result.json")
+    result = folder.result()
     measured = (*rows.find(settings.recipe).metrics, *_MEASURED)
     if missing := [name for name in measured if result.get(name) is None]:
         raise UserError(f"{path / 'result.json'} does not say {', '.join(missing)}")
-    return Run(path, settings, result, folder.json("environment.json"), epochs)
+    return Run(path, settings, result, folder.environment(), epochs)
 
 
 def find_runs(root: Path) -> tuple[list[Run], list[str]]:

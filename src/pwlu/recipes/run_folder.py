@@ -25,6 +25,7 @@ import torch
 from pwlu import files
 from pwlu.recipes.locks import locked
 from pwlu.recipes.settings import Settings, UserError, check
+from pwlu.text import parsed
 
 _AGAIN = "Copy it again from where it was trained, or train again"
 _UNSAID = ("norm_weight_decay", "channels_last", "device", "workers")  # settings of a run that may be None
@@ -124,15 +125,38 @@ class RunFolder:
         """The contents of a JSON file of the run."""
         path = self.path / name
         try:
-            text = path.read_text()
-            content = json.loads(text)
+            text = path.read_text(encoding="utf-8")
+            content = parsed(text)
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{self.path} is not a run folder: it has no {name}") from None
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
         except ValueError as error:
             raise UserError(f"{path} is damaged: {error}. {_AGAIN}") from None
         if not isinstance(content, dict):
             raise UserError(f"{path} is damaged: expected {{...}}, not {text.strip():.40}. {_AGAIN}")
         return content
+
+    def environment(self) -> dict[str, Any]:
+        """Return where and with what the run was made, as environment.json has it: texts and numbers."""
+        found = self.json("environment.json")
+        for name, value in found.items():
+            kind = (int,) if name == "side_by_side" else (str, int, float, type(None))
+            self._check("environment.json", name, value, kind, "a number" if name == "side_by_side" else "a text or a number")
+        return found
+
+    def result(self) -> dict[str, Any]:
+        """Return what came out, as result.json has it: all of it but a name is numbers, or not known."""
+        result = self.json("result.json")
+        for name, value in result.items():
+            text = name == "measured_on"
+            kind = (str, type(None)) if text else (int, float, type(None))
+            self._check("result.json", name, value, kind, "a text" if text else "a number")
+        return result
+
+    def _check(self, file: str, name: str, value: Any, kind: tuple[type, ...], words: str) -> None:
+        if not isinstance(value, kind):
+            raise UserError(f"{self.path / file} is damaged: {name} must be {words}, not {value!r}. {_AGAIN}")
 
     def write_json(self, name: str, content: Any) -> None:
         """Write a JSON file."""
@@ -161,20 +185,24 @@ class RunFolder:
     # What was measured.
 
     def metrics(self) -> list[dict[str, Any]]:
-        """A row an epoch, numbers or None by name. A line that was cut off by the end of the program is left out."""
+        """Return a row for each epoch: numbers or None by name. An end that was cut off, as by a full disk, is left out."""
         path = self.path / "metrics.jsonl"
+        try:
+            *lines, end = path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
         rows = []
-        for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), start=1):
+        for number, line in enumerate([*lines, end], start=1):
             try:
-                row = json.loads(line)
-            except ValueError:
-                break
-            if not _is_row(row):
-                raise UserError(
-                    f"{path} is damaged: line {number} must be the numbers of an epoch, such as "
-                    f'{{"epoch": 1, "step": 98, "loss": 2.5}}, not {line:.40}. {_AGAIN}'
-                )
-            rows.append(row)
+                rows.append(_row(line))
+            except ValueError as error:
+                if number <= len(lines) or not isinstance(error, json.JSONDecodeError):
+                    raise UserError(
+                        f"line {number} of {path} is damaged: {error}, not {line.decode(errors='replace'):.40}. Mend it or "
+                        "remove it, or copy the file again from where it was trained. Nothing was changed"
+                    ) from None
         return rows
 
     def add_metrics(self, row: dict[str, Any]) -> None:
@@ -214,7 +242,10 @@ class RunFolder:
                 f"the checkpoint {found[-1]} is damaged: its contents are not what was written. Remove or rename it, and "
                 f"--resume goes on {instead}"
             )
-        return torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+        try:
+            return tensors(io.BytesIO(content), device)
+        except ValueError as error:
+            raise UserError(f"the checkpoint {found[-1]} is damaged: {error}. Remove or rename it") from None
 
 
 def as_json(content: Any) -> bytes:
@@ -222,9 +253,23 @@ def as_json(content: Any) -> bytes:
     return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
 
 
-def _is_row(row: Any) -> bool:
+def _row(line: bytes) -> dict[str, Any]:
+    row = parsed(line)
     numbers = isinstance(row, dict) and all(value is None or isinstance(value, (int, float)) for value in row.values())
-    return numbers and isinstance(row.get("step"), int) and row["step"] > 0
+    if not numbers or not isinstance(row.get("step"), int) or row["step"] < 1:
+        raise ValueError('it must be the numbers of an epoch, such as {"epoch": 1, "step": 98, "loss": 2.5}')
+    return row
+
+
+def tensors(file: Path | io.BytesIO, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Return the dictionary of names that a file of torch's holds; whatever is wrong with the file is a ValueError."""
+    try:
+        content = torch.load(file, map_location=device, weights_only=True)
+    except Exception as error:  # torch raises errors of ten kinds, and speaks of its own options in six lines
+        raise ValueError((str(error).strip().splitlines() or ["it is empty"])[0]) from None
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise ValueError(f"expected a dictionary of names, not {type(content).__name__}")
+    return content
 
 
 def _serialised(content: Any) -> bytes:

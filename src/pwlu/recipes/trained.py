@@ -1,7 +1,6 @@
 """The network of a finished run, made again from its folder alone: config.json says how, model.pt has the weights."""
 
 import dataclasses
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from pwlu.recipes import networks
 from pwlu.recipes.classification import Classification
 from pwlu.recipes.divergence import described
 from pwlu.recipes.rows import Recipe, find
-from pwlu.recipes.run_folder import RunFolder, no_run
+from pwlu.recipes.run_folder import RunFolder, no_run, tensors
 from pwlu.recipes.settings import Settings, UserError
 from pwlu.recipes.trainee import put_activations
 
@@ -58,7 +57,7 @@ def load(path: Path) -> Trained:
         raise no_run(path, "config.json", WEIGHTS)
     folder = RunFolder(path)
     settings = folder.settings()
-    if folder.finished and (result := folder.json("result.json")).get("diverged"):
+    if folder.finished and (result := folder.result()).get("diverged"):
         raise UserError(f"{path} has no trained network. {described(result, settings.as_dict())}")
     state = _weights(folder, settings)
     row = find(settings.recipe)
@@ -98,10 +97,11 @@ def _weights(folder: RunFolder, settings: Settings) -> dict[str, Tensor]:
     if not path.exists():
         raise UserError(_without_weights(folder, settings))
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
-        why = (str(error).strip().splitlines() or ["it is empty"])[0]
-        raise UserError(f"{path} is damaged: {why}. Copy it again from where it was trained, or train again") from None
+        state = tensors(path)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}. Copy it again from where it was trained, or train again") from None
+    if strange := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        raise UserError(f"{path} does not hold weights: {', '.join(strange[:5])} must be tensors")
     if not all(bool(tensor.isfinite().all()) for tensor in state.values()):
         raise UserError(f"the weights in {path} are not all finite. Train again, with a smaller --lr")
     return state

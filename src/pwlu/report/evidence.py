@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pwlu.analysis import Alignment
 from pwlu.curves import curves_of
-from pwlu.recipes.run_folder import RunFolder, no_run
+from pwlu.recipes.run_folder import RunFolder, no_run, tensors
 from pwlu.recipes.settings import UserError
 from pwlu.shapes import Shapes, describe
 from pwlu.starts import STARTS, start_parameters
@@ -101,16 +101,16 @@ def read_evidence(path: Path) -> Evidence:
             notes.append(f"{name} cannot be read and is left out: {error}")
         return None
 
-    def tensors(name: str) -> Functions:
+    def saved(name: str) -> Functions:
         try:
-            functions = torch.load(path / name, map_location="cpu", weights_only=True)
-        except Exception:  # torch speaks of its own options, in six lines
+            functions = tensors(path / name)
+        except ValueError:
             raise ValueError("it does not hold saved functions") from None
         curves_of(functions, name)
         return functions
 
     def measured(name: str) -> Alignment:
-        return Alignment.from_json((path / name).read_text())
+        return Alignment.from_json((path / name).read_text(encoding="utf-8"))
 
     config = found("config.json", lambda _: folder.config())
     if config is not None and "recipe" not in config:
@@ -118,17 +118,21 @@ def read_evidence(path: Path) -> Evidence:
     evidence = Evidence(
         path,
         config or {},
-        found("environment.json", folder.json) or {},
-        found("result.json", lambda name: _numbers(folder.json(name))) or {},
+        found("environment.json", lambda _: folder.environment()) or {},
+        found("result.json", lambda _: folder.result()) or {},
         found("metrics.jsonl", lambda _: folder.metrics()) or [],
         notes=notes,
     )
     for snapshot in sorted((path / "snapshots").glob("step-*.pt")):
-        functions = found(f"snapshots/{snapshot.name}", tensors)
-        if functions is not None:
-            evidence.moments[int(snapshot.stem.removeprefix("step-"))] = functions
+        number = snapshot.stem.removeprefix("step-")
+        if not number.isdecimal():
+            notes.append(
+                f"snapshots/{snapshot.name} is left out: its name must have the number of a step, as step-00000098.pt."
+            )
+        elif (functions := found(f"snapshots/{snapshot.name}", saved)) is not None:
+            evidence.moments[int(number)] = functions
     end = evidence.metrics[-1]["step"] if evidence.metrics else math.inf
-    last = found("functions.pt", tensors)
+    last = found("functions.pt", saved)
     if last is not None:
         evidence.moments = {step: old for step, old in evidence.moments.items() if step < end} | {end: last}
     evidence.ended = last is not None or (folder.finished and end in evidence.moments)
@@ -140,14 +144,6 @@ def read_evidence(path: Path) -> Evidence:
     _describe(evidence)
     evidence.notes += _missing(evidence)
     return evidence
-
-
-def _numbers(result: dict[str, Any]) -> dict[str, Any]:
-    """The same result.json, or an error: all of it but a name is numbers, or not known."""
-    for name, value in result.items():
-        if name != "measured_on" and value is not None and not isinstance(value, (int, float)):
-            raise ValueError(f"{name} must be a number, not {value!r}")
-    return result
 
 
 def _alike(first: Functions, second: Functions) -> bool:

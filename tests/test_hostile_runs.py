@@ -194,15 +194,15 @@ def test_a_file_that_is_a_folder(run, capsys):
         ({"iou": [0.5]}, "left of '2' must be 1 number, one per channel"),
         ({"outside": ["much"] * 8}, "outside of '2' must be 8 numbers"),
         ({"count": []}, "count of '2' must be 8 numbers"),
-        ({"histogram": [[1]] * 7 + [[1, 2]]}, "the histograms of '2' have different lengths"),
+        ({"histogram": [[1] * 32] * 7 + [[1, 2]], "low": [0] * 8, "high": [1] * 8}, "the histograms of '2' must have 32 bars"),
+        ({"histogram": []}, "low of '2' must be 0 numbers"),
         ({"name": 7}, "names of units must be texts"),
     ],
 )
 def test_an_alignment_that_is_none(run, capsys, changes, wrong):
-    for name in ("alignment.json", "inputs.json"):
-        content = json.loads((run / name).read_text())
-        content["units"][0] |= changes
-        (run / name).write_text(json.dumps(content))
+    content = json.loads((run / "inputs.json").read_text())
+    content["units"][0] |= changes
+    (run / "inputs.json").write_text(json.dumps(content))
     assert main(["report", str(run)]) == 0
     text = capsys.readouterr().err
     assert "inputs.json cannot be read and is left out: " in text

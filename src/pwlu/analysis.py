@@ -259,12 +259,12 @@ def _rounded(value: Any) -> Any:
 def _check_unit(unit: UnitAlignment) -> None:
     """Raise ValueError unless the lists of a unit that was read have a number for each channel."""
     for name, values in asdict(unit).items():
-        expected = unit.channels if values or name not in ("low", "high", "histogram") else 0
+        expected = 0 if name in ("low", "high", "histogram") and not unit.histogram else unit.channels
         numbers = [number for row in values for number in row] if name == "histogram" else values
         if name != "name" and not (len(values) == expected and all(type(number) in (int, float) for number in numbers)):
             raise ValueError(f"{name} of {unit.name!r} must be {counted(expected, 'number')}, one per channel")
-    if len({len(row) for row in unit.histogram}) > 1:
-        raise ValueError(f"the histograms of {unit.name!r} have different lengths")
+    if unit.histogram and {len(row) for row in unit.histogram} != {BARS}:
+        raise ValueError(f"the histograms of {unit.name!r} must have {BARS} bars")
 
 
 def _restored(value: Any) -> Any:

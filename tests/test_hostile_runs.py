@@ -9,6 +9,7 @@ import pytest
 import torch
 from recipes_helpers import short_run, train
 
+import pwlu
 from pwlu.analysis import Alignment
 from pwlu.cli import main
 from pwlu.recipes.run_folder import RunFolder
@@ -226,6 +227,42 @@ def test_settings_that_are_not_finite(tmp_path, capsys, flag):
     assert train(flag, "inf", "--runs", tmp_path) == 2
     assert f"{flag} must be a finite number, not inf" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+# Of a later version.
+
+
+@pytest.mark.parametrize("version", ["0.2.0", "1.0", "0.1.1.dev3", "10.0.0+local"])
+def test_a_run_of_a_later_version(stopped, tmp_path, capsys, version):
+    """With a setting that this one does not know, or a value that it does not."""
+    changed(stopped / "environment.json", pwlu=version)
+    for change in ({"colour": "red"}, {"init": ["relu", "silu"]}):
+        changed(stopped / "config.json", **change)
+        expected = f"{stopped} was written by a later version, pwlu {version}, and this is pwlu {pwlu.__version__}: update it"
+        assert train("--resume", stopped) == 2
+        assert expected in capsys.readouterr().err
+        assert main(["export", str(stopped), str(tmp_path / "model.pt2")]) == 2
+        assert expected in capsys.readouterr().err
+        folders = ["--runs", str(tmp_path), "--results", str(tmp_path / "results")]
+        assert main(["compare", "digits", "--acts", "pwlu", "--dry-run", *folders]) == 0
+        assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("version", [pwlu.__version__, "0.0.9", "", None, "absent"])
+def test_a_run_of_no_later_version(stopped, capsys, version):
+    changed(stopped / "config.json", colour="red")
+    if version == "absent":
+        (stopped / "environment.json").unlink()
+    else:
+        changed(stopped / "environment.json", pwlu=version)
+    assert train("--resume", stopped) == 2
+    assert f"colour is no setting of pwlu {pwlu.__version__}. Copy it again" in capsys.readouterr().err
+
+
+def test_a_later_version_that_fits(stopped, capsys):
+    """Nothing is wrong with it."""
+    changed(stopped / "environment.json", pwlu="99.0")
+    assert train("--resume", stopped) == 0
 
 
 def test_the_undamaged_run_is_fine(finished, capsys):

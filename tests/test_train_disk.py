@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from recipes_helpers import SHORT, assert_same_run, short_run, train
 
+import pwlu
 from pwlu.recipes.rows import settings
 from pwlu.recipes.run_folder import RunFolder
 from pwlu.recipes.settings import UserError
@@ -79,7 +80,10 @@ def changed(**changes):
         (None, "is not a run folder: it has no config.json"),
         ("{", f"line 1 column 2 (char 1). {AGAIN}"),
         ("[1, 2]", f"config.json is damaged: expected {{...}}, not [1, 2]. {AGAIN}"),
-        ('{"recipe": "digits", "colour": 3}', f"does not hold the settings of a run: colour is no setting. {AGAIN}"),
+        (
+            '{"recipe": "digits", "colour": 3}',
+            f"settings of a run: colour is no setting of pwlu {pwlu.__version__}. {AGAIN}",
+        ),
         ('{"recipe": "nope"}', f"does not hold the settings of a run: it does not say epochs, batch, lr, {MORE}. {AGAIN}"),
         ('{"epochs": 3}', "it does not say recipe, batch, "),
         (changed(epochs="three"), f"does not hold the settings of a run: epochs must be a whole number, not 'three'. {AGAIN}"),

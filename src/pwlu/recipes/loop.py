@@ -97,9 +97,9 @@ class _Loop:
             try:
                 self._go_on(state)
             except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-                raise UserError(
-                    f"the newest checkpoint of {self.folder.path} does not fit what config.json describes: {error!r:.200}. Put "
-                    "back what was there, or start a new run without --resume"
+                raise self.folder.unreadable(
+                    f"the newest checkpoint of {self.folder.path} does not fit what config.json describes: {error!r:.200}",
+                    "Put back what was there, or start a new run without --resume",
                 ) from None
         if self.processes.first:
             if state is None:

@@ -56,14 +56,14 @@ def read_run(path: Path) -> Run:
     try:
         settings = rows.settings(**config)
     except (TypeError, UserError) as error:
-        raise UserError(f"{path / 'config.json'} does not hold the settings of a run: {error}") from None
+        raise folder.unreadable(f"{path / 'config.json'} does not hold the settings of a run: {error}") from None
     epochs = len(folder.metrics())
     if not folder.finished:
         return Run(path, settings, None, {}, epochs)
     result = folder.result()
     measured = (*rows.find(settings.recipe).metrics, *_MEASURED)
     if missing := [name for name in measured if result.get(name) is None]:
-        raise UserError(f"{path / 'result.json'} does not say {', '.join(missing)}")
+        raise folder.unreadable(f"{path / 'result.json'} does not say {', '.join(missing)}")
     return Run(path, settings, result, folder.environment(), epochs)
 
 

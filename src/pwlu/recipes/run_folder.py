@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from pwlu import files
 from pwlu.recipes.locks import locked
 from pwlu.recipes.settings import Settings, UserError, check
 from pwlu.text import parsed
+from pwlu.version import __version__
 
 _AGAIN = "Copy it again from where it was trained, or train again"
 _UNSAID = ("norm_weight_decay", "channels_last", "device", "workers")  # settings of a run that may be None
@@ -104,7 +106,7 @@ class RunFolder:
         known = {f.name: f.default for f in dataclasses.fields(Settings)}
         said = {name: None if value is dataclasses.MISSING else value for name, value in known.items()} | config
         if strange := [name for name in config if name not in known]:
-            raise self._no_settings(f"{', '.join(strange)} is no setting")
+            raise self._no_settings(f"{', '.join(strange)} is no setting of pwlu {__version__}")
         if missing := [name for name, value in said.items() if value is None and name not in _UNSAID]:
             raise self._no_settings(f"it does not say {', '.join(missing)}")
         return check(Settings(**config))
@@ -119,7 +121,20 @@ class RunFolder:
         return config
 
     def _no_settings(self, wrong: str) -> UserError:
-        return UserError(f"{self.path / 'config.json'} does not hold the settings of a run: {wrong}. {_AGAIN}")
+        return self.unreadable(f"{self.path / 'config.json'} does not hold the settings of a run: {wrong}")
+
+    def unreadable(self, what: str, remedy: str = _AGAIN) -> UserError:
+        """Return the error that says what is wrong with a file of the run, or that a later version wrote it."""
+        try:
+            written_by = parsed((self.path / "environment.json").read_text(encoding="utf-8"))["pwlu"]
+        except (OSError, ValueError, LookupError, TypeError):
+            written_by = ""
+        if _release(written_by) > _release(__version__):
+            return UserError(
+                f"{self.path} was written by a later version, pwlu {written_by}, and this is pwlu {__version__}: update it "
+                f"to read that run. ({what})"
+            )
+        return UserError(f"{what}. {remedy}")
 
     def json(self, name: str) -> dict[str, Any]:
         """The contents of a JSON file of the run."""
@@ -132,9 +147,9 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
         except ValueError as error:
-            raise UserError(f"{path} is damaged: {error}. {_AGAIN}") from None
+            raise self.unreadable(f"{path} is damaged: {error}") from None
         if not isinstance(content, dict):
-            raise UserError(f"{path} is damaged: expected {{...}}, not {text.strip():.40}. {_AGAIN}")
+            raise self.unreadable(f"{path} is damaged: expected {{...}}, not {text.strip():.40}")
         return content
 
     def environment(self) -> dict[str, Any]:
@@ -156,7 +171,7 @@ class RunFolder:
 
     def _check(self, file: str, name: str, value: Any, kind: tuple[type, ...], words: str) -> None:
         if not isinstance(value, kind):
-            raise UserError(f"{self.path / file} is damaged: {name} must be {words}, not {value!r}. {_AGAIN}")
+            raise self.unreadable(f"{self.path / file} is damaged: {name} must be {words}, not {value!r}")
 
     def write_json(self, name: str, content: Any) -> None:
         """Write a JSON file."""
@@ -199,9 +214,9 @@ class RunFolder:
                 rows.append(_row(line))
             except ValueError as error:
                 if number <= len(lines) or not isinstance(error, json.JSONDecodeError):
-                    raise UserError(
-                        f"line {number} of {path} is damaged: {error}, not {line.decode(errors='replace'):.40}. Mend it or "
-                        "remove it, or copy the file again from where it was trained. Nothing was changed"
+                    raise self.unreadable(
+                        f"line {number} of {path} is damaged: {error}, not {line.decode(errors='replace'):.40}",
+                        "Mend it or remove it, or copy the file again from where it was trained. Nothing was changed",
                     ) from None
         return rows
 
@@ -270,6 +285,10 @@ def tensors(file: Path | io.BytesIO, device: torch.device | str = "cpu") -> dict
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise ValueError(f"expected a dictionary of names, not {type(content).__name__}")
     return content
+
+
+def _release(version: Any) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d{1,9}", str(version))[:3])
 
 
 def _serialised(content: Any) -> bytes:

@@ -68,7 +68,7 @@ def load(path: Path) -> Trained:
         network.load_state_dict(state)
     except (LookupError, RuntimeError) as error:
         why = str(error).strip().splitlines()
-        raise UserError(
+        raise folder.unreadable(
             f"{folder.path / WEIGHTS} does not hold the weights of the network that config.json describes, {row.network} with "
             f"{settings.activation}: {' '.join(line.strip() for line in why[:2])}"
         ) from None

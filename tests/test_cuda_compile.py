@@ -166,8 +166,8 @@ def test_without_cuda_core(one_gpu, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "cuda.core", None)
     printed = info(capsys)
     assert "a GPU, plain torch (pwlu.reference), many times slower: cuda-core is missing" in printed
-    assert "pip install 'pwlu[cuda]'" in printed
-    with pytest.warns(UserWarning, match=r"without its CUDA kernels.*pip install 'pwlu\[cuda\]'"):
+    assert "pip install '.[cuda]'" in printed
+    with pytest.warns(UserWarning, match=r"without its CUDA kernels.*pip install '\.\[cuda\]'"):
         assert cuda.kernel(0) is None
     cuda.choose.cache_clear()
     monkeypatch.setenv("PWLU_CUDA_KERNEL", "cuda")

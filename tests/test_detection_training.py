@@ -290,4 +290,4 @@ def test_without_the_package(monkeypatch, capsys, tmp_path):
     for name in ("coco", "detection", "evaluation", "masks", "scenes"):
         monkeypatch.delitem(sys.modules, f"pwlu.recipes.{name}", raising=False)
     assert train(RETINA, "--runs", tmp_path) == 2
-    assert "detection needs one more package, COCO's tools: pip install 'pwlu[train,detection]'" in capsys.readouterr().err
+    assert "detection needs one more package, COCO's tools: pip install '.[train,detection]'" in capsys.readouterr().err

@@ -109,5 +109,5 @@ def test_bad_input(call, text):
 
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"plot_improvements: drawing needs matplotlib \(.*\): pip install 'pwlu\[train\]'"):
+    with pytest.raises(ImportError, match=r"plot_improvements: drawing needs matplotlib \(.*\): pip install '\.\[train\]'"):
         plot_improvements(ROWS)

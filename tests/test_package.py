@@ -4,9 +4,11 @@ import ast
 import graphlib
 import importlib.util
 import os
+import re
 import shlex
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from imported import interpreter
 import pwlu
 from pwlu.cli import main
 from pwlu.kernels import build, cpu
+from pwlu.text import install
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "pwlu"
@@ -102,6 +105,21 @@ def test_output_that_nobody_reads():
         done = subprocess.run([sys.executable, "-m", "pwlu", "info"], stdout=closed, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 141
     assert done.stderr == "pwlu: stopped, because nobody reads its output any more (as after `| head`)\n"
+
+
+def test_how_to_install_more():
+    """One function words it, from the sources, and every extra that is named exists."""
+    assert install("train", "onnx") == "pip install '.[train,onnx]' in the folder of pwlu's sources"
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text()
+        assert "pip install" not in text or path.name == "text.py", path
+        for named in re.findall(r"\{install\(([^)]*)\)\}", text):
+            assert set(re.findall(r"\w+", named)) <= extras, path
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for where, named in re.findall(r"pip install '([^'\[]*)\[([\w,]+)\]'", page.read_text()):
+            assert where == ".", page
+            assert set(named.split(",")) <= extras, page
 
 
 def test_help_is_worth_reading(capsys):

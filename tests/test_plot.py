@@ -412,5 +412,5 @@ def test_bad_input(call, text):
 @pytest.mark.parametrize("name", FIGURES)
 def test_without_matplotlib(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=rf"plot_{name}: drawing needs matplotlib \(.*\): pip install 'pwlu\[train\]'"):
+    with pytest.raises(ImportError, match=rf"plot_{name}: drawing needs matplotlib \(.*\): pip install '\.\[train\]'"):
         FIGURES[name]()

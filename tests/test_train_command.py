@@ -176,8 +176,8 @@ def test_settings_of_a_program_are_checked_too():
 @pytest.mark.parametrize(
     ("package", "text"),
     [
-        ("sklearn", "the digits are scikit-learn's: pip install 'pwlu[train]'"),
-        ("pwlu.recipes.loop", "training needs more packages (no pwlu.recipes.loop): pip install 'pwlu[train]'"),
+        ("sklearn", "the digits are scikit-learn's: pip install '.[train]'"),
+        ("pwlu.recipes.loop", "training needs more packages (no pwlu.recipes.loop): pip install '.[train]'"),
     ],
 )
 def test_missing_packages(tmp_path, monkeypatch, capsys, package, text):

@@ -21,7 +21,7 @@ from pwlu.onnx_check import Inputs, Largest, agreement, outputs
 from pwlu.onnx_file import finish, units_alone
 from pwlu.onnx_forms import FASTEST, FORMS, Form, write_as_
 from pwlu.onnx_units import UnitsChecked, calls_of, check_units
-from pwlu.text import counted
+from pwlu.text import counted, install
 
 _OLDEST_OPSET = 18  # what torch writes by itself; ONNX Runtime reads it since 1.14
 _LARGEST_FILE = 2**31 - 2**24  # of protobuf; larger models keep their weights in a second file
@@ -193,7 +193,7 @@ def _packages() -> tuple[Any, Any]:
         importlib.import_module("onnxscript")
         return importlib.import_module("onnx"), importlib.import_module("onnxruntime")
     except ImportError as error:
-        raise ImportError(f"export_onnx needs onnx, onnxscript and onnxruntime ({error}): pip install 'pwlu[onnx]'") from error
+        raise ImportError(f"export_onnx needs onnx, onnxscript and onnxruntime ({error}): {install('onnx')}") from error
 
 
 def _in_order(model: nn.Module, inputs: Inputs) -> Inputs:

@@ -1,4 +1,4 @@
-"""Tables for a terminal, numbers of things, and JSON that others may have written."""
+"""Tables for a terminal, numbers of things, how to install more, and JSON that others may have written."""
 
 import json
 import math
@@ -23,6 +23,11 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = 
 def counted(number: int, one: str, many: str = "") -> str:
     """``1 image``, ``2,000 images``. `many`: where it is not `one` with an s."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def install(*extras: str) -> str:
+    """Return how to install what an extra of the package needs: it is installed from its sources, not by name."""
+    return f"pip install '.[{','.join(extras)}]' in the folder of pwlu's sources"
 
 
 def parsed(text: str | bytes) -> Any:

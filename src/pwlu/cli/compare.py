@@ -11,6 +11,7 @@ from pwlu.cli.train import add_runs, add_settings, given
 from pwlu.recipes.presets import BASELINE, PRESETS, Comparison, comparison
 from pwlu.recipes.settings import Settings, UserError
 from pwlu.recipes.table import Table
+from pwlu.text import install
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +109,7 @@ def _asked(options: argparse.Namespace, silent: bool = False) -> tuple[list[Comp
     try:
         from pwlu.recipes.comparison import find, title, wanted
     except ImportError as error:
-        raise UserError(f"training needs more packages ({error}): pip install 'pwlu[train]'") from None
+        raise UserError(f"training needs more packages ({error}): {install('train')}") from None
     asked, found = wanted(comparisons, options.seeds), find(options.results, options.runs)
     if silent:
         return comparisons, asked

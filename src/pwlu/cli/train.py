@@ -11,6 +11,7 @@ from pwlu.recipes.processes import joined
 from pwlu.recipes.rows import RECIPES, settings
 from pwlu.recipes.run_folder import RunFolder
 from pwlu.recipes.settings import Settings, UserError, flag
+from pwlu.text import install
 
 RUNS = Path("runs")
 
@@ -83,7 +84,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         from pwlu.recipes.loop import begin, train
     except ImportError as error:
-        raise UserError(f"training needs more packages ({error}): pip install 'pwlu[train]'") from None
+        raise UserError(f"training needs more packages ({error}): {install('train')}") from None
     from pwlu.recipes.divergence import STATUS
     from pwlu.recipes.report import headline
     from pwlu.recipes.results import read_run

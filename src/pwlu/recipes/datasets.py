@@ -13,6 +13,7 @@ from pwlu.recipes.folders import Folder, folders
 from pwlu.recipes.images import Images, in_memory
 from pwlu.recipes.rows import find
 from pwlu.recipes.settings import Settings, UserError
+from pwlu.text import install
 
 
 @dataclass
@@ -69,7 +70,7 @@ def _digits(_: Path) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[str]]:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ImportError:
-        raise UserError("the digits are scikit-learn's: pip install 'pwlu[train]'") from None
+        raise UserError(f"the digits are scikit-learn's: {install('train')}") from None
     data = load_digits()
     split = train_test_split(data.images, data.target, test_size=0.5, random_state=0, stratify=data.target)
     images = [torch.tensor(x * 15, dtype=torch.uint8).unsqueeze(1) for x in split[:2]]  # 0..16 becomes 0..240

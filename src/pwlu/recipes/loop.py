@@ -21,6 +21,7 @@ from pwlu.recipes.run_folder import RunFolder, new_folder
 from pwlu.recipes.settings import Settings, UserError
 from pwlu.recipes.task import Task
 from pwlu.recipes.trainee import Trainee
+from pwlu.text import install
 
 SECONDS_BETWEEN_CHECKPOINTS = 600  # in an epoch that takes longer
 STEPS_BETWEEN_QUESTIONS = 50  # whether so many seconds have passed
@@ -225,7 +226,7 @@ class _Loop:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError("--tensorboard needs one more package: pip install 'pwlu[tensorboard]'") from None
+            raise UserError(f"--tensorboard needs one more package: {install('tensorboard')}") from None
         return SummaryWriter(str(self.folder.path / "tensorboard"), purge_step=self.number + 1)
 
     # The end.
@@ -281,7 +282,7 @@ def _task(settings: Settings, processes: Processes) -> Task:
 
         return Classification(settings, processes)
     except ImportError as error:
-        raise UserError(f"training needs more packages ({error}): pip install 'pwlu[train]'") from None
+        raise UserError(f"training needs more packages ({error}): {install('train')}") from None
 
 
 def _rounded(numbers: dict[str, float]) -> dict[str, float | None]:

@@ -21,6 +21,7 @@ from pwlu.module import units_of
 from pwlu.onnx_check import Inputs, agreement
 from pwlu.onnx_file import finish
 from pwlu.onnx_forms import FASTEST
+from pwlu.text import install
 
 OPSET = 18  # the oldest that torch writes by itself
 METADATA = "metadata.json"  # in a .pt2
@@ -111,7 +112,7 @@ def _write_plain(network: nn.Module, sample: Tensor, path: Path, opset: int, met
         onnx, runtime = importlib.import_module("onnx"), importlib.import_module("onnxruntime")
         importlib.import_module("onnxscript")
     except ImportError as error:
-        raise ImportError(f"ONNX needs onnx, onnxscript and onnxruntime ({error}): pip install 'pwlu[onnx]'") from error
+        raise ImportError(f"ONNX needs onnx, onnxscript and onnxruntime ({error}): {install('onnx')}") from error
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", _OF_TORCH_2_11)
         program = torch.onnx.export(

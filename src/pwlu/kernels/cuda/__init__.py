@@ -15,6 +15,7 @@ from pwlu.kernels import eager, layout
 from pwlu.kernels.cuda import compile as kernels
 from pwlu.kernels.cuda.driver import Loaded, launcher, refuse_during_capture
 from pwlu.kernels.cuda.plan import Gpu, Plan, Processor, plan_backward, plan_finish, plan_finish_moments, plan_map
+from pwlu.text import install
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -214,7 +215,7 @@ def _try(index: int) -> Kernel:
     try:
         kernels.core()
     except ImportError as error:
-        raise _Impossible(f"cuda-core is missing ({error}): pip install 'pwlu[cuda]'") from error
+        raise _Impossible(f"cuda-core is missing ({error}): {install('cuda')}") from error
     with torch.cuda.device(index):
         refuse_during_capture("its first use on this device", index)
     kernel = Kernel(index)

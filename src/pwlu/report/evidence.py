@@ -26,7 +26,7 @@ class Evidence:
 
     ``moments``: the functions in the course of training, by the number of steps; infinity for the end, if nothing says how many
     there were. ``ended``: whether the last of them are those of the end. ``starts``: of a unit, the name of the function that
-    it began as. ``notes``: sentences on what is not known, and why.
+    it began as. ``notes``: sentences on what is not known, and why; ``damaged``: those of them on files that cannot be read.
     """
 
     path: Path
@@ -40,6 +40,7 @@ class Evidence:
     ended: bool = False
     starts: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
 
     @property
     def functions(self) -> Functions:
@@ -74,6 +75,11 @@ class Evidence:
     def steps_per_epoch(self) -> int:
         """0 if no epoch has ended."""
         return self.metrics[0]["step"] if self.metrics else 0
+
+    def points(self, name: str) -> list[tuple[float, float]]:
+        """Return what was measured under a name, by epoch."""
+        steps = self.steps_per_epoch
+        return [(row["step"] / steps, row[name]) for row in self.metrics if row.get(name) is not None]
 
     @property
     def realigned_after(self) -> int:
@@ -141,6 +147,7 @@ def read_evidence(path: Path) -> Evidence:
         notes.append(f"The snapshot of step {step} is of other units than the last functions, and is left out.")
         del evidence.moments[step]
     evidence.alignment = found("inputs.json", measured) or found("alignment.json", measured)
+    evidence.damaged = list(notes)
     _describe(evidence)
     evidence.notes += _missing(evidence)
     return evidence

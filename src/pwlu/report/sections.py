@@ -42,12 +42,12 @@ def summary(evidence: Evidence) -> str:
     return "".join(parts)
 
 
-def headline(evidence: Evidence) -> str:
-    """One sentence under the title."""
+def headline(evidence: Evidence, verdict: str) -> str:
+    """Return what stands under the title: what was gained, if it was compared; then what was measured, and the functions."""
     result = {name: value for name, value in evidence.result.items() if value is not None}
     parts = []
     if evidence.diverged:
-        return described(evidence.result, evidence.config)
+        return f"{described(evidence.result, evidence.config)} {verdict}".strip()
     if said(result):
         parts.append(f"{said(result)} on {result.get('measured_images', 0):,} {result.get('measured_on', 'images')}")
     if evidence.functions:
@@ -57,7 +57,8 @@ def headline(evidence: Evidence) -> str:
         when = "" if evidence.ended else f", as they were at step {max(evidence.moments):,}"
         parts.append(f"{sum(counts):,} {learned}functions in {len(counts)} layers, one {whole}{when}")
     words = "; ".join(parts) + "."
-    return words[0].upper() + words[1:] if parts else "A run of which little is known yet."
+    words = words[0].upper() + words[1:] if parts else "A run of which little is known yet."
+    return f"{verdict} {words}".strip()
 
 
 def curves(evidence: Evidence) -> str:
@@ -76,7 +77,7 @@ def curves(evidence: Evidence) -> str:
                 points,
             )
             for name, label in names.items()
-            if (points := _points(evidence, name))
+            if (points := evidence.points(name))
         ]
         if series:
             charts.append(f"<figure>{lines(series, 'epoch', titles[group], mark, log=group == 'losses')}</figure>")
@@ -113,8 +114,6 @@ def _figures(evidence: Evidence) -> list[tuple[str, str]]:
     for name, title in (("accuracy", "accuracy"), ("box_ap", "box AP"), ("mask_ap", "mask AP")):
         if result.get(name) is not None:
             found.append((title, f"{result[name]:.2f} %"))
-        if result.get(f"best_{name}") is not None:
-            found.append((f"best {title}", f"{result[f'best_{name}']:.2f} %"))
     if result.get("parameters") is not None:
         found.append(("parameters", f"{result['parameters']:,}"))
     if evidence.metrics:
@@ -147,11 +146,6 @@ def _settings(evidence: Evidence) -> str:
         named = ", ".join(f"{_words(name)} {cells.short(value)}" for name, value in changed.items())
         sentences.append(f"Other than the recipe has it: {named}.")
     return " ".join(sentences)
-
-
-def _points(evidence: Evidence, name: str) -> list[tuple[float, float]]:
-    steps = evidence.steps_per_epoch
-    return [(row["step"] / steps, row[name]) for row in evidence.metrics if row.get(name) is not None]
 
 
 def _epochs(metrics: Sequence[dict[str, Any]]) -> str:

@@ -51,10 +51,12 @@ def shape_table(shapes: Shapes, alignment: Alignment | None) -> str:
 def _glance(shapes: Shapes) -> str:
     """What the paper says of learned functions, as it is here: V shapes appear often, the first layer is nearly linear."""
     first, others = shapes.units[0], Shapes(shapes.units[1:])
+    name, linear = escape(first.name or "the model"), _percentage(first.share("linear"))
     rest = f", in the others {_percentage(others.share('linear'))}" if len(others) else ""
     return (
-        f"Of all functions <strong>{_percentage(shapes.share('v_shaped'))}</strong> are V-shaped. In the first layer "
-        f"<strong>{_percentage(first.share('linear'))}</strong> are nearly linear{rest}."
+        f"Of all functions <strong>{_percentage(shapes.share('v_shaped'))}</strong> are V-shaped. In layer 1 ({name}) "
+        f"<strong>{linear}</strong> are nearly linear, that is {_SHAPES['linear']}{rest}. "
+        "(The paper finds V shapes often, and a first layer that is nearly linear.)"
     )
 
 

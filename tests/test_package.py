@@ -132,6 +132,25 @@ def test_help_is_worth_reading(capsys):
     assert "PWLU_CPU_KERNEL" in printed
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["train", "--epoches", "3"], "Instead of --epoches, did you mean --epochs?"),
+        (["train", "--learning-rat=3"], "unrecognized arguments: --learning-rat=3"),
+        (["train", "--weigth-decay=3"], "Instead of --weigth-decay=3, did you mean --weight-decay?"),
+        (["compare", "digits", "--seed", "3"], "Instead of --seed, did you mean --seeds?"),
+        (["report", "run", "--base-line", "run"], "Instead of --base-line, did you mean --baseline?"),
+    ],
+)
+def test_a_mistyped_flag(capsys, arguments, meant):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    text = capsys.readouterr().err
+    assert f"pwlu {arguments[0]}: error: unrecognized arguments: " in text
+    assert meant in text
+
+
 def test_unknown_command(capsys):
     with pytest.raises(SystemExit):
         main(["trian"])

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from recipes_helpers import SHORT, assert_same_run, short_run, train
+from recipes_helpers import NAME, SHORT, assert_same_run, short_run, train
 
 import pwlu
 from pwlu.recipes.rows import settings
@@ -90,7 +90,7 @@ def changed(**changes):
         (changed(lr=[1]), "lr must be a number, not [1]"),
         (changed(init=None), "it does not say init. "),
         (changed(epochs=0), "--epochs must be at least 1, not 0"),
-        (changed(recipe="digit"), "Did you mean digits?"),
+        (changed(recipe="digit"), "Did you mean digits, "),
     ],
 )
 def test_what_is_no_run(tmp_path, capsys, content, text):
@@ -173,7 +173,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, capsys, obstacle):
     else:
         runs.symlink_to(tmp_path / "nowhere")
     assert train(*SHORT, "--runs", runs) == 2
-    assert f"the run folder {runs}/digits-pwlu-seed0 cannot be made: " in capsys.readouterr().err
+    assert f"the run folder {runs}/{NAME.format('')} cannot be made: " in capsys.readouterr().err
 
 
 def test_a_file_is_whole_or_not_there(tmp_path):

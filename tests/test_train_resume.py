@@ -4,7 +4,7 @@ import json
 import signal
 
 import pytest
-from recipes_helpers import SHORT, STEPS_AN_EPOCH, assert_same_run, short_run, start, train, write_images
+from recipes_helpers import NAME, SHORT, STEPS_AN_EPOCH, assert_same_run, short_run, start, train, write_images
 
 from pwlu.recipes import loop
 from pwlu.recipes.divergence import STATUS
@@ -27,7 +27,7 @@ def with_average(tmp_path_factory):
 @pytest.mark.slow
 def test_killed(tmp_path, uninterrupted, with_average):
     """In Phase I, in Phase II, in the middle of an epoch, of writing a checkpoint, of writing the report."""
-    first, second = tmp_path / "digits-pwlu-seed0", tmp_path / "digits-pwlu-seed0-2"
+    first, second = tmp_path / NAME.format(""), tmp_path / NAME.format("ema-0.9-")
     begin, end_of_phase_one = [*SHORT, "--runs", tmp_path], f"checkpoints/step-{STEPS_AN_EPOCH:08d}"
     jobs = [
         {"arguments": begin, "die_at": 4},  # before there was any checkpoint

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from recipes_helpers import one_thread, same_state, short_run, task_of, write_cifar, write_images
+from recipes_helpers import NAME, one_thread, same_state, short_run, task_of, write_cifar, write_images
 from torch import nn
 from trained_helpers import folder_of
 
@@ -146,7 +146,7 @@ def test_no_weights(copied):
     (copied / "model.pt").unlink()
     text = refused(copied)
     assert "has the results of a run but not its weights, model.pt, as those in results/ do" in text
-    assert "such as runs/digits-pwlu-seed0" in text
+    assert f"such as runs/{NAME.format('')}" in text
     (copied / "result.json").unlink()
     assert refused(copied) == f"{copied} is not finished: it stands after 3 epochs. Go on with pwlu train --resume {copied}"
     (copied / "metrics.jsonl").unlink()

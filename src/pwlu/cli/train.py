@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="one of those above (default: digits)")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder, with its own settings")
+    parser.add_argument("--again", action="store_true", help="train in a new folder, although a run has the same settings")
     add_settings(parser)
     add_runs(parser)
 
@@ -92,7 +93,7 @@ def _run(options: argparse.Namespace) -> int:
     changes = given(options)
     asked = settings(options.recipe or "digits", **changes) if options.resume is None else _resumed(options, changes)
     with joined(asked.device) as processes:
-        path = begin(options.runs, asked, processes) if options.resume is None else options.resume
+        path = begin(options.runs, asked, processes, options.again) if options.resume is None else options.resume
         if RunFolder(path).finished:
             result = read_run(path).result
             assert result is not None

@@ -1,5 +1,6 @@
 """The loop: epochs of steps, a measurement after each, checkpoints on the way, and the report at the end."""
 
+import glob
 import math
 import time
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ import torch
 
 from pwlu.analysis import alignment, without_histograms
 from pwlu.plot import plot_functions
+from pwlu.recipes.cells import identity, run_name
 from pwlu.recipes.divergence import divergence
 from pwlu.recipes.environment import environment
 from pwlu.recipes.processes import Processes
@@ -37,13 +39,39 @@ _WORDS = {  # what of an epoch is said in its line; of what is known before it e
 }
 
 
-def begin(runs: Path, settings: Settings, processes: Processes) -> Path:
-    """A new run folder, the same for all processes, with the settings in it."""
-    name = f"{settings.recipe.replace('/', '-')}-{settings.activation}-seed{settings.seed}"
-    path = Path(processes.agree(str(new_folder(runs, name)) if processes.first else None) or "")
+def begin(runs: Path, settings: Settings, processes: Processes, again: bool = False) -> Path:
+    """Make a run folder, the same for all processes, with the settings in it.
+
+    Args:
+        again: make one even if there is a run with the same settings, under a name with the next number.
+    """
+    made, wrong = "", ""
     if processes.first:
-        RunFolder(path).write_json("config.json", settings.as_dict())
-    return path
+        try:
+            if not again:
+                _refuse_a_second(runs, settings)
+            made = str(new_folder(runs, run_name(settings)))
+            RunFolder(Path(made)).write_json("config.json", settings.as_dict())
+        except UserError as error:
+            wrong = str(error)
+    if wrong := processes.agree(wrong) or "":  # else the others would wait for the first
+        raise UserError(wrong)
+    return Path(processes.agree(made) or "")
+
+
+def _refuse_a_second(runs: Path, settings: Settings) -> None:
+    """Raise if a run with these settings was begun before."""
+    for path in sorted(runs.glob(f"{glob.escape(run_name(settings))}*")):
+        folder = RunFolder(path)
+        try:
+            same = identity(folder.settings()) == identity(settings)
+            done = len(folder.metrics())
+        except UserError:  # that one is none of ours
+            continue
+        if same:
+            state = "is finished" if folder.finished else f"stands after {done} epochs"
+            go_on = f"look at it with pwlu report {path}" if folder.finished else f"go on with pwlu train --resume {path}"
+            raise UserError(f"{path} has the same settings and {state}: {go_on}, or begin anew with --again or another --seed")
 
 
 def train(settings: Settings, path: Path, processes: Processes) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pwlu.recipes import networks
+from pwlu.recipes.cells import run_name
 from pwlu.recipes.classification import Classification
 from pwlu.recipes.divergence import described
 from pwlu.recipes.rows import Recipe, find
@@ -111,7 +112,7 @@ def _without_weights(folder: RunFolder, settings: Settings) -> str:
     if folder.finished:
         return (
             f"{folder.path} has the results of a run but not its weights, {WEIGHTS}, as those in results/ do. Write the folder "
-            f"that pwlu train made, such as runs/{settings.recipe.replace('/', '-')}-{settings.activation}-seed{settings.seed}"
+            f"that pwlu train made, such as runs/{run_name(settings)}"
         )
     rows = folder.metrics()
     epochs = f"after {len(rows)} epochs" if rows else "before the end of its first epoch"

@@ -113,6 +113,20 @@ def test_the_table_of_shapes(tmp_path):
     assert cells[2] == ["10", "50", "40", "10", "10", "40", "0", "0", "60", "0", "0.50", "10.0", "0.0", "0.50"]
 
 
+def test_two_shares_of_inputs_outside(tmp_path):
+    """One counts every input, the other every function: both say so."""
+    functions = functions_of(small_network())
+    aligned = inputs_of(functions)
+    first, second = aligned.units
+    first.outside, first.count = [0.5] * 6, [9000] * 6
+    second.outside, second.count = [0.0] * 4, [1000] * 4
+    html = page(read_evidence(write_run(tmp_path / "run", functions, alignment=aligned)))
+    assert f"{100 * 0.5 * 54 / 58:.2f} % of inputs lie outside of the bounds, where every input counts once" in html
+    cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr><th scope=\"row\">.*?</tr>", html)]
+    assert cells[2][11] == "30.0"
+    assert "Of inputs outside and empty intervals: the mean over functions, each of which counts once." in html
+
+
 @pytest.mark.parametrize("layers", [1, 2, 9])
 def test_the_first_layer_is_one_layer(layers):
     """However many there are: the paper says nothing of the second."""

@@ -108,7 +108,7 @@ def test_what_is_finished_is_not_done_again(uninterrupted, capsys):
     assert train("--resume", uninterrupted.path) == 0
     printed = capsys.readouterr().out
     assert f"{uninterrupted.path} is finished: accuracy " in printed
-    assert "epoch" not in printed.partition(" s an epoch")[0]
+    assert "epoch " not in printed.partition(" s an epoch")[0]
     assert files == {p: p.stat().st_mtime_ns for p in uninterrupted.path.rglob("*")}
 
 

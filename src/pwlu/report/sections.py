@@ -94,7 +94,8 @@ def alignment(aligned: Alignment, names: Iterable[str]) -> str:
     share = sum(s * n for s, n in outside) / sum(n for _, n in outside)
     words = (
         f"<p>The median IOU of the bounds of a function with the middle 90 % of its inputs is "
-        f"<strong>{statistics.median(aligned.iou):.2f}</strong>; {100 * share:.2f} % of inputs lie outside of the bounds. "
+        f"<strong>{statistics.median(aligned.iou):.2f}</strong>; {100 * share:.2f} % of inputs lie outside of the bounds, "
+        "where every input counts once, so layers with large maps weigh most. "
         f"Normally distributed inputs score {HEALTHY:.2f} with bounds at {_REALIGNED}, where realignment puts them: "
         "the dotted line.</p>"
     )

@@ -41,7 +41,8 @@ def shape_table(shapes: Shapes, alignment: Alignment | None) -> str:
     where = "where their inputs are" if alignment else "between their bounds"
     return (
         f"<p>{_glance(shapes)}</p>"
-        f'<p class="caption" id="shares">Percentage of the functions of each layer that have a shape {where}.</p>'
+        f'<p class="caption" id="shares">Percentage of the functions of each layer that have a shape {where}. '
+        "Of inputs outside and empty intervals: the mean over functions, each of which counts once.</p>"
         '<div class="scroll" tabindex="0" role="region" aria-labelledby="shares"><table class="heat">'
         f'<thead><tr><th scope="col">layer</th><th scope="col"><span>functions</span></th>{head}</tr></thead>'
         f'<tbody>{"".join(body)}</tbody><tfoot><tr><th scope="row">all</th>{every}</tr></tfoot></table></div>'

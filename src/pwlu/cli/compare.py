@@ -183,7 +183,9 @@ def _draw(tables: list[Table], path: Path) -> bool:
 
     statistics = {recipe: table.statistics() for recipe, table in drawn.items()}
     try:
-        figure = plot_improvements(statistics, BASELINE, {recipe: table.paper_gains() for recipe, table in drawn.items()})
+        theirs = {recipe: table.paper_gains() for recipe, table in drawn.items()}
+        named = f"the paper, same network, {next(iter(drawn.values())).papers_data}"
+        figure = plot_improvements(statistics, BASELINE, theirs, named)
     except ImportError as error:
         print(f"no chart was made. {error}", file=sys.stderr)
         return False

@@ -46,6 +46,7 @@ _BOUNDS: Rows = {
 }
 PRESETS: dict[str, Rows] = {
     "activations": _activations(SEVEN),
+    "improvements": _activations(SEVEN) | {"PWLU, smooth": {"activation": "pwlu", "curvature": SMOOTH}},
     "bounds": _activations(["relu"]) | _BOUNDS,
     "intervals": _activations(["relu"]) | {f"N = {n}": {"activation": "pwlu", "intervals": n} for n in (4, 8, 12, 16, 20)},
     "smoothing": _activations(["relu", "swish", "pwlu"])

@@ -13,6 +13,8 @@ from pwlu.recipes.measures import said
 from pwlu.recipes.run_folder import RunFolder
 from pwlu.recipes.settings import Settings
 
+_IN_A_ROW = 3  # layers whose pictures have the same axes
+
 
 def write_report(
     folder: RunFolder,
@@ -27,7 +29,8 @@ def write_report(
     lines = [f"# {settings.recipe}, {settings.activation}, seed {settings.seed}", "", headline(result, settings.as_dict()), ""]
     if aligned is not None:
         picture = io.BytesIO()
-        plot_functions(network, alignment=aligned).savefig(picture, format="png", dpi=120)
+        few = len(aligned) <= _IN_A_ROW  # next to each other, where sizes are compared
+        plot_functions(network, alignment=aligned, same_scale=few).savefig(picture, format="png", dpi=120)
         folder.write("functions.png", picture.getvalue())
         learned = "functions" if result["diverged"] else "learned functions"
         lines += [f"![the {learned}](functions.png)", ""]

@@ -46,7 +46,6 @@ _BOUNDS: Rows = {
 }
 PRESETS: dict[str, Rows] = {
     "activations": _activations(SEVEN),
-    "improvements": _activations(SEVEN) | {"PWLU, smooth": {"activation": "pwlu", "curvature": SMOOTH}},
     "bounds": _activations(["relu"]) | _BOUNDS,
     "intervals": _activations(["relu"]) | {f"N = {n}": {"activation": "pwlu", "intervals": n} for n in (4, 8, 12, 16, 20)},
     "smoothing": _activations(["relu", "swish", "pwlu"])
@@ -54,6 +53,7 @@ PRESETS: dict[str, Rows] = {
         "PWLU, smooth": {"activation": "pwlu", "curvature": SMOOTH},
         "PWLU, smooth, started as Swish": {"activation": "pwlu", "curvature": SMOOTH, "init": "swish"},
     },
+    "improvements": _activations(SEVEN) | {"PWLU, smooth": {"activation": "pwlu", "curvature": SMOOTH}},
     "detection": _activations(["relu", "swish", "frelu", "pwlu"])
     | {"PWLU, fast, started as Swish": {"activation": "pwlu", "unit_lr": FAST, "init": "swish"}},
 }

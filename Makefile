@@ -31,7 +31,7 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 
 demo: $(VENV)/installed
-	$(BIN)/pwlu train
+	$(BIN)/pwlu train --again
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/op.py

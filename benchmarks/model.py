@@ -4,7 +4,7 @@ inference   ResNet-18 and MobileNet-V3-small, PWLUs fused: eager and compiled, f
             fused form is timed in two ways: as torch.compile sees it, aten operators that melt into their neighbours, and as
             the operator pwlu::lookup, which the compiler cannot see into ("kernel").
 training    a step of timm's networks with SGD, bfloat16 autocast, channels_last, beside the same network with its own
-            activation and with SiLU: eager or compiled, Phase I and Phase II, with batch norms apart and in one pass with PWLUs;
+            activation and with SiLU: eager or compiled, Phase I and Phase II, batch norms apart and in one pass with PWLUs;
             when the host has asked for everything; and the memory at its peak above what the model holds between steps.
 conversion  seconds that pwlu.convert_ takes, for each of some models.
 """

@@ -1,7 +1,7 @@
 """Time a batch norm and what follows it, alone and with the addition of another branch: ReLU, SiLU, PWLU, and PWLU in one pass.
 
-Forward, and forward with backward, in training; the GPU's work alone, by replaying CUDA graphs. Beside each time stand the bytes
-that have to be moved at the least, as passes over the tensor: what an operator reads or writes once is one pass.
+Forward, and forward with backward, in training; the GPU's work alone, by replaying CUDA graphs. Beside each time stands the
+number of passes over the tensor that are needed at the least: what an operator reads or writes once is one pass.
 """
 
 import argparse
@@ -21,7 +21,14 @@ from pwlu import norm_ops
 from pwlu.recipes.timing import percentiles
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SHAPES = [(128, 64, 112, 112), (128, 256, 56, 56), (128, 512, 28, 28), (128, 1024, 14, 14), (128, 2048, 7, 7), (128, 96, 14, 14)]
+SHAPES = [
+    (128, 64, 112, 112),
+    (128, 256, 56, 56),
+    (128, 512, 28, 28),
+    (128, 1024, 14, 14),
+    (128, 2048, 7, 7),
+    (128, 96, 14, 14),
+]
 # forward; forward and backward; each alone, with an addition
 PASSES = {
     "relu": ((5, 13), (8, 19)),
@@ -97,10 +104,11 @@ def main() -> None:
     options = parser.parse_args()
     shapes = [tuple(options.shape)] if options.shape else SHAPES
     problems = [(s, d, layout) for s in shapes for d in options.dtypes for layout in options.layouts]
-    rows = [row for problem in tqdm(problems, desc="shapes") for row in measure(*problem, options)]
+    rows = [row for s, d, layout in tqdm(problems, desc="shapes") for row in measure(s, d, layout, options)]
     for r in rows:
         print(
-            f"{r['shape']:>18} {r['layout']:13} {r['dtype']:8} {'added' if r['added'] else 'alone'} {r['what']:16} {r['call']:14}"
+            f"{r['shape']:>18} {r['layout']:13} {r['dtype']:8} {'added' if r['added'] else 'alone'} {r['what']:16}"
+            f" {r['call']:14}"
             f" {1e3 * r['p50_ms']:8.1f} us  {r['x_relu']:.3f} x ReLU  {r['passes']:2} passes  {r['tb_per_s']:.2f} TB/s"
         )
     write(options.output, rows)

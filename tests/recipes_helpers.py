@@ -27,6 +27,7 @@ from pwlu.recipes.trainee import Trainee
 ALONE = Processes(0, 1, torch.device("cpu"))
 SHORT = ("--epochs", "3", "--realign-epochs", "1", "--batch", "128")  # of the digits: 7 steps an epoch
 STEPS_AN_EPOCH = 7
+NAME = "digits-pwlu-epochs-3-batch-128-realign-epochs-1-{}seed0"  # of the folder of such a run, with what else is changed
 IMAGE_CLASSES = ("cat", "dog", "eel")
 
 

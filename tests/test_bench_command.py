@@ -115,7 +115,7 @@ def test_without_onnx_runtime(run, monkeypatch, capsys):
     assert list(found) == PLAIN + ONNX
     for name in ONNX:
         assert found[name][:5] == ["-"] * 5
-        assert re.match(r"\w+ needs onnx, .*: pip install 'pwlu\[onnx\]'$", found[name][5])
+        assert re.match(r"\w+ needs onnx, .*: pip install '\.\[onnx\]'", found[name][5])
     assert all(float(found[name][0]) > 0 for name in PLAIN)
 
 
@@ -158,7 +158,7 @@ def test_more_mistakes(run, tmp_path, monkeypatch, capsys):
     assert f"pwlu bench: there is no folder {tmp_path / 'nowhere'}" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "pwlu.recipes.trained", None)
     assert bench(run) == 2
-    assert "pip install 'pwlu[train,onnx]'" in capsys.readouterr().err
+    assert "pip install '.[train,onnx]'" in capsys.readouterr().err
 
 
 def test_stopped(run, monkeypatch, capsys):

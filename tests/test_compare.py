@@ -272,7 +272,7 @@ def test_half_written_runs_are_skipped_by_name(here, acted, capsys):
     ("arguments", "text"),
     [
         ([], "name a recipe, for example: pwlu compare digits"),
-        (["digitz"], "there is no recipe 'digitz'. Did you mean digits?"),
+        (["digitz"], "there is no recipe 'digitz'. Did you mean digits, "),
         (["digits", "--acts", "relu,gleu"], "there is no activation 'gleu'. Did you mean gelu?"),
         (["digits", "--acts", ""], "which activations?"),
         (["digits", "--preset", "interval"], "no preset 'interval'. Did you mean intervals?"),

@@ -34,7 +34,7 @@ def test_two_processes(tmp_path, monkeypatch, capsys):
     assert done.stdout.count("2 runs: 0 finished, 1 stopped, 1 missing") == 1
     assert done.stdout.count("digits relu-epochs-2, seed 0: accuracy ") == 1
     assert done.stdout.count("| PWLU | ") == 1
-    names = ["begun", "digits-relu-seed0"]
+    names = ["begun", "digits-relu-epochs-2-seed0"]
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == names
     for name in names:
         folder = RunFolder(tmp_path / "runs" / name)

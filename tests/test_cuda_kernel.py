@@ -9,10 +9,9 @@ import threading
 import warnings
 
 import pytest
+import test_norm_ops
 import torch
 from helpers import Unpacked, assert_within, oracle, unit, weight_of, wild_values
-
-import test_norm_ops
 
 import pwlu
 from pwlu import implementations, ops, reference
@@ -426,7 +425,11 @@ MISTAKES = [
     ("finish.cu", "__fadd_rn(*pool_mean, __fmul_rn(distance, share))", "fmaf(distance, share, *pool_mean)"),
     ("finish.cu", "__fmul_rn(__fmul_rn(distance, n_1), __fmul_rn(distance, share))", "distance * distance * n_1 * share"),
     ("finish.cu", "*pool_mean = pool + a.channels", "*pool_mean = pool + 2 * a.channels"),
-    ("finish.cu", "if (threadIdx.x % 32 == 0) add_to_pool", "if (threadIdx.x % 32 == 0 && channel + 1 < a.channels) add_to_pool"),
+    (
+        "finish.cu",
+        "if (threadIdx.x % 32 == 0) add_to_pool",
+        "if (threadIdx.x % 32 == 0 && channel + 1 < a.channels) add_to_pool",
+    ),
     ("map.cu", "a.m2 + b.m2 + difference * difference * a.count * share", "a.m2 + b.m2"),
 ]
 

@@ -78,7 +78,7 @@ def test_csv(runs):
 def test_a_result_without_masks_is_not_one_of_mask_rcnn(tmp_path):
     canned_run(tmp_path / "a", 0.0, NUCLEI, ON | {"box_ap": 37.0})
     _, (complaint,) = find_runs(tmp_path)
-    assert complaint.endswith("result.json does not say mask_ap")
+    assert "result.json does not say mask_ap. Copy it again" in complaint
 
 
 def test_the_paper():

@@ -305,5 +305,5 @@ def test_bad_input(model, options, error, text, tmp_path):
 @pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
 def test_missing_packages(package, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"needs onnx, onnxscript and onnxruntime \(.*{package}.*pip install 'pwlu\[onnx\]'"):
+    with pytest.raises(ImportError, match=rf"needs onnx, onnxscript and onnxruntime \(.*{package}.*pip install '\.\[onnx\]'"):
         export_onnx(network(), IMAGES, tmp_path / "model.onnx")

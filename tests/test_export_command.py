@@ -250,18 +250,18 @@ def test_missing_packages(act, package, run, tmp_path, monkeypatch, capsys):
             shipping.write_onnx(nn.Sequential(nn.ReLU()).eval(), torch.randn(2, 3), tmp_path / "model.onnx", {})
         text = str(caught.value)
     assert "needs onnx, onnxscript and onnxruntime" in text
-    assert "pip install 'pwlu[onnx]'" in text
+    assert "pip install '.[onnx]'" in text
 
 
 def test_without_torchvision(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pwlu.recipes.trained", None)
     assert export(run, tmp_path / "model.onnx") == 2
-    assert "pip install 'pwlu[train,onnx]'" in capsys.readouterr().err
+    assert "pip install '.[train,onnx]'" in capsys.readouterr().err
 
 
 def test_data_of_another_kind(run, tmp_path, monkeypatch, capsys):
     def gone(*_):
-        raise UserError("the digits are scikit-learn's: pip install 'pwlu[train]'")
+        raise UserError("the digits are scikit-learn's: pip install '.[train]'")
 
     monkeypatch.setattr("pwlu.recipes.datasets.load", gone)
     assert export(run, tmp_path / "model.onnx") == 0

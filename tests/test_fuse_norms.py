@@ -149,7 +149,9 @@ def test_kinds_of_norms(options):
             assert_same(fused, plain, seed)
 
 
-@pytest.mark.parametrize(("norm", "shape"), [(nn.BatchNorm1d, (6, 5)), (nn.BatchNorm1d, (6, 5, 7)), (nn.BatchNorm3d, (3, 5, 2, 4, 3))])
+@pytest.mark.parametrize(
+    ("norm", "shape"), [(nn.BatchNorm1d, (6, 5)), (nn.BatchNorm1d, (6, 5, 7)), (nn.BatchNorm3d, (3, 5, 2, 4, 3))]
+)
 def test_ranks(norm, shape):
     plain = nn.Sequential(norm(5), pwlu.PWLU(5, init="silu"))
     fused = copy.deepcopy(plain)
@@ -260,7 +262,9 @@ def test_hooks():
         assert_same(fused, plain)
         late = copy.deepcopy(plain)
         pwlu.fuse_norms_(late, sample().double())
-        handle = getattr(late[1], name).register_forward_hook(lambda module, args, output, seen=seen: seen.append((args[0], output)))
+        handle = getattr(late[1], name).register_forward_hook(
+            lambda module, args, output, seen=seen: seen.append((args[0], output))
+        )
         assert_same(late, plain, seed=1)
         assert len(seen) == 2
         assert all(isinstance(t, torch.Tensor) for both in seen for t in both)
@@ -331,7 +335,9 @@ def test_networks(make, norms, fused, added):
     pwlu.convert_(model, x)
     report = pwlu.fuse_norms_(model, x)
     assert (len(report), len(report.fused), sum(s.added for s in report)) == (norms, fused, added)
-    assert sorted(u for s in report.fused for u in s.units) == sorted(n for n, m in model.named_modules() if isinstance(m, pwlu.PWLU))
+    assert sorted(u for s in report.fused for u in s.units) == sorted(
+        n for n, m in model.named_modules() if isinstance(m, pwlu.PWLU)
+    )
 
 
 def small_resnet():

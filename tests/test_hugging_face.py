@@ -295,7 +295,7 @@ def test_without_the_package():
     code = "import sys; sys.modules['transformers'] = None; import pwlu.integrations.hugging_face"
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert "pip install 'pwlu[transformers]'" in done.stderr
+    assert "pip install '.[transformers]'" in done.stderr
 
 
 def test_example(monkeypatch, tmp_path, capsys):

@@ -36,6 +36,11 @@ def test_improvements():
     assert saved(figure)
 
 
+def test_the_diamonds_are_explained():
+    figure = plot_improvements(ROWS, paper={"b": {"PWLU": 0.7}}, paper_name="the paper, same network, ImageNet")
+    assert "the paper, same network, ImageNet" in legend(figure)
+
+
 def test_improvements_over_another_baseline():
     figure = plot_improvements({"a": ROWS["a"]}, baseline="Swish")
     assert sorted(legend(figure)) == ["PWLU", "ReLU"]
@@ -109,5 +114,5 @@ def test_bad_input(call, text):
 
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"plot_improvements: drawing needs matplotlib \(.*\): pip install 'pwlu\[train\]'"):
+    with pytest.raises(ImportError, match=r"plot_improvements: drawing needs matplotlib \(.*\): pip install '\.\[train\]'"):
         plot_improvements(ROWS)

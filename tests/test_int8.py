@@ -318,7 +318,7 @@ class Block(nn.Module):
 @pytest.fixture
 def pt2e():
     """Modules of torchao and of ours for it."""
-    pytest.importorskip("torchao", reason="torchao is not installed: pip install 'pwlu[int8]'")
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install '.[int8]'")
     names = ("quantize_pt2e", "quantizer.x86_inductor_quantizer", "quantizer", "observer")
     found = [importlib.import_module(f"torchao.quantization.pt2e.{name}") for name in names]
     return (*found, importlib.import_module("pwlu.integrations.pt2e"))
@@ -391,7 +391,7 @@ def test_errors_of_the_quantizer(pt2e):
 def test_without_torchao(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization.pt2e.quantizer", None)
     monkeypatch.delitem(sys.modules, "pwlu.integrations.pt2e", raising=False)
-    with pytest.raises(ImportError, match=r"needs the package torchao.*pip install 'pwlu\[int8\]'"):
+    with pytest.raises(ImportError, match=r"needs the package torchao.*pip install '\.\[int8\]'"):
         importlib.import_module("pwlu.integrations.pt2e")
 
 

@@ -206,6 +206,8 @@ class TestAccelerate:
 # The page on training.
 
 PAGE = (ROOT / "docs" / "training.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+FOR_TORCHRUN = [block for block in BLOCKS if "DistributedDataParallel(" in block or "fully_shard(" in block]
 
 
 @pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated")
@@ -215,15 +217,28 @@ def test_the_code_of_the_page_runs(monkeypatch, tmp_path, capsys):
     for package in ("lightning", "transformers", "accelerate"):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
-    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
     names = {}
-    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+    for block in BLOCKS:
+        if block in FOR_TORCHRUN:
+            continue
         exec(compile(block, "docs/training.md", "exec"), names)
-        if comment := re.search(r"print\(phases\)  # (.*)", block):
-            assert comment[1] in capsys.readouterr().out
+        for comment in re.findall(r"print\(phases\)  # (.*)", block):
+            assert comment in capsys.readouterr().out
     assert names["checkpoint"]["model"]["2.statistics.realigned"]  # a resume in Phase II
     assert equal(names["model"].state_dict(), names["checkpoint"]["model"])
+
+
+@pytest.mark.slow
+def test_the_page_s_file_for_torchrun(tmp_path):
+    """The toy and the blocks on several processes, as the page says."""
+    assert len(FOR_TORCHRUN) == 2
+    (command,) = re.findall(r"`torchrun (--nproc-per-node 2 train.py)`", " ".join(PAGE.split()))
+    (tmp_path / "train.py").write_text("\n".join([BLOCKS[0], *FOR_TORCHRUN]))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.split()]
+    done = subprocess.run(launcher, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("TwoPhase(1 PWLU, Phase II, 3 of 3 steps of Phase I taken)") == 4
 
 
 def test_what_the_page_links_to_exists():

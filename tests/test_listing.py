@@ -77,7 +77,7 @@ def test_in_a_page(tried, capsys):
     ("words", "text"),
     [
         (":", "line 1: expected <!-- runs: RECIPE ... [setting=value ...] -->, not <!-- runs: -->"),
-        (": digitz", "line 1: there is no recipe 'digitz'. Did you mean digits?"),
+        (": digitz", "line 1: there is no recipe 'digitz'. Did you mean digits, "),
         (": digits epoch=3", "line 1: 'epoch=3' changes no setting. Did you mean epochs=...?"),
     ],
 )

@@ -57,9 +57,7 @@ def check_parts(x, grad, added, gamma, beta, parameters):
         assert not grad_z.numel()
     else:
         assert_within(grad_z, of_z, of_z_bound)
-    for actual, expected, limit in zip(
-        reference.unpack(grad_weight, intervals), gradients[1:], bounds[1:], strict=True
-    ):
+    for actual, expected, limit in zip(reference.unpack(grad_weight, intervals), gradients[1:], bounds[1:], strict=True):
         assert_within(actual, expected, limit)
     # A sum of n terms by threads that each add up a few of them: 8 roundings of the sum of sizes, as for the unit's own sums.
     u = torch.finfo(z.dtype).eps / 2
@@ -111,7 +109,7 @@ def test_numbers_of_intervals(intervals, device):
 def test_z_is_rounded_as_the_definition_says(shape, device):
     """Far from zero the last bit of z is a good part of an interval: a segment that is off shows another slope."""
     channels, intervals = shape[1], 200
-    x, grad, added, gamma, _, _ = problem(shape, torch.float32, device, True)
+    x, _, added, gamma, _, _ = problem(shape, torch.float32, device, True)
     beta = torch.full_like(gamma, 1000.0)
     parameters = [p.to(device).expand(channels, *p.shape[1:]) for p in segment_probe(intervals, 997.0, 1003.0)]
     weight, _ = weight_of(parameters)
@@ -139,7 +137,9 @@ def test_the_comparison_can_fail(mistake, device, monkeypatch):
         return grad_z, sums, grad_weight
 
     def wrong_input(grad, x, norm, weight, intervals, sums, *rest):
-        lost = None if sums is None else sums * torch.tensor([mistake != "mean", mistake != "variance", 1], device=device)[:, None]
+        lost = (
+            None if sums is None else sums * torch.tensor([mistake != "mean", mistake != "variance", 1], device=device)[:, None]
+        )
         return of_input(grad, x, norm, weight, intervals, lost, *rest)
 
     check_parts(*arguments)
@@ -163,7 +163,9 @@ def test_statistics_as_torch_computes_them(shape, dtype, device):
     # Shifted sums: an error of some roundings of the deviations, not of the mean. In float64 the oracle makes it too.
     u = torch.finfo(compute).eps * (4 if compute == torch.float64 else 1)
     expected = torch.stack([mean, inv_std, gamma.double() * inv_std, beta.double()])
-    assert_within(norm, expected, 16 * u * torch.stack([variance.sqrt() + mean.abs(), inv_std, inv_std * gamma.double().abs(), 0 * mean]))
+    assert_within(
+        norm, expected, 16 * u * torch.stack([variance.sqrt() + mean.abs(), inv_std, inv_std * gamma.double().abs(), 0 * mean])
+    )
     for actual, start, new in ((running[0], 0.25, mean), (running[1], 1.5, unbiased)):
         assert_within(actual, 0.9 * start + 0.1 * new, 16 * u * (start + new.abs() + variance.sqrt()))
     assert running[2] == 4
@@ -202,7 +204,7 @@ def norm_then_unit(x, added, gamma, beta, weight, intervals, running, training):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_as_norm_and_unit_apart(dtype, residual, training, layout, device):
-    """y and all gradients. In 16 bits, torch rounds z once behind the norm and once behind the addition; here it is not rounded.
+    """y and all gradients. In 16 bits, torch rounds z behind the norm and behind the addition; here it is not rounded.
 
     So y may differ by those two roundings times the largest slope, 1.1, and by its own. An element that changes its segment by
     that changes its gradient by the difference of two slopes: gradients are compared as a whole.

@@ -4,9 +4,11 @@ import ast
 import graphlib
 import importlib.util
 import os
+import re
 import shlex
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -16,13 +18,19 @@ from imported import interpreter
 import pwlu
 from pwlu.cli import main
 from pwlu.kernels import build, cpu
+from pwlu.text import install
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "pwlu"
 
 # Layers, lowest first. A file may import from its own layer and from lower ones. What is not named is between the third and
 # `recipes`.
-LAYERS = ["version text reference checks kernels", "starts implementations ops norm_ops functional", "statistics deferred module", "*"]
+LAYERS = [
+    "version text reference checks kernels",
+    "starts implementations ops norm_ops functional",
+    "statistics deferred module",
+    "*",
+]
 LAYERS += ["recipes", "report", "cli __main__"]
 
 
@@ -105,6 +113,21 @@ def test_output_that_nobody_reads():
     assert done.stderr == "pwlu: stopped, because nobody reads its output any more (as after `| head`)\n"
 
 
+def test_how_to_install_more():
+    """One function words it, from the sources, and every extra that is named exists."""
+    assert install("train", "onnx") == "pip install '.[train,onnx]' in the folder of pwlu's sources"
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text()
+        assert "pip install" not in text or path.name == "text.py", path
+        for named in re.findall(r"\{install\(([^)]*)\)\}", text):
+            assert set(re.findall(r"\w+", named)) <= extras, path
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for where, named in re.findall(r"pip install '([^'\[]*)\[([\w,]+)\]'", page.read_text()):
+            assert where == ".", page
+            assert set(named.split(",")) <= extras, page
+
+
 def test_help_is_worth_reading(capsys):
     for arguments in (["--help"], ["info", "--help"]):
         with pytest.raises(SystemExit) as stopped:
@@ -113,6 +136,25 @@ def test_help_is_worth_reading(capsys):
     printed = capsys.readouterr().out
     assert "which code computes PWLU where" in printed
     assert "PWLU_CPU_KERNEL" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["train", "--epoches", "3"], "Instead of --epoches, did you mean --epochs?"),
+        (["train", "--learning-rat=3"], "unrecognized arguments: --learning-rat=3"),
+        (["train", "--weigth-decay=3"], "Instead of --weigth-decay=3, did you mean --weight-decay?"),
+        (["compare", "digits", "--seed", "3"], "Instead of --seed, did you mean --seeds?"),
+        (["report", "run", "--base-line", "run"], "Instead of --base-line, did you mean --baseline?"),
+    ],
+)
+def test_a_mistyped_flag(capsys, arguments, meant):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    text = capsys.readouterr().err
+    assert f"pwlu {arguments[0]}: error: unrecognized arguments: " in text
+    assert meant in text
 
 
 def test_unknown_command(capsys):

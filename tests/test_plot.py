@@ -72,7 +72,7 @@ def test_lines_are_the_functions(channels):
     model = model_of(2, channels)
     figure = plot_functions(model, channels=3)
     assert isinstance(figure, Figure)
-    assert [axis.get_title(loc="left") for axis in figure.axes] == ["0", "1"]
+    assert [axis.get_title(loc="left") for axis in figure.axes] == ["layer 1: 0", "layer 2: 1"]
     assert {axis.get_title(loc="right") for axis in figure.axes} == {"3 of 16 channels" if channels > 1 else "layer-wise"}
     for unit, axis in zip(model, figure.axes, strict=True):
         assert len(lines(axis, "channel")) == (3 if channels > 1 else 1)
@@ -134,11 +134,13 @@ def test_channels_by_number(which):
 
 def test_layers():
     model = model_of(50, 1)
-    names = [axis.get_title(loc="left") for axis in plot_functions(model).axes]
+    titles = [axis.get_title(loc="left") for axis in plot_functions(model).axes]
+    names = [title.rpartition(" ")[2] for title in titles]
     assert (len(names), names[0], names[-1]) == (12, "0", "49")
     assert {b - a for a, b in itertools.pairwise(map(int, names))} == {4, 5}
     assert len(plot_functions(model, layers=(name for name in units_of(model))).axes) == 50
-    assert [axis.get_title(loc="left") for axis in plot_functions(model, layers=["7", "3"]).axes] == ["7", "3"]
+    titles = [axis.get_title(loc="left") for axis in plot_functions(model, layers=["7", "3"]).axes]
+    assert titles == ["layer 8: 7", "layer 4: 3"]
 
 
 def test_one_unit_names_its_channels():
@@ -208,6 +210,12 @@ def test_the_distribution_of_inputs_is_behind():
     assert heights.max() == pytest.approx(0.2)  # of the height of the axes, below all functions
     low, high = figure.axes[0].get_ylim()
     assert low + 0.2 * (high - low) < min(line.get_ydata().min() for line in figure.axes[0].lines)
+    for axis in plot_functions(model, alignment=measured).axes:  # the output's axis ends above the distributions
+        bottom, top = axis.spines["left"].get_bounds()
+        low, high = axis.get_ylim()
+        assert low + 0.2 * (high - low) < bottom < top == high
+        assert len(axis.get_yticks()) > 1
+        assert all(bottom <= tick <= top for tick in axis.get_yticks())
     figure = plot_functions(model, alignment=measured)
     assert [len(bars(axis)) for axis in figure.axes] == [5, 1]
     ((heights, edges),) = bars(figure.axes[1])
@@ -218,6 +226,20 @@ def test_the_distribution_of_inputs_is_behind():
         for a, b, h in zip(shared.low, shared.high, shared.histogram, strict=True)
     )
     np.testing.assert_allclose(np.cumsum(heights) / heights.sum(), below[1:] / below[-1], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_one_scale(same):
+    wide, narrow = pwlu.PWLU(2, bounds=(-9.0, 9.0)), pwlu.PWLU(2, bounds=(-1.0, 1.0))
+    axes = plot_functions(nn.Sequential(wide, narrow), same_scale=same).axes
+    assert len({(axis.get_xlim(), axis.get_ylim()) for axis in axes}) == (1 if same else 2)
+    for axis in axes:
+        (low, high), (bottom, top) = axis.get_xlim(), axis.get_ylim()
+        for line in lines(axis, "channel"):
+            x, y = line.get_data()
+            assert (x.min(), x.max()) == (low, high)
+            assert bottom < y.min()
+            assert y.max() < top
 
 
 def test_inputs_outside_of_the_bounds_are_seen():
@@ -412,5 +434,5 @@ def test_bad_input(call, text):
 @pytest.mark.parametrize("name", FIGURES)
 def test_without_matplotlib(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=rf"plot_{name}: drawing needs matplotlib \(.*\): pip install 'pwlu\[train\]'"):
+    with pytest.raises(ImportError, match=rf"plot_{name}: drawing needs matplotlib \(.*\): pip install '\.\[train\]'"):
         FIGURES[name]()

@@ -97,8 +97,9 @@ def test_the_table_of_shapes(tmp_path):
     second["heights"] = x.expand(4, 9).clone()
     html = page(read_evidence(write_run(tmp_path / "run", functions, alignment=inputs_of(functions))))
     assert (
-        "<p>Of all functions <strong>10 %</strong> are V-shaped. In the first layer <strong>17 %</strong> are nearly linear, "
-        "in the others 100 %.</p>" in html
+        "<p>Of all functions <strong>10 %</strong> are V-shaped. In layer 1 (1) <strong>17 %</strong> are nearly linear, that "
+        "is at most 5 % off a straight line, in the others 100 %. (The paper finds V shapes often, and a first layer that is "
+        "nearly linear.)</p>" in html
     )
     assert "Percentage of the functions of each layer that have a shape where their inputs are." in html
     heads = re.findall(r'<th scope="col" title="[^"]+"><span>([^<]*)</span>', html)
@@ -112,13 +113,27 @@ def test_the_table_of_shapes(tmp_path):
     assert cells[2] == ["10", "50", "40", "10", "10", "40", "0", "0", "60", "0", "0.50", "10.0", "0.0", "0.50"]
 
 
+def test_two_shares_of_inputs_outside(tmp_path):
+    """One counts every input, the other every function: both say so."""
+    functions = functions_of(small_network())
+    aligned = inputs_of(functions)
+    first, second = aligned.units
+    first.outside, first.count = [0.5] * 6, [9000] * 6
+    second.outside, second.count = [0.0] * 4, [1000] * 4
+    html = page(read_evidence(write_run(tmp_path / "run", functions, alignment=aligned)))
+    assert f"{100 * 0.5 * 54 / 58:.2f} % of inputs lie outside of the bounds, where every input counts once" in html
+    cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr><th scope=\"row\">.*?</tr>", html)]
+    assert cells[2][11] == "30.0"
+    assert "Of inputs outside and empty intervals: the mean over functions, each of which counts once." in html
+
+
 @pytest.mark.parametrize("layers", [1, 2, 9])
 def test_the_first_layer_is_one_layer(layers):
     """However many there are: the paper says nothing of the second."""
     units = {str(i): pwlu.PWLU(2, init="relu" if i else "identity") for i in range(layers)}
     words = shape_table(describe(nn.ModuleDict(units)), None).partition("</p>")[0]
     rest = ", in the others 0 %" if layers > 1 else ""
-    assert words.endswith(f"In the first layer <strong>100 %</strong> are nearly linear{rest}.")
+    assert f"In layer 1 (0) <strong>100 %</strong> are nearly linear, that is at most 5 % off a straight line{rest}." in words
 
 
 def test_shapes_that_are_not_known(tmp_path):
@@ -129,9 +144,7 @@ def test_shapes_that_are_not_known(tmp_path):
     for snapshot in (path / "snapshots").iterdir():
         snapshot.unlink()
     html = page(read_evidence(path))
-    assert (
-        "Of all functions <strong>0 %</strong> are V-shaped. In the first layer <strong>an unknown share</strong> are" in html
-    )
+    assert "Of all functions <strong>0 %</strong> are V-shaped. In layer 1 (1) <strong>an unknown share</strong> are" in html
     cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr><th scope=\"row\">.*?</tr>", html)]
     assert cells[0] == ["6", *["-"] * 8, "0", "-", "10.0", "0.0", "0.50"]
     assert cells[1] == ["4", "0", "100", "0", "0", "100", "0", "0", "-", "0", "-", "10.0", "0.0", "0.50"]
@@ -298,10 +311,14 @@ AGAIN = "Copy it again from where it was trained, or train again. It is left out
         (
             "result.json",
             '{"accuracy": "high"}',
-            ["result.json cannot be read and is left out: accuracy must be a number, not 'high'"],
+            [f"PATH is damaged: accuracy must be a number, not 'high'. {AGAIN}"],
         ),
-        ("metrics.jsonl", "5", ["PATH is damaged: line 1 must be .*", "No epoch is known: there are no curves to show."]),
-        ("metrics.jsonl", '{"foo": 1}', ["PATH is damaged: line 1 must .*", "No epoch is known: there are no curves to show."]),
+        ("metrics.jsonl", "5", ["line 1 of PATH is damaged: it must be .*", "No epoch is known: there are no curves to show."]),
+        (
+            "metrics.jsonl",
+            '{"foo": 1}',
+            ["line 1 of PATH is damaged: it .*", "No epoch is known: there are no curves to show."],
+        ),
         (
             "alignment.json",
             "3",
@@ -358,7 +375,11 @@ def test_a_run_that_diverged(run, functions, capsys):
     result = RunFolder(run).json("result.json") | {"accuracy": None, "diverged": True}
     RunFolder(run).write_json("result.json", result)
     html, _ = reported(run, capsys)
-    assert "The loss was no longer finite: the training stopped there." in html
+    assert (
+        '<p class="headline">The training diverged: the loss was no longer finite. Try a smaller --lr.</p>' in html
+    )  # and no accuracy
+    assert "learned functions" not in html
+    assert "The training diverged. What this page shows is what it left, not what was learned." in html
     assert data_of(html)["moments"][-1]["step"] == 50
 
 
@@ -408,7 +429,7 @@ def test_where_the_page_goes(run, tmp_path, capsys):
     assert main(["report", str(run), "-o", str(tmp_path)]) == 2
     assert f"-o must be a file, not the folder {tmp_path}. Write -o {tmp_path / 'report.html'}" in capsys.readouterr().err
     assert main(["report", str(run), "-o", str(tmp_path / "no" / "page.html")]) == 2
-    assert "cannot be written: No such file or directory. Write -o FILE, in a folder that exists" in capsys.readouterr().err
+    assert f"cannot be written: there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
 
 
 # What the script is given.

@@ -165,7 +165,7 @@ def test_what_is_shown_before_the_end(window, tmp_path, known):
         (path / "metrics.jsonl").unlink()
     window.open(written(path))
     when = "step 0, epoch 0, Phase I" if known else "the end of the training"
-    assert window.value(CAPTION) == f"Layer 1, channel 0 of 6, {when}"
+    assert window.value(CAPTION) == f"Layer 1 (1), channel 0 of 6, {when}"
     titles = window.value("[...document.querySelectorAll('#facts dt')].map(e => e.textContent)")
     assert titles[2] == ("shape at step 0" if known else "shape in the end")
     spoken = window.value("curve.getAttribute('aria-label')")
@@ -230,7 +230,7 @@ def test_the_layer_by_keyboard(tab):
     focus(tab, "[name=layer]:checked")
     tab.press("ArrowRight")
     assert choices(tab)[0] == 1
-    assert tab.value(CAPTION).startswith("Layer 3, channel 0 of 4")
+    assert tab.value(CAPTION).startswith("Layer 2 (3), channel 0 of 4")
     assert tab.value(LEARNED) != before
     tab.press("ArrowLeft")
     assert tab.value(LEARNED) == before
@@ -248,7 +248,7 @@ def test_time(tab):
     focus(tab, "#time")
     tab.press("Home")
     assert choices(tab) == (0, 0, 0)
-    assert tab.value(CAPTION) == "Layer 1, channel 0 of 6, step 0, epoch 0, Phase I"
+    assert tab.value(CAPTION) == "Layer 1 (1), channel 0 of 6, step 0, epoch 0, Phase I"
     assert tab.value("time.getAttribute('aria-valuetext')") == "step 0, epoch 0, Phase I"
     first = tab.value(LEARNED)
     assert first != last
@@ -324,7 +324,7 @@ def test_everything_that_can_be_operated_has_a_name(tab):
     assert {"Time", "Channel"} <= set(found["slider"])
     assert {"Dark", "Play"} <= set(found["button"])
     assert {"1 6 channels", "3 4 channels"} <= {" ".join(name.split()) for name in found["radio"]}
-    assert any("The function of layer 1, channel 0 of 6" in name for name in found["image"])
+    assert any("The function of layer 1 (1), channel 0 of 6" in name for name in found["image"])
 
 
 def luminance(colour):

@@ -44,6 +44,6 @@ def test_it_opens(written, tmp_path):
         tab.value("document.getElementById('channel').focus()")
         tab.press("End")
         assert tab.value("document.getElementById('caption').textContent").startswith(
-            "Layer layer4.2.relu_3, channel 2047 of 2048"
+            "Layer 49 (layer4.2.relu_3), channel 2047 of 2048"
         )
         assert tab.problems == []

@@ -102,7 +102,7 @@ def test_cifar_by_the_command(tmp_path, capsys):
     )
     assert train("cifar100/resnet18", *arguments) == 0
     assert "on 5 test images" in capsys.readouterr().out
-    assert RunFolder(tmp_path / "runs" / "cifar100-resnet18-relu-seed0").finished
+    assert RunFolder(tmp_path / "runs" / "cifar100-resnet18-relu-epochs-1-batch-4-width-0.125-seed0").finished
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x02}", b"no pickle at all", pickle.dumps({"data": 1}), pickle.dumps(3)])

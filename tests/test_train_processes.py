@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from networks import assert_equal_to_rounding, bounds_of_rounding
 from recipes_helpers import (
+    NAME,
     SHORT,
     STEPS_AN_EPOCH,
     assert_same_run,
@@ -93,11 +94,12 @@ def two(tmp_path_factory):
     """Runs of two processes, and all that they said."""
     runs = tmp_path_factory.mktemp("runs")
     command = [*SHORT, "--runs", runs]
-    names = "digits-pwlu-seed0", "digits-pwlu-seed1", "digits-pwlu-seed0-2"
+    exact = NAME.format("norm-group-precision-float64-")
+    names = exact, NAME.format("ema-0.5-").replace("seed0", "seed1"), f"{exact}-2"
     jobs = [
         {"arguments": [*command, *EXACT]},
         {"arguments": [*command, "--seed", "1", "--ema", "0.5"]},  # with batch norm
-        {"arguments": [*command, *EXACT], "die_at": STEPS_AN_EPOCH + 4, "often": True},
+        {"arguments": [*command, *EXACT, "--again"], "die_at": STEPS_AN_EPOCH + 4, "often": True},
         {"arguments": ["--resume", runs / names[2]]},
     ]
     statuses, printed = start(tmp_path_factory.mktemp("meetings"), jobs, *TORCHRUN)

@@ -121,7 +121,7 @@ def test_no_tensorboard_unless_asked_for(tmp_path):
 def test_without_the_package(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert train(*SHORT, "--act", "relu", "--tensorboard", "--runs", tmp_path) == 2
-    assert "--tensorboard needs one more package: pip install 'pwlu[tensorboard]'" in capsys.readouterr().err
+    assert "--tensorboard needs one more package: pip install '.[tensorboard]'" in capsys.readouterr().err
     monkeypatch.undo()
     (path,) = tmp_path.iterdir()
     assert train("--resume", path) == 0

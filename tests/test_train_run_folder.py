@@ -11,6 +11,7 @@ from recipes_helpers import SHORT, STEPS_AN_EPOCH, short_run, train
 
 from pwlu import reference
 from pwlu.analysis import Alignment
+from pwlu.recipes.cells import run_name
 from pwlu.recipes.environment import revision
 from pwlu.recipes.rows import RECIPES, settings
 from pwlu.recipes.run_folder import KEPT, RunFolder, new_folder, no_run
@@ -38,7 +39,7 @@ def test_contents(finished):
     assert names - checkpoints == expected
     found = [re.fullmatch(r"checkpoints/step-(\d{8})-[0-9a-f]{8}\.pt", name)[1] for name in sorted(checkpoints)]
     assert [int(step) for step in found] == steps[-KEPT:]
-    assert finished.path.name == "digits-pwlu-seed5"
+    assert finished.path.name == "digits-pwlu-epochs-3-batch-128-realign-epochs-1-seed5"  # what differs from the recipe
 
 
 def test_what_was_asked_for(finished):
@@ -159,8 +160,8 @@ def test_metrics_of_another_kind(tmp_path, line):
     """A line that was cut off is as if it were not there; a whole one that holds something else is an error."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 4, "loss": null}\n' + line + "\n")
-    expected = f'line 2 must be the numbers of an epoch, such as {{"epoch": 1, "step": 98, "loss": 2.5}}, not {line}. {AGAIN}'
-    with pytest.raises(UserError, match=re.escape(f"{path} is damaged: {expected}")):
+    expected = f'it must be the numbers of an epoch, such as {{"epoch": 1, "step": 98, "loss": 2.5}}, not {line}. Mend it or '
+    with pytest.raises(UserError, match=re.escape(f"line 2 of {path} is damaged: {expected}")):
         RunFolder(tmp_path).metrics()
     path.write_text('{"step": 4, "loss": null}\n{"step": 8, "lo')
     assert RunFolder(tmp_path).metrics() == [{"step": 4, "loss": None}]
@@ -203,13 +204,40 @@ def test_a_second_run_has_a_folder_of_its_own(tmp_path):
 
 
 def test_by_the_command(tmp_path):
-    for _ in range(2):
-        assert train(*SHORT, "--act", "relu", "--runs", tmp_path) == 0
+    for again in ((), ("--again",)):
+        assert train(*SHORT, "--act", "relu", "--runs", tmp_path, *again) == 0
     first, second = (RunFolder(path) for path in sorted(tmp_path.iterdir()))
-    assert (first.path.name, second.path.name) == ("digits-relu-seed0", "digits-relu-seed0-2")
+    names = ("digits-relu-epochs-3-batch-128-seed0", "digits-relu-epochs-3-batch-128-seed0-2")
+    assert (first.path.name, second.path.name) == names
     assert not (first.path / "functions.png").exists()
     assert not (first.path / "snapshots").exists()
     assert torch.equal(loaded(first.path / "model.pt")["0.weight"], loaded(second.path / "model.pt")["0.weight"])
+
+
+def test_the_same_command_twice(tmp_path, capsys):
+    """Says that there is such a run and how to go on; other settings, or another seed, are another run."""
+    command = (*SHORT, "--act", "relu", "--runs", tmp_path)
+    path = short_run(tmp_path, "--act", "relu").path
+    assert train(*command) == 2
+    words = f"{path} has the same settings and is finished: look at it with pwlu report {path}, or begin anew with --again"
+    assert words in capsys.readouterr().err
+    (path / "result.json").unlink()
+    assert train(*command, "--workers", "1") == 2
+    words = f"{path} has the same settings and stands after 3 epochs: go on with pwlu train --resume {path}, or begin anew"
+    assert words in capsys.readouterr().err
+    assert [folder.name for folder in tmp_path.iterdir()] == [path.name]
+    assert train(*command, "--seed", "1") == 0
+    (path / "config.json").write_text("{")  # what cannot be read is in nobody's way
+    assert train(*command) == 0
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_name_is_never_too_long():
+    every = {"epochs": 7, "batch": 9, "lr": 0.123456789, "weight_decay": 0.000123456, "norm_weight_decay": 0.000123456}
+    every |= {"label_smoothing": 0.0123456, "warm_up": 0.123456, "width": 0.123456, "holdout": 123, "intervals": 7}
+    names = {run_name(settings("digits", **every, unit_lr=1 / k)) for k in range(3, 20)}
+    assert len(names) == 17
+    assert max(map(len, names)) < 200
 
 
 def test_two_processes_do_not_train_the_same_run(tmp_path):

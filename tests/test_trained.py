@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from recipes_helpers import one_thread, same_state, short_run, task_of, write_cifar, write_images
+from recipes_helpers import NAME, one_thread, same_state, short_run, task_of, write_cifar, write_images
 from torch import nn
 from trained_helpers import folder_of
 
@@ -146,7 +146,7 @@ def test_no_weights(copied):
     (copied / "model.pt").unlink()
     text = refused(copied)
     assert "has the results of a run but not its weights, model.pt, as those in results/ do" in text
-    assert "such as runs/digits-pwlu-seed0" in text
+    assert f"such as runs/{NAME.format('')}" in text
     (copied / "result.json").unlink()
     assert refused(copied) == f"{copied} is not finished: it stands after 3 epochs. Go on with pwlu train --resume {copied}"
     (copied / "metrics.jsonl").unlink()
@@ -182,4 +182,7 @@ def test_a_run_that_diverged(copied):
     state = torch.load(copied / "model.pt", weights_only=True)
     nn.init.constant_(state["11.bias"], float("nan"))
     torch.save(state, copied / "model.pt")
-    assert "are not all finite: the training diverged" in refused(copied)
+    assert "are not all finite. Train again, with a smaller --lr" in refused(copied)
+    result = json.loads((copied / "result.json").read_text()) | {"diverged": True, "diverged_at_epoch": 2}
+    (copied / "result.json").write_text(json.dumps(result))
+    assert "has no trained network. The training diverged in epoch 2: the loss rose to" in refused(copied)

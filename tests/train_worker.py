@@ -19,6 +19,7 @@ import sklearn.model_selection  # noqa: F401
 import torch._dynamo  # noqa: F401
 import torch.distributed as dist
 
+from pwlu import files
 from pwlu.cli import main
 from pwlu.recipes import loop
 from pwlu.recipes.run_folder import RunFolder
@@ -40,8 +41,9 @@ def run(arguments, die_at=None, die_writing=None, often=False):
 
     def mortal_write(folder, name, content):
         if die_writing and name.startswith(die_writing):
-            (folder.path / f"{name}.partial").write_bytes(content[: len(content) // 2])
-            die()
+            with files.appearing(folder.path / name) as file:
+                file.write_bytes(content[: len(content) // 2])
+                die()
         write(folder, name, content)
 
     Trainee.step, RunFolder.write = mortal_step, mortal_write

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from pwlu import reference
 from pwlu.module import PWLU, require_units, unwrapped
 from pwlu.quantiles import Sketch
-from pwlu.text import columns, counted
+from pwlu.text import columns, counted, parsed
 
 BARS = 32
 HEALTHY = 0.548  # IOU of normally distributed inputs and bounds at mu +- 3 sigma, where realignment puts them: 2 * 1.645 / 6
@@ -97,8 +97,12 @@ class Alignment:
     def from_json(cls, text: str) -> "Alignment":
         """What :meth:`to_json` wrote; null becomes NaN."""
         try:
-            values = json.loads(text)
+            values = parsed(text)
             units = [UnitAlignment(**{key: _restored(value) for key, value in unit.items()}) for unit in values.pop("units")]
+            for unit in units:
+                _check_unit(unit)
+            if not all(isinstance(name, str) for name in (*(unit.name for unit in units), *values.get("unreached", ()))):
+                raise ValueError("names of units must be texts")
             return cls(units=units, **values)
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ValueError(f"Alignment.from_json: this is not what Alignment.to_json writes: {error!r}") from error
@@ -273,6 +277,17 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
+
+
+def _check_unit(unit: UnitAlignment) -> None:
+    """Raise ValueError unless the lists of a unit that was read have a number for each channel."""
+    for name, values in asdict(unit).items():
+        expected = 0 if name in ("low", "high", "histogram") and not unit.histogram else unit.channels
+        numbers = [number for row in values for number in row] if name == "histogram" else values
+        if name != "name" and not (len(values) == expected and all(type(number) in (int, float) for number in numbers)):
+            raise ValueError(f"{name} of {unit.name!r} must be {counted(expected, 'number')}, one per channel")
+    if unit.histogram and {len(row) for row in unit.histogram} != {BARS}:
+        raise ValueError(f"the histograms of {unit.name!r} must have {BARS} bars")
 
 
 def _restored(value: Any) -> Any:

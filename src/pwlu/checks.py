@@ -102,7 +102,9 @@ def check_norm_input(x: Tensor, *rest: Any) -> None:
         if vector is not None:
             check_parameter(name, vector, x)
             if vector.shape != (x.shape[1],):
-                raise ValueError(f"pwlu: {name} must have the shape ({x.shape[1]},), one per channel, not {tuple(vector.shape)}")
+                raise ValueError(
+                    f"pwlu: {name} must have the shape ({x.shape[1]},), one per channel, not {tuple(vector.shape)}"
+                )
     if pool is not None and check_pool(x, 1, pool) != x.shape[1]:
         raise ValueError(f"pwlu: pool must have {x.shape[1]} channels as x has, not {pool.shape[1]}")
 

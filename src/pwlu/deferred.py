@@ -1,8 +1,8 @@
 """A batch norm that waits for the unit behind it, so that both take one pass over memory.
 
-A norm that :func:`pwlu.fuse_norms_` has chosen returns a :class:`Deferred` in place of its output. An addition is remembered, and
-a :class:`pwlu.PWLU` computes norm, addition and function by one operator. Whatever else is done with a Deferred computes the
-output of the norm first, as torch does, and goes on with that. So a model stays right wherever it goes.
+A norm that :func:`pwlu.fuse_norms_` has chosen returns a :class:`Deferred` in place of its output. An addition is remembered,
+and a :class:`pwlu.PWLU` computes norm, addition and function by one operator. Whatever else is done with a Deferred computes
+the output of the norm first, as torch does, and goes on with that. So a model stays right wherever it goes.
 """
 
 import functools
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from pwlu import checks, norm_ops, reference
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_functional: Any = F  # with what it does not declare
 
 
 def plain_forward(norm: Any, x: Tensor) -> Tensor:
@@ -46,20 +46,21 @@ class DeferredNorm:
         return self.original.__name__
 
     def extra_repr(self) -> str:
+        """Say that the norm is fused."""
         return f"{super().extra_repr()}, fused with the PWLU behind it"  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class has no name by which pickle could find it.
-        return _rebuild, (self.original,), self.__getstate__()  # type: ignore[attr-defined]
+        return _rebuild, (self.original,), self.__getstate__()
 
 
 def _rebuild(original: type[nn.Module]) -> Any:
-    made = deferring(original)
+    made: Any = deferring(original)  # type: ignore[arg-type]  # classes of modules are hashable
     return made.__new__(made)
 
 
 @functools.cache
-def deferring(original: type[nn.Module]) -> type[Any]:
+def deferring(original: Any) -> type[Any]:
     """Return the class of norms of this class that wait for a unit; ValueError says why there is none."""
     own = original.forward
     with_activation = original.__module__.startswith("timm.") and original.__name__ in ("BatchNormAct2d", "SyncBatchNormAct")
@@ -138,7 +139,7 @@ class Deferred:
         mean, variance, batches, factor = buffers["running_mean"], buffers["running_var"], None, norm.momentum or 0.0
         batch = norm.training or mean is None
         if batch and x.numel() == x.shape[1]:
-            F._verify_batch_size(list(x.size()))
+            _functional._verify_batch_size(list(x.size()))
         if norm.training:  # as torch's batch norm does it
             if not norm.track_running_stats:
                 mean = variance = None
@@ -179,8 +180,8 @@ class Deferred:
         residual = self.residual
         if (_version(self.x), 0 if residual is None else _version(residual)) != self._versions:
             raise RuntimeError(
-                "pwlu: an input of a batch norm, or what was added to its output, was changed in place before the PWLU behind it "
-                "ran. Write pwlu.unfuse_norms_(model), or do not change it in place"
+                "pwlu: an input of a batch norm, or what was added to its output, was changed in place before the PWLU behind "
+                "it ran. Write pwlu.unfuse_norms_(model), or do not change it in place"
             )
 
     # What everybody else asks for.
@@ -203,7 +204,7 @@ class Deferred:
                 "pwlu: the output of a SyncBatchNorm is used by a PWLU and by something else. Write pwlu.unfuse_norms_(model)"
             )
         running = (None, None) if batch else (norm.running_mean, norm.running_var)
-        return F.batch_norm(self.x, *running, norm.weight, norm.bias, batch, 0.0, norm.eps)
+        return F.batch_norm(self.x, running[0], running[1], norm.weight, norm.bias, batch, 0.0, norm.eps)
 
     def _note(self, what: str) -> None:
         if self.norm.recorder is not None:
@@ -275,7 +276,10 @@ def _through(name: str) -> Callable[..., Any]:
 
 for _name in (
     *(f"__{prefix}{name}__" for prefix in ("", "r") for name in ("sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")),
-    *(f"__{name}__" for name in ("isub", "imul", "itruediv", "neg", "abs", "getitem", "setitem", "len", "iter", "bool", "float")),
+    *(
+        f"__{name}__"
+        for name in ("isub", "imul", "itruediv", "neg", "abs", "getitem", "setitem", "len", "iter", "bool", "float")
+    ),
     *(f"__{name}__" for name in ("lt", "le", "gt", "ge", "eq", "ne")),
 ):
     setattr(Deferred, _name, _through(_name))

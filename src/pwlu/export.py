@@ -4,10 +4,9 @@ import copy
 import importlib
 import inspect
 import os
-import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pwlu import files
 from pwlu.fuse import FusedPWLU, fuse_
 from pwlu.module import require_model, units_of
 from pwlu.onnx_check import Inputs, Largest, agreement, outputs
 from pwlu.onnx_file import finish, units_alone
 from pwlu.onnx_forms import FASTEST, FORMS, Form, write_as_
 from pwlu.onnx_units import UnitsChecked, calls_of, check_units
-from pwlu.text import counted
+from pwlu.text import counted, install
 
 _OLDEST_OPSET = 18  # what torch writes by itself; ONNX Runtime reads it since 1.14
 _LARGEST_FILE = 2**31 - 2**24  # of protobuf; larger models keep their weights in a second file
@@ -84,6 +84,7 @@ def export_onnx(
     opset: int = _OLDEST_OPSET,
     dynamic_batch: bool = True,
     tolerance: float | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> OnnxReport:
     """Write the model as an ONNX file of standard operators, and run it in ONNX Runtime to see that it computes the same.
 
@@ -101,6 +102,7 @@ def export_onnx(
         dynamic_batch: whether dimension 0 of the inputs may have any size; those that share the first one's size share it then.
         tolerance: the largest difference that passes, as a share of the largest output. By default it is derived from what
             rounding does to the model, whose results are compared with those of a copy in float64.
+        metadata: names and texts that the file carries, its ``metadata_props``.
 
     Example::
 
@@ -124,12 +126,10 @@ def export_onnx(
     if units_of(written):
         fuse_(written)
     units = write_as_(written, form)
-    # beside the target, so that moving it there is one step, and nobody finds half a file or one that failed
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-        file = Path(folder) / target.name
+    with files.appearing(target) as file:
         _write(written, inputs, file, opset, dynamic_batch)
         alone = _units(onnx, runtime, file, plain, units, inputs, dynamic_batch)
-        operators = finish(onnx, file, opset)
+        operators = finish(onnx, file, opset, metadata or {})
         terms = max(units[name].terms for name in alone.units)
         found = agreement(plain, _runner(runtime, file, inputs), inputs, dynamic_batch, terms, tolerance)
         for each, what in ((alone, f"of the PWLU {alone.unit!r}, on inputs of every segment"), (found, "of the model")):
@@ -140,10 +140,7 @@ def export_onnx(
                     f"{explained} {each.tolerance:.3g}. Nothing was written to {target}. Another form may do: "
                     f"form={' or '.join(repr(f) for f in FORMS if f != form)}."
                 )
-        files = sorted(Path(folder).iterdir())
-        size = sum(finished.stat().st_size for finished in files)
-        for finished in files:
-            os.replace(finished, target.parent / finished.name)
+        size = sum(finished.stat().st_size for finished in file.parent.iterdir())
     return OnnxReport(
         target,
         size,
@@ -196,7 +193,7 @@ def _packages() -> tuple[Any, Any]:
         importlib.import_module("onnxscript")
         return importlib.import_module("onnx"), importlib.import_module("onnxruntime")
     except ImportError as error:
-        raise ImportError(f"export_onnx needs onnx, onnxscript and onnxruntime ({error}): pip install 'pwlu[onnx]'") from error
+        raise ImportError(f"export_onnx needs onnx, onnxscript and onnxruntime ({error}): {install('onnx')}") from error
 
 
 def _in_order(model: nn.Module, inputs: Inputs) -> Inputs:
@@ -217,20 +214,20 @@ def _write(model: nn.Module, inputs: Inputs, file: Path, opset: int, dynamic_bat
             warnings.filterwarnings("ignore", "# The axis name: batch will not be used", UserWarning)
             warnings.filterwarnings("ignore", "# ONNX model has different number of inputs", UserWarning)
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)  # torch 2.11's own
-            torch.onnx.export(
+            program = torch.onnx.export(
                 model,
                 inputs.args,
-                file,
                 kwargs=inputs.kwargs,
                 opset_version=opset,
                 dynamo=True,
                 dynamic_shapes=inputs.shapes() if dynamic_batch else None,
-                external_data=weights > _LARGEST_FILE,
                 verbose=False,
             )
     except Exception as error:
         hint = "\nA model that cannot take batches of any size is exported with dynamic_batch=False." if dynamic_batch else ""
         raise RuntimeError(f"export_onnx: torch.onnx.export failed: {type(error).__name__}: {error}{hint}") from error
+    assert program is not None
+    program.save(file, external_data=weights > _LARGEST_FILE)
 
 
 def _units(

@@ -7,6 +7,8 @@ import difflib
 import math
 from typing import TYPE_CHECKING, Any
 
+from pwlu.text import install
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -44,7 +46,7 @@ def require_matplotlib(caller: str) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"{caller}: drawing needs matplotlib ({error}): pip install 'pwlu[train]'") from None
+        raise ImportError(f"{caller}: drawing needs matplotlib ({error}): {install('train')}") from None
 
 
 def require_known(caller: str, what: str, name: Any, known: list[str]) -> None:

@@ -1,15 +1,17 @@
 """fuse_norms_: batch norm, addition and PWLU in one pass over memory, for training."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pwlu.conversion.tracing import Runs, quiet
+from pwlu.conversion.quiet import quiet
+from pwlu.conversion.runs import Runs
 from pwlu.convert import check_unwrapped
-from pwlu.deferred import HOOKS, Deferred, DeferredNorm, deferring, has_hooks
+from pwlu.deferred import Deferred, DeferredNorm, deferring, has_hooks
 from pwlu.module import PWLU, require_model, require_units
 from pwlu.text import columns, counted
 
@@ -86,24 +88,26 @@ def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
 
     Args:
         model: with PWLUs. Wrap it afterwards (DistributedDataParallel, fully_shard, torch.compile).
-        sample: what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments. A copy of the
-            model runs on it.
+        sample: what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments. A copy of
+            the model runs on it.
 
     Returns:
         A report of every batch norm: fused with which unit, with or without an addition, or why not.
 
-    Batch norms (1d, 2d, 3d, SyncBatchNorm, and timm's BatchNormAct2d) are found by what becomes of their outputs. z = norm(x) + r is
-    computed in float32 and not rounded to 16 bits on its way, so in bfloat16 results differ from those of the pair by such a
-    rounding. Where norm or unit have hooks, in torch.export and in tracing, both run apart, as they would without this.
+    Batch norms (1d, 2d, 3d, SyncBatchNorm, timm's BatchNormAct2d) are found by what becomes of their outputs. z = norm(x) + r
+    is computed in float32 and not rounded to 16 bits on its way, so in bfloat16 results differ from those of the pair by such
+    a rounding. Where norm or unit have hooks, in torch.export and in tracing, both run apart, as they would without this.
     """
     units = require_units("fuse_norms_", model)
     check_unwrapped("fuse_norms_", model)
     norms = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
-    sites, classes = {}, {}
-    for name, norm in norms.items():
+    sites: dict[str, NormSite] = {}
+    classes: dict[str, type] = {}
+    for name, found in norms.items():
         sites[name] = NormSite(name)
         try:
-            classes[name] = type(norm) if isinstance(norm, DeferredNorm) else deferring(type(norm))
+            cls: Any = type(found)
+            classes[name] = cls if issubclass(cls, DeferredNorm) else deferring(cls)
         except ValueError as error:
             sites[name].reason = str(error)
     for name, site in _recorded(model, sample, classes).items():
@@ -113,10 +117,10 @@ def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
         _check(site, modules)
     report = NormReport(type(model).__name__, list(sites.values()))
     if not report.fused:
-        found = f"\n{report}" if norms else " It has no batch norm."
-        raise ValueError(f"fuse_norms_: no batch norm of {report.model} goes to one PWLU alone.{found}")
+        seen = f"\n{report}" if norms else " It has no batch norm."
+        raise ValueError(f"fuse_norms_: no batch norm of {report.model} goes to one PWLU alone.{seen}")
     for site in report.fused:
-        norm = norms[site.norm]
+        norm: Any = norms[site.norm]
         norm.__class__ = classes[site.norm]
         norm.recorder, norm.units = None, tuple(units[name] for name in site.units)
     return report
@@ -127,16 +131,13 @@ def _recorded(model: nn.Module, sample: Any, classes: dict[str, type]) -> dict[s
     runs, failure = Runs(model, sample), None
     for real in (False, True):
         try:
-            copy, args, kwargs, fake = runs.copy(real)
-            for module in copy.modules():  # nobody's hooks shall see the copy
-                for hooks in HOOKS:
-                    module.__dict__[hooks].clear()
+            copy, args, kwargs, fake = runs.copy(0, real, hooks=False)
             recorder = _Recorder(copy)
             for name, cls in classes.items():
                 norm: Any = copy.get_submodule(name)
                 norm.__class__, norm.recorder, norm.units = cls, recorder, ()
             copy.train()
-            with quiet(), fake or quiet():
+            with quiet(), fake or nullcontext():
                 copy(*args, **kwargs)
             break
         except Exception as error:

@@ -147,7 +147,7 @@ def plain_normalization(
         batches.add_(1)
     norm = reference.normalization(mean, m2 / count, gamma, beta, eps)
     if pool is not None:  # z has the mean beta and the deviation gamma, but for eps
-        _, inv_std, scale, shift = norm
+        _, _, scale, shift = norm
         pool.copy_(reference.merge(pool, torch.tensor(count, device=x.device), shift, m2 * scale.square()))
     return norm
 

@@ -17,6 +17,7 @@ def plot_improvements(
     rows: Mapping[str, Mapping[str, Result]],
     baseline: str = "ReLU",
     paper: Mapping[str, Mapping[str, float]] | None = None,
+    paper_name: str = "the paper",
 ) -> "Figure":
     """Draw by how many points each activation is better than the baseline, groups side by side.
 
@@ -28,6 +29,7 @@ def plot_improvements(
             ``{"cifar100/resnet18": {"ReLU": (77.8, 0.2, 3), "PWLU": (78.9, 0.1, 3)}, ...}``.
         baseline: the label of which every group must have a row.
         paper: by group and label, the improvement that is to be drawn beside ours, as an open diamond.
+        paper_name: what the legend calls these: whose they are, and on what they were measured.
     """
     require_matplotlib("plot_improvements")
     paper = paper or {}
@@ -58,7 +60,7 @@ def plot_improvements(
         diamonds += [(place, gain) for place, gain in known if gain is not None]
     if diamonds:
         look = {"markerfacecolor": "white", "markeredgecolor": "black", "markersize": 5, "linewidth": 0}
-        handles += axis.plot(*zip(*diamonds, strict=True), marker="D", zorder=4, label="the paper", **look)
+        handles += axis.plot(*zip(*diamonds, strict=True), marker="D", zorder=4, label=paper_name, **look)
     axis.axhline(0, color="0.2", linewidth=1)
     ticks = [f"{group}\n{baseline}: {results[baseline][0]:.2f}" for group, results in rows.items()]
     axis.set_xticks(range(len(rows)), ticks, fontsize=8)

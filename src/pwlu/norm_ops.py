@@ -126,7 +126,7 @@ class _NormAct(torch.autograd.Function):
                 y, norm = _forward(x, residual, gamma, beta, weight, intervals, *state)
                 count = x.numel() // x.shape[1]
             else:
-                norm, count = _over_processes(x, gamma, beta, *state[:-2], group)
+                norm, count = _over_processes(group, x, gamma, beta, *state[:5])
                 y = norm_forward(x, residual, norm, weight, intervals, pool)
         ctx.save_for_backward(x, residual, gamma, beta, weight, norm)
         ctx.set_materialize_grads(False)
@@ -182,7 +182,9 @@ def _twice(ctx: Any, grad: Tensor) -> list[Tensor | None]:
         raise RuntimeError(
             "pwlu: there is no second derivative through the statistics of several processes. Write pwlu.unfuse_norms_(model)"
         )
-    found = differentiable_backward(grad, *ctx.saved_tensors, ctx.intervals, ctx.eps, ctx.training)
+    x, residual, gamma, beta, weight, norm = ctx.saved_tensors
+    settings = (ctx.intervals, ctx.eps, ctx.training)
+    found = differentiable_backward(grad, x, residual, gamma, beta, weight, norm, *settings)
     return [g if needed else None for g, needed in zip(found, ctx.needs_input_grad, strict=False)]
 
 
@@ -198,20 +200,21 @@ def differentiable_backward(
     eps: float,
     training: bool,
 ) -> list[Tensor]:
-    """Return five gradients by plain torch, which can be differentiated once more; an empty tensor for one that is not there."""
+    """Return five gradients by plain torch, which can be differentiated once more; an empty tensor for a missing one."""
     mean, variance = (None, None) if training else (norm[0], norm[1].square().reciprocal() - eps)
     with torch.enable_grad():
         # Aliases: x may depend on the residual, and partial derivatives are asked for.
         tensors = [None if t is None else t.view_as(t) for t in (x, residual, gamma, beta, weight)]
-        *others, packed = tensors
-        assert packed is not None
-        y = reference.norm_act(*others, mean, variance, eps, *reference.unpack(packed, intervals))
+        one, added, of_gamma, of_beta, packed = tensors
+        assert one is not None and packed is not None  # noqa: PT018
+        y = reference.norm_act(one, added, of_gamma, of_beta, mean, variance, eps, *reference.unpack(packed, intervals))
         inputs = [t for t in tensors if t is not None and t.requires_grad]
         found = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
     return [next(found) if t is not None and t.requires_grad else x.new_empty(0) for t in tensors]
 
 
 def _over_processes(
+    group: "dist.ProcessGroup",
     x: Tensor,
     gamma: Tensor | None,
     beta: Tensor | None,
@@ -220,7 +223,6 @@ def _over_processes(
     batches: Tensor | None,
     factor: float,
     eps: float,
-    group: "dist.ProcessGroup",
 ) -> tuple[Tensor, int]:
     """Return the norm and the number of elements per channel over all processes; running statistics follow."""
     own = torch.zeros(3, x.shape[1], dtype=reference.compute_dtype(x), device=x.device)
@@ -276,8 +278,8 @@ for _name, _functions in _IMPLEMENTATIONS.items():
     ops.register(_name, _SCHEMAS[_name], *_functions)
 ops.register_for_eager(
     "differentiable_norm_backward",
-    "(Tensor grad, Tensor x, Tensor? residual, Tensor? gamma, Tensor? beta, Tensor weight, Tensor norm, int intervals, float eps, "
-    "bool training) -> Tensor[]",
+    "(Tensor grad, Tensor x, Tensor? residual, Tensor? gamma, Tensor? beta, Tensor weight, Tensor norm, int intervals, "
+    "float eps, bool training) -> Tensor[]",
     differentiable_backward,
 )
 eager.load()  # after the operators were registered

@@ -1,15 +1,19 @@
 """An ONNX file as torch writes it, with marks where each PWLU begins and ends: made ready to run, or to ship."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pwlu.onnx_forms import MARKS
 
 
-def finish(onnx: Any, file: Path, opset: int) -> dict[str, int]:
-    """Take out the marks and what tells of the machine it was made on; count the operators, most frequent first."""
+def finish(onnx: Any, file: Path, opset: int, metadata: Mapping[str, str]) -> dict[str, int]:
+    """Take out the marks and what tells of the machine it was made on, put in the metadata, and count the operators.
+
+    Returns:
+        How many there are of each, most frequent first.
+    """
     model = onnx.load(file, load_external_data=False)
     new_names = {node.output[0]: node.input[0] for node in model.graph.node if node.domain == MARKS}
     for node in [node for node in model.graph.node if node.domain == MARKS]:
@@ -29,6 +33,7 @@ def finish(onnx: Any, file: Path, opset: int) -> dict[str, int]:
         raise RuntimeError(f"export_onnx: torch wrote opset {found.get('ai.onnx')} instead of {opset}. Write another opset")
     for each in (model, model.graph, *nodes, *model.graph.input, *model.graph.output, *model.graph.value_info):
         del each.metadata_props[:]
+    onnx.helper.set_model_props(model, dict(metadata))
     onnx.save(model, file)
     onnx.checker.check_model(str(file))
     return dict(Counter(node.op_type for node in _nodes(model.graph)).most_common())

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MOST_LAYERS = 12
+_STRIP = 0.3  # of the height of the functions: the strip below them for the distributions of inputs
 _CHANNELS = "how many to draw, 1 or more, or a list of which, such as [0, 2]"
 
 
@@ -27,6 +28,7 @@ def plot_functions(
     layers: str | Iterable[str] | None = None,
     channels: int | Sequence[int] = 5,
     alignment: Alignment | None = None,
+    same_scale: bool = False,
 ) -> "Figure":
     """Draw learned functions, one picture a PWLU: dots mark the bounds, what the unit started as is grey behind them.
 
@@ -35,7 +37,8 @@ def plot_functions(
             "left_slope": ..., "right_slope": ...}, ...}``, each with ``"init": "relu"`` if the start is to be drawn.
         layers: names of PWLUs; by default all, or 12 at even distances.
         channels: how many functions of each, at even distances, or which.
-        alignment: what ``pwlu.alignment`` measured: the distribution of each function's inputs is drawn behind it.
+        alignment: what ``pwlu.alignment`` measured: the distribution of each function's inputs is drawn below it.
+        same_scale: whether all pictures have the same axes, so that functions can be compared in size.
     """
     require_matplotlib("plot_functions")
     from matplotlib.lines import Line2D
@@ -48,13 +51,22 @@ def plot_functions(
         raise ValueError("plot_functions: the alignment has no histograms. Measure it with histogram=True")
     alone = len(names) == 1
     figure, axes = grid(len(names), 4.6 if alone else 2.9, 3.0 if alone else 2.35)
+    chosen_of = {name: _chosen_channels(name, units[name].channels, channels) for name in names}
+    ranges = {name: _range(units[name], chosen_of[name], inputs.get(name)) for name in names}
+    if same_scale:
+        ranges = dict.fromkeys(names, _widest(ranges.values()))
+    numbers = {name: number for number, name in enumerate(units, start=1)}
+    heights = []
     for axis, name in zip(axes, names, strict=True):
-        count = units[name].channels
-        chosen = _chosen_channels(name, count, channels)
-        _draw_unit(axis, units[name], chosen, inputs.get(name))
-        axis.set_title(name or "PWLU", loc="left", fontsize=9)
+        count, chosen = units[name].channels, chosen_of[name]
+        heights.append(_draw_unit(axis, units[name], chosen, inputs.get(name), ranges[name]))
+        axis.set_title(f"layer {numbers[name]}: {name}" if name else "PWLU", loc="left", fontsize=9)
         share = f"{len(chosen)} of {count} channels" if count > 1 else "layer-wise"
         axis.set_title(share, loc="right", fontsize=7, color="0.45")
+    if same_scale:
+        heights = [_widest(heights)] * len(heights)
+    for axis, (bottom, top) in zip(axes, heights, strict=True):
+        _set_output(axis, bottom, top, bool(inputs))
     columns = columns_of(len(names))
     for axis in axes[-columns:]:
         axis.set_xlabel("input", fontsize=8)
@@ -168,8 +180,11 @@ def _evenly(count: int, most: int) -> list[int]:
 # Drawing it.
 
 
-def _draw_unit(axis: "Axes", curves: Curves, channels: list[int], inputs: UnitAlignment | None) -> None:
-    low, high = _range(curves, channels, inputs)
+def _draw_unit(
+    axis: "Axes", curves: Curves, channels: list[int], inputs: UnitAlignment | None, ends: tuple[float, float]
+) -> tuple[float, float]:
+    """Draw one unit from the first to the last of these inputs; return the least and the largest output to be seen."""
+    low, high = ends
     drawn = []
     if curves.start:
         x, y = curves.start_corners(low, high)
@@ -185,8 +200,21 @@ def _draw_unit(axis: "Axes", curves: Curves, channels: list[int], inputs: UnitAl
         drawn.append(y)
         if inputs:
             _draw_inputs(axis, inputs, channel if curves.channels > 1 else None, colour)
-    bottom, top = _ends(torch.cat(drawn), otherwise=(0.0, 1.0), margin=0.06)
-    axis.set(xlim=(low, high), ylim=(bottom - 0.3 * (top - bottom) if inputs else bottom, top))
+    axis.set_xlim(low, high)
+    return _ends(torch.cat(drawn), otherwise=(0.0, 1.0), margin=0.06)
+
+
+def _set_output(axis: "Axes", bottom: float, top: float, with_inputs: bool) -> None:
+    """Set the axis of the output. It ends above the strip in which distributions of inputs are drawn, which have no output."""
+    axis.set_ylim(bottom - _STRIP * (top - bottom) if with_inputs else bottom, top)
+    if with_inputs:
+        axis.set_yticks([tick for tick in axis.get_yticks() if bottom <= tick <= top])
+        axis.spines["left"].set_bounds(bottom, top)
+
+
+def _widest(ends: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    lows, highs = zip(*ends, strict=True)
+    return min(lows), max(highs)
 
 
 def _range(curves: Curves, channels: list[int], inputs: UnitAlignment | None) -> tuple[float, float]:

@@ -327,7 +327,9 @@ def normalize(x: Tensor, residual: Tensor | None, norm: Tensor) -> Tensor:
 
 def norm_forward(x: Tensor, residual: Tensor | None, norm: Tensor, *blocks: Tensor) -> Tensor:
     """Return y, in the type of x. `blocks`: of a unit with C channels."""
-    return forward(normalize(x, residual, norm), *blocks, 1).to(x.dtype)
+    left, right, heights, left_slope, right_slope = blocks
+    z = normalize(x, residual, norm)
+    return forward(z, left, right, heights, left_slope, right_slope, 1).to(x.dtype)
 
 
 def norm_sums(grad_z: Tensor, x: Tensor, norm: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from pwlu import checks, reference
 from pwlu.conversion import rewrite
 from pwlu.convert import check_unwrapped, put_, replaced
+from pwlu.files import appearing
 from pwlu.module import PWLU, require_units, units_of, unwrapped
 from pwlu.realignment import some
 from pwlu.starts import STARTS, Start, find_start
@@ -30,7 +30,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     :func:`load_into` reads it. The weights have their usual names, so other tools read them as well. Only PWLUs can be put
     back: save before :func:`pwlu.fuse_` and :func:`pwlu.simplify_`, and call these after loading.
     """
-    files = _safetensors("save")
+    safetensors = _safetensors("save")
     model = unwrapped(model)
     conversion = conversion_of(model)
     tensors: dict[str, Tensor] = {}
@@ -48,13 +48,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         else:
             tensors[key] = value.detach().clone(memory_format=torch.contiguous_format)
     written = json.dumps({**conversion, "tied": tied})
-    path = Path(path)
-    partial = path.with_name(f"{path.name}.partial")  # whoever looks finds the file whole or not at all
-    try:
-        files.save_file(tensors, str(partial), {"format": "pt", "pwlu": written})
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with appearing(path) as partial:
+        safetensors.save_file(tensors, str(partial), {"format": "pt", "pwlu": written})
 
 
 def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:

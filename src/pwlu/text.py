@@ -1,6 +1,9 @@
-"""Tables for a terminal, and numbers of things."""
+"""Tables for a terminal, numbers of things, how to install more, and JSON that others may have written."""
 
+import json
+import math
 from collections.abc import Sequence
+from typing import Any
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = False) -> list[str]:
@@ -20,3 +23,30 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = 
 def counted(number: int, one: str, many: str = "") -> str:
     """``1 image``, ``2,000 images``. `many`: where it is not `one` with an s."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def install(*extras: str) -> str:
+    """Return how to install what an extra of the package needs: it is installed from its sources, not by name."""
+    return f"pip install '.[{','.join(extras)}]' in the folder of pwlu's sources"
+
+
+def parsed(text: str | bytes) -> Any:
+    """Return what JSON says. Numbers are finite, and texts are UTF-8; else that is a ValueError."""
+    try:
+        text = text if isinstance(text, str) else text.decode()  # json would guess other encodings
+        content = json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=_within_reach)
+        json.dumps(content, ensure_ascii=False).encode()  # an escape such as \ud800 alone is no character
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return content
+
+
+def _finite(number: str) -> float:
+    if not math.isfinite(float(number)):
+        raise ValueError(f"{number} is no finite number")
+    return float(number)
+
+
+def _within_reach(number: str) -> int:
+    _finite(number)  # a float can have it
+    return int(number)

@@ -1,8 +1,10 @@
 """The command line: ``pwlu <command>``. Each command is a file beside this one, imported when it is called."""
 
 import argparse
+import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -30,11 +32,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"pwlu {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     given = list(sys.argv[1:] if arguments is None else arguments)
+    chosen = parser
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if given[:1] == [name]:
             importlib.import_module(f"pwlu.cli.{name}").add_arguments(command)
-    options = parser.parse_args(given)
+            chosen = command
+    options, unknown = parser.parse_known_args(given)
+    if unknown:
+        chosen.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(unknown, chosen.format_help())}")
     try:
         status: int = importlib.import_module(f"pwlu.cli.{options.command}").run(options)
         sys.stdout.flush()
@@ -44,3 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("pwlu: stopped, because nobody reads its output any more (as after `| head`)", file=sys.stderr)
         return 128 + 13  # as a shell says of a program that SIGPIPE ended
     return status
+
+
+def _meant(unknown: Sequence[str], help_text: str) -> str:
+    """Name the flags that are nearest to those that are not known."""
+    flags = sorted(set(re.findall(r"--[a-z][\w-]*", help_text)))
+    near = {
+        word: match
+        for word in unknown
+        if word.startswith("--")
+        for match in difflib.get_close_matches(word.partition("=")[0], flags, n=1, cutoff=0.5)
+    }
+    return "".join(f". Instead of {word}, did you mean {match}?" for word, match in near.items())

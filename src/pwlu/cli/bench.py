@@ -13,7 +13,7 @@ import torch
 
 from pwlu.recipes.processes import joined
 from pwlu.recipes.settings import UserError
-from pwlu.text import columns
+from pwlu.text import columns, install
 
 if TYPE_CHECKING:
     from pwlu.recipes.speed import Contender
@@ -76,7 +76,7 @@ def _bench(options: argparse.Namespace) -> None:
 
         trained = load(options.run)
     except ImportError as error:
-        raise UserError(f"a run is made again with more packages ({error}): pip install 'pwlu[train,onnx]'") from None
+        raise UserError(f"a run is made again with more packages ({error}): {install('train', 'onnx')}") from None
     if trained.detects:
         trained = trained.backbone()
     with joined(options.device) as processes, _threads(options.threads):

@@ -1,14 +1,17 @@
 """``pwlu compare``: train with several activations and seeds, and make tables and charts of what came out."""
 
 import argparse
+import io
 import os
 import sys
 from pathlib import Path
 
+from pwlu import files
 from pwlu.cli.train import add_runs, add_settings, given
 from pwlu.recipes.presets import BASELINE, PRESETS, Comparison, comparison
 from pwlu.recipes.settings import Settings, UserError
 from pwlu.recipes.table import Table
+from pwlu.text import install
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +109,7 @@ def _asked(options: argparse.Namespace, silent: bool = False) -> tuple[list[Comp
     try:
         from pwlu.recipes.comparison import find, title, wanted
     except ImportError as error:
-        raise UserError(f"training needs more packages ({error}): pip install 'pwlu[train]'") from None
+        raise UserError(f"training needs more packages ({error}): {install('train')}") from None
     asked, found = wanted(comparisons, options.seeds), find(options.results, options.runs)
     if silent:
         return comparisons, asked
@@ -140,7 +143,7 @@ def _document(options: argparse.Namespace) -> int:
         print(f"{options.document} is not up to date: run pwlu compare --document {options.document}", file=sys.stderr)
         return 1
     if before != after:
-        document.write(options.document, after)
+        files.write(options.document, after.encode())
     print(f"{options.document} is up to date" + ("" if before == after else " now"))
     return 0
 
@@ -163,9 +166,8 @@ def _show(comparisons: list[Comparison], results: Path) -> None:
             stem = folder / compared.stem
             drawn = _draw([table], Path(f"{stem}.png"))
             picture = f"\n![improvement over {BASELINE}]({compared.stem}.png)\n" if drawn else ""
-            Path(f"{stem}.md").write_text(text + picture, encoding="utf-8")
-            Path(f"{stem}.csv").write_text(table.csv(), encoding="utf-8")
-            Path(f"{stem}-runs.csv").write_text(table.runs_csv(), encoding="utf-8")
+            for end, content in ((".md", text + picture), (".csv", table.csv()), ("-runs.csv", table.runs_csv())):
+                files.write(f"{stem}{end}", content.encode())
             print(f"saved: {stem}.md, .csv, -runs.csv" + (", .png" if drawn else ""))
     together = results / f"{comparisons[0].stem}.png"
     if len(tables) > 1 and _draw(tables, together):
@@ -181,9 +183,13 @@ def _draw(tables: list[Table], path: Path) -> bool:
 
     statistics = {recipe: table.statistics() for recipe, table in drawn.items()}
     try:
-        figure = plot_improvements(statistics, BASELINE, {recipe: table.paper_gains() for recipe, table in drawn.items()})
+        theirs = {recipe: table.paper_gains() for recipe, table in drawn.items()}
+        named = f"the paper, same network, {next(iter(drawn.values())).papers_data}"
+        figure = plot_improvements(statistics, BASELINE, theirs, named)
     except ImportError as error:
         print(f"no chart was made. {error}", file=sys.stderr)
         return False
-    figure.savefig(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    files.write(path, picture.getvalue())
     return True

@@ -8,6 +8,7 @@ from pathlib import Path
 from pwlu.recipes.rows import find
 from pwlu.recipes.run_folder import RunFolder
 from pwlu.recipes.settings import UserError
+from pwlu.text import install
 
 SAVED = "detections.json"
 
@@ -50,7 +51,7 @@ def _evaluated(options: argparse.Namespace) -> dict[str, float]:
         from pwlu.recipes import coco, evaluation
         from pwlu.recipes.datasets import held_out
     except ImportError as error:
-        raise UserError(f"evaluation needs more packages ({error}): pip install 'pwlu[train,detection]'") from None
+        raise UserError(f"evaluation needs more packages ({error}): {install('train', 'detection')}") from None
     if options.most is not None and options.most < 1:
         raise UserError(f"--most must be at least 1, not {options.most}")
     path, data, most, holdout = options.what, options.data, 100, 0

@@ -11,6 +11,7 @@ from pwlu.onnx_forms import FASTEST, FORMS
 from pwlu.recipes.run_folder import RunFolder
 from pwlu.recipes.settings import UserError
 from pwlu.simplify import simplify_
+from pwlu.text import install
 from pwlu.version import __version__
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _exported(options: argparse.Namespace) -> str:
 
         trained = load(options.run)
     except ImportError as error:
-        raise UserError(f"a run is made again with more packages ({error}): pip install 'pwlu[train,onnx]'") from None
+        raise UserError(f"a run is made again with more packages ({error}): {install('train', 'onnx')}") from None
     trained = _part(trained, options.backbone)
     expected = preprocessing(trained, options.data)
     said = [_simplified(trained, options.simplify)] if options.simplify is not None else []

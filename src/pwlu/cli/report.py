@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from pwlu import files
 from pwlu.recipes.settings import UserError
 
 NAME = "report.html"
@@ -19,37 +20,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "examples:\n"
         "  pwlu report runs/digits-pwlu-seed0                 writes runs/digits-pwlu-seed0/report.html\n"
-        "  pwlu report results/digits/pwlu-seed0 -o page.html"
+        "  pwlu report results/digits/pwlu-seed0 -o page.html\n"
+        "  pwlu report runs/digits-pwlu-seed* --baseline runs/digits-relu-seed*    what the functions are worth"
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help=f"the page; replaced if it exists (default: RUN/{NAME})"
+        "runs", type=Path, nargs="+", metavar="RUN", help="folders of runs; of the first all is shown, the others beside it"
+    )
+    parser.add_argument(
+        "--baseline", type=Path, nargs="+", default=[], metavar="RUN", help="the same with ReLU, say, in one or several seeds"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help=f"the page; replaced if it exists (default: {NAME} in the first RUN)"
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Write the page, and say what it cannot show."""
+    from pwlu.report.compared import compared
     from pwlu.report.evidence import read_evidence
     from pwlu.report.page import page
 
-    output = options.output or options.run / NAME
+    output = options.output or options.runs[0] / NAME
     try:
-        evidence = read_evidence(options.run)
-        content = page(evidence).encode()
-        _write(output, content)
-    except UserError as error:
+        if output.is_dir():
+            raise UserError(f"-o must be a file, not the folder {output}. Write -o {output / NAME}")
+        runs, baseline = ([read_evidence(path) for path in paths] for paths in (options.runs, options.baseline))
+        beside = compared(runs, baseline) if len(runs) > 1 or baseline else None
+        content = page(runs[0], beside).encode()
+        files.write(output, content)
+    except (UserError, OSError) as error:
         print(f"pwlu report: {error}", file=sys.stderr)
         return 2
-    for note in evidence.notes:
+    for note in (*runs[0].notes, *(note for other in (*runs[1:], *baseline) for note in other.damaged)):
         print(note, file=sys.stderr)
+    if beside is not None and beside.baseline is not None:
+        print(beside.verdict())
     print(f"{output}: {len(content) / 1e6:.2f} MB. Open it in a browser")
+    if beside is None and runs[0].functions:
+        print("what the functions are worth is seen beside the same training with --act relu: add --baseline RUN")
     return 0
-
-
-def _write(output: Path, content: bytes) -> None:
-    if output.is_dir():
-        raise UserError(f"-o must be a file, not the folder {output}. Write -o {output / NAME}")
-    try:
-        output.write_bytes(content)
-    except OSError as error:
-        raise UserError(f"{output} cannot be written: {error.strerror}. Write -o FILE, in a folder that exists") from None

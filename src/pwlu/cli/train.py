@@ -11,6 +11,7 @@ from pwlu.recipes.processes import joined
 from pwlu.recipes.rows import RECIPES, settings
 from pwlu.recipes.run_folder import RunFolder
 from pwlu.recipes.settings import Settings, UserError, flag
+from pwlu.text import install
 
 RUNS = Path("runs")
 
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="one of those above (default: digits)")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder, with its own settings")
+    parser.add_argument("--again", action="store_true", help="train in a new folder, although a run has the same settings")
     add_settings(parser)
     add_runs(parser)
 
@@ -83,17 +85,21 @@ def _run(options: argparse.Namespace) -> int:
     try:
         from pwlu.recipes.loop import begin, train
     except ImportError as error:
-        raise UserError(f"training needs more packages ({error}): pip install 'pwlu[train]'") from None
+        raise UserError(f"training needs more packages ({error}): {install('train')}") from None
+    from pwlu.recipes.divergence import STATUS
     from pwlu.recipes.report import headline
+    from pwlu.recipes.results import read_run
 
     changes = given(options)
     asked = settings(options.recipe or "digits", **changes) if options.resume is None else _resumed(options, changes)
     with joined(asked.device) as processes:
-        path = begin(options.runs, asked, processes) if options.resume is None else options.resume
+        path = begin(options.runs, asked, processes, options.again) if options.resume is None else options.resume
         if RunFolder(path).finished:
+            result = read_run(path).result
+            assert result is not None
             if processes.first:
-                print(f"{path} is finished: {headline(RunFolder(path).json('result.json'))}")
-            return 0
+                print(f"{path} is finished: {headline(result, asked.as_dict())}")
+            return STATUS if result["diverged"] else 0
         try:
             result = train(asked, path, processes)
         except KeyboardInterrupt:
@@ -101,10 +107,11 @@ def _run(options: argparse.Namespace) -> int:
                 print(f"\nstopped. To go on: pwlu train --resume {path}", file=sys.stderr)
             return 130
         if processes.first:
-            print(headline(result))
+            print(headline(result, asked.as_dict()))
             picture = path / "functions.png"
-            print(f"run folder: {path}" + (f", the learned functions are drawn in {picture}" if picture.exists() else ""))
-    return 0
+            drawn = picture.exists() and not result["diverged"]
+            print(f"run folder: {path}" + (f", the learned functions are drawn in {picture}" if drawn else ""))
+    return STATUS if result["diverged"] else 0
 
 
 def _resumed(options: argparse.Namespace, changes: dict[str, Any]) -> Settings:

@@ -26,13 +26,13 @@ from torch.optim import Optimizer
 from pwlu.learning import TwoPhase
 from pwlu.module import units_of
 from pwlu.saving import conversion_of, convert_as_
+from pwlu.text import install
 
 try:
     from transformers import AutoConfig, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
     raise ImportError(
-        "pwlu.integrations.hugging_face needs the package transformers, which could not be imported: "
-        "pip install 'pwlu[transformers]'"
+        f"pwlu.integrations.hugging_face needs the package transformers, which could not be imported: {install('transformers')}"
     ) from error
 
 

@@ -14,13 +14,14 @@ from typing import Any
 from torch import fx
 
 from pwlu import ops
+from pwlu.text import install
 
 try:
     from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, Quantizer
     from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 except ImportError as error:
     raise ImportError(
-        f"pwlu.integrations.pt2e needs the package torchao, which could not be imported ({error}): pip install 'pwlu[int8]'"
+        f"pwlu.integrations.pt2e needs the package torchao, which could not be imported ({error}): {install('int8')}"
     ) from error
 
 

@@ -1,5 +1,6 @@
 """When two runs are the same experiment, and what an experiment is called."""
 
+import hashlib
 import re
 from collections.abc import Hashable
 from typing import Any
@@ -11,6 +12,8 @@ _OF_PWLU = ("intervals", "init", "realign_epochs", "fix_init", "curvature")
 _OF_LEARNED = ("granularity", "unit_lr")
 _WITHOUT_PARAMETERS = ("relu", "swish", "silu", "gelu", "hardswish")
 _OF_ACTIVATIONS = ("activation", "intervals", "init", "fix_init", "curvature", *_OF_LEARNED)  # not T': it is a length of time
+
+_LONGEST = 160  # letters of a label: a name of a folder has at most 255, and others stand beside it
 
 
 def essential(settings: Settings) -> Settings:
@@ -48,7 +51,12 @@ def differences(settings: Settings) -> dict[str, Any]:
 
 def label(settings: Settings) -> str:
     """A name for the experiment that can be a folder's: ``relu``, ``pwlu-intervals-8``, ``pwlu-fix-init-10-layer``."""
-    return spelled({"activation": settings.activation} | differences(settings))
+    return _fitting(spelled({"activation": settings.activation} | differences(settings)))
+
+
+def run_name(settings: Settings) -> str:
+    """Return the name of a run: ``digits-relu-seed0``, ``cifar100-resnet18-pwlu-epochs-60-seed2``."""
+    return f"{settings.recipe.replace('/', '-')}-{label(settings)}-seed{settings.seed}"
 
 
 def method(settings: Settings) -> str:
@@ -63,6 +71,11 @@ def spelled(changes: dict[str, Any]) -> str:
     parts = [changes["activation"], *parts] if "activation" in changes else parts
     parts += [changes["granularity"]] if "granularity" in changes else []
     return re.sub(r"[^\w.+-]", "_", "-".join(parts).replace("_", "-"))
+
+
+def _fitting(name: str) -> str:
+    """The same, or its beginning and a check sum of it, where it is too long for the name of a folder."""
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def short(value: Any) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Hashable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from pwlu.recipes.cells import essential, identity, label
+from pwlu.recipes.cells import essential, identity, label, run_name
 from pwlu.recipes.children import Child, open_log, side_by_side
 from pwlu.recipes.environment import SIDE_BY_SIDE
 from pwlu.recipes.loop import begin, train
@@ -97,11 +98,11 @@ def bring_about_in_step(asked: list[Settings], runs: Path, results: Path, proces
             stopped = made.of(settings)
             plan.append((asked.index(settings), str(stopped.path) if stopped else ""))
     for number, stopped_in in json.loads(processes.agree(json.dumps(plan)) or ""):
-        path = Path(stopped_in) if stopped_in else begin(runs, asked[number], processes)
+        path = Path(stopped_in) if stopped_in else begin(runs, asked[number], processes, again=True)
         result = train(asked[number], path, processes)
         if processes.first:
             keep(read_run(path), results)
-            print(f"{title(asked[number])}: {said(result)}", flush=True)
+            print(f"{title(asked[number])}: {_measured(result)}", flush=True)
 
 
 def _missing(asked: list[Settings], runs: Path, results: Path) -> list[Settings]:
@@ -115,6 +116,10 @@ def _missing(asked: list[Settings], runs: Path, results: Path) -> list[Settings]
             else:
                 missing.append(settings)
     return missing
+
+
+def _measured(result: dict[str, Any]) -> str:
+    return said(result) + (", diverged" if result["diverged"] else "")
 
 
 class _Work:
@@ -140,13 +145,13 @@ class _Work:
         return self.failures
 
     def _start(self, settings: Settings) -> Child | None:
-        log = open_log(self.runs / "logs" / f"{settings.recipe.replace('/', '-')}-{label(settings)}-seed{settings.seed}.txt")
+        log = open_log(self.runs / "logs" / f"{run_name(settings)}.txt")
         if log is None:
             self._failed(settings, "another process is training it")
             return None
         run = find(self.runs).of(settings)  # only now, for another process may have been at it until now
         if run is None:
-            arguments = [settings.recipe, *flags(settings), f"--runs={self.runs}"]
+            arguments = [settings.recipe, *flags(settings), f"--runs={self.runs}", "--again"]  # also where one is damaged
         else:
             arguments = [f"--resume={run.path}", *flags(settings, of_the_machine=True)]
         return Child(arguments, log, _environment(self.jobs))
@@ -155,7 +160,7 @@ class _Work:
         if find(self.results).finished(run.settings) is None:
             keep(run, self.results)
         if run.result is not None:
-            measured = said(run.result).removeprefix("accuracy ") + (", diverged" if run.result["diverged"] else "")
+            measured = _measured(run.result).removeprefix("accuracy ")
             self._say(f"{title(run.settings)}: {measured}, {run.result['seconds_per_epoch']:.3g} s an epoch")
 
     def _stop_if_hopeless(self, words: str) -> None:

@@ -1,6 +1,5 @@
 """The data sets that recipes name."""
 
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,12 @@ import torch
 from torch import Tensor
 
 from pwlu.recipes import draws
+from pwlu.recipes.cifar import cifar100
 from pwlu.recipes.folders import Folder, folders
 from pwlu.recipes.images import Images, in_memory
 from pwlu.recipes.rows import find
 from pwlu.recipes.settings import Settings, UserError
+from pwlu.text import install
 
 
 @dataclass
@@ -38,7 +39,7 @@ def load(settings: Settings, device: torch.device) -> Data:
             raise UserError("--augmentation autoaugment is for image files: use crop+flip")
         if settings.pixels != find(settings.recipe).pixels:
             raise UserError(f"the images of {kind} have {find(settings.recipe).pixels} pixels; leave --pixels out")
-        images, classes = (_cifar100 if kind == "cifar100" else _digits)(Path(settings.data))
+        images, classes = (cifar100 if kind == "cifar100" else _digits)(Path(settings.data))
         crop = settings.augmentation != "none"
         train, test = in_memory(
             *images, device, padding=settings.pixels // 8 if crop else 0, flip=settings.augmentation == "crop+flip"
@@ -69,35 +70,9 @@ def _digits(_: Path) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[str]]:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ImportError:
-        raise UserError("the digits are scikit-learn's: pip install 'pwlu[train]'") from None
+        raise UserError(f"the digits are scikit-learn's: {install('train')}") from None
     data = load_digits()
     split = train_test_split(data.images, data.target, test_size=0.5, random_state=0, stratify=data.target)
     images = [torch.tensor(x * 15, dtype=torch.uint8).unsqueeze(1) for x in split[:2]]  # 0..16 becomes 0..240
     labels = [torch.tensor(y) for y in split[2:]]
     return (images[0], labels[0], images[1], labels[1]), [str(name) for name in data.target_names]
-
-
-def _cifar100(root: Path) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[str]]:
-    """50,000 and 10,000 images of 32 x 32 pixels in 100 classes, from the files that its authors ship."""
-    folder = root / "cifar-100-python"
-    tensors: list[Tensor] = []
-    for name in ("train", "test"):
-        pixels, labels = _unpickled(folder / name, "data", "fine_labels")
-        tensors += [torch.as_tensor(pixels).reshape(-1, 3, 32, 32), torch.tensor(labels)]
-    (classes,) = _unpickled(folder / "meta", "fine_label_names")
-    return (tensors[0], tensors[1], tensors[2], tensors[3]), list(classes)
-
-
-def _unpickled(path: Path, *keys: str) -> list[Any]:
-    try:
-        with path.open("rb") as file:
-            content = pickle.load(file, encoding="latin1")
-        return [content[key] for key in keys]
-    except OSError as error:
-        raise UserError(
-            f'CIFAR-100 is not at {path} ({error.strerror}). Download it (169 MB) with\n    python -c "import torchvision; '
-            f"torchvision.datasets.CIFAR100('{path.parent.parent}', download=True)\"\n"
-            "or say where it is: --data DIR, the folder that holds cifar-100-python"
-        ) from None
-    except (pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
-        raise UserError(f"{path} is damaged ({error!r}): download CIFAR-100 again") from None

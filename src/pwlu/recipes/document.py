@@ -62,13 +62,6 @@ def with_tables(path: Path, runs: Iterable[Run]) -> tuple[str, str]:
     return before, "\n".join(lines)
 
 
-def write(path: Path, text: str) -> None:
-    """Put the page in place of what was there; if the program is stopped, what was there stays."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(text.encode())
-    partial.replace(path)
-
-
 def _made(kind: str, text: str, runs: list[Run]) -> str:
     words = text.removeprefix(":").split()
     if not text.startswith(":") or len(words) < (2 if kind == "table" else 1):

@@ -1,5 +1,6 @@
 """The loop: epochs of steps, a measurement after each, checkpoints on the way, and the report at the end."""
 
+import glob
 import math
 import time
 from contextlib import nullcontext
@@ -11,6 +12,8 @@ import torch
 
 from pwlu.analysis import alignment, without_histograms
 from pwlu.plot import plot_functions
+from pwlu.recipes.cells import identity, run_name
+from pwlu.recipes.divergence import divergence
 from pwlu.recipes.environment import environment
 from pwlu.recipes.processes import Processes
 from pwlu.recipes.progress import Progress
@@ -20,6 +23,7 @@ from pwlu.recipes.run_folder import RunFolder, new_folder
 from pwlu.recipes.settings import Settings, UserError
 from pwlu.recipes.task import Task
 from pwlu.recipes.trainee import Trainee
+from pwlu.text import install
 
 SECONDS_BETWEEN_CHECKPOINTS = 600  # in an epoch that takes longer
 STEPS_BETWEEN_QUESTIONS = 50  # whether so many seconds have passed
@@ -35,13 +39,39 @@ _WORDS = {  # what of an epoch is said in its line; of what is known before it e
 }
 
 
-def begin(runs: Path, settings: Settings, processes: Processes) -> Path:
-    """A new run folder, the same for all processes, with the settings in it."""
-    name = f"{settings.recipe.replace('/', '-')}-{settings.activation}-seed{settings.seed}"
-    path = Path(processes.agree(str(new_folder(runs, name)) if processes.first else None) or "")
+def begin(runs: Path, settings: Settings, processes: Processes, again: bool = False) -> Path:
+    """Make a run folder, the same for all processes, with the settings in it.
+
+    Args:
+        again: make one even if there is a run with the same settings, under a name with the next number.
+    """
+    made, wrong = "", ""
     if processes.first:
-        RunFolder(path).write_json("config.json", settings.as_dict())
-    return path
+        try:
+            if not again:
+                _refuse_a_second(runs, settings)
+            made = str(new_folder(runs, run_name(settings)))
+            RunFolder(Path(made)).write_json("config.json", settings.as_dict())
+        except UserError as error:
+            wrong = str(error)
+    if wrong := processes.agree(wrong) or "":  # else the others would wait for the first
+        raise UserError(wrong)
+    return Path(processes.agree(made) or "")
+
+
+def _refuse_a_second(runs: Path, settings: Settings) -> None:
+    """Raise if a run with these settings was begun before."""
+    for path in sorted(runs.glob(f"{glob.escape(run_name(settings))}*")):
+        folder = RunFolder(path)
+        try:
+            same = identity(folder.settings()) == identity(settings)
+            done = len(folder.metrics())
+        except UserError:  # that one is none of ours
+            continue
+        if same:
+            state = "is finished" if folder.finished else f"stands after {done} epochs"
+            go_on = f"look at it with pwlu report {path}" if folder.finished else f"go on with pwlu train --resume {path}"
+            raise UserError(f"{path} has the same settings and {state}: {go_on}, or begin anew with --again or another --seed")
 
 
 def train(settings: Settings, path: Path, processes: Processes) -> dict[str, Any]:
@@ -68,6 +98,8 @@ class _Loop:
         self.epochs = math.ceil(self.total / self.task.steps_per_epoch)
         self.number = 0  # of steps done
         self.sums = torch.zeros((), device=processes.device)
+        self.sound = torch.zeros((), dtype=torch.int64, device=processes.device)  # steps in which the sums were still finite
+        self.first_loss: float | None = None  # of the first step
         self.seconds = 0.0  # of training in this epoch
         self.saved_at = time.monotonic()
 
@@ -91,16 +123,13 @@ class _Loop:
     def _begin(self) -> None:
         state = self.folder.load_checkpoint(self.processes.device)
         if state is not None:
-            before = state.get("steps_per_epoch", self.task.steps_per_epoch)
-            if before != self.task.steps_per_epoch:
-                raise UserError(
-                    f"{self.folder.path}: an epoch had {before:,} steps and would have {self.task.steps_per_epoch:,} now, for "
-                    "the data set has other images than before. Put back what was there, or start a new run without --resume"
-                )
-            self.trainee.load(state["trainee"])
-            self.number, self.seconds = state["step"], state["seconds"]
-            if self.processes.first:  # the sums are those of all processes
-                self.sums = state["sums"]
+            try:
+                self._go_on(state)
+            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                raise self.folder.unreadable(
+                    f"the newest checkpoint of {self.folder.path} does not fit what config.json describes: {error!r:.200}",
+                    "Put back what was there, or start a new run without --resume",
+                ) from None
         if self.processes.first:
             if state is None:
                 self.folder.write_json("environment.json", environment(self.processes))
@@ -108,22 +137,46 @@ class _Loop:
             self.folder.forget_metrics_after(self.number)
         self.processes.wait()
         self.last = next(reversed(self.folder.metrics()), None)
+        known, done = self.last["step"] if self.last else 0, self.number
+        if known != (done if done == self.total else done // self.task.steps_per_epoch * self.task.steps_per_epoch):
+            raise UserError(
+                f"{self.folder.path / 'metrics.jsonl'} ends at step {known:,}, the newest checkpoint is of step {done:,}: "
+                "epochs are missing. Copy the file again from where it was trained, or start a new run without --resume"
+            )
+
+    def _go_on(self, state: dict[str, Any]) -> None:
+        before = state.get("steps_per_epoch", self.task.steps_per_epoch)
+        if before != self.task.steps_per_epoch:
+            raise UserError(
+                f"{self.folder.path}: an epoch had {before:,} steps and would have {self.task.steps_per_epoch:,} now, for "
+                "the data set has other images than before. Put back what was there, or start a new run without --resume"
+            )
+        self.trainee.load(state["trainee"])
+        self.number, self.seconds = state["step"], state["seconds"]
+        self.first_loss = state.get("first_loss")
+        self.sound += state.get("sound", self.number % self.task.steps_per_epoch)
+        if self.processes.first:  # the sums are those of all processes
+            self.sums = state["sums"]
 
     def _epoch(self, epoch: int) -> None:
         steps, begin = self.task.steps_per_epoch, time.monotonic()
         shown = {}
         for batches in self.task.epoch(epoch, self.number % steps):
             self.sums = self.sums + self.trainee.step(self.number, batches)
+            self.sound += self.sums.isfinite().all()
             self.number += 1
+            if self.number == 1:
+                self.first_loss = self._summary()["loss"]
             now = time.monotonic()
             if self.progress.bar is not None and self.number % 10 == 0:  # a look at the sums waits for the device
                 shown = self._shown(epoch, now - begin + self.seconds)
             self.progress.step(**shown)
             if self.number % STEPS_BETWEEN_QUESTIONS == 0 and self.number % steps and self._due():
                 self._checkpoint(self.seconds + time.monotonic() - begin)
-        sums = self.processes.total(self.sums)
-        row: dict[str, Any] = {"epoch": epoch + 1, "step": self.number} | _rounded(self.task.summary(sums))
-        self.seconds += time.monotonic() - begin  # .summary() has waited for the device
+        row: dict[str, Any] = {"epoch": epoch + 1, "step": self.number} | _rounded(self._summary())
+        if row["loss"] is None:
+            row["diverged_at"] = epoch * steps + min(self.processes.together([self.sound.item()])) + 1
+        self.seconds += time.monotonic() - begin  # ._summary() has waited for the device
         self.processes.spread(self.trainee.measured.buffers())  # on CPUs, each has batch statistics of its own
         if (epoch + 1) % self.settings.measure_every == 0 or self.number == self.total or row["loss"] is None:
             row |= _rounded(self.task.measure(self.trainee.measured, self.trainee.autocast()))
@@ -140,7 +193,12 @@ class _Loop:
                 self.board.add_figure("functions", plot_functions(self.trainee.measured), self.number)
         self.last = row
         self.sums, self.seconds = torch.zeros((), device=self.processes.device), 0.0
+        self.sound.zero_()
         self._checkpoint(0.0)
+
+    def _summary(self) -> dict[str, float]:
+        """What the sums of all processes say."""
+        return self.task.summary(self.processes.total(self.sums.clone()))
 
     def _due(self) -> bool:
         """Whether it is time for a checkpoint in the middle of an epoch: the first process decides for all."""
@@ -151,7 +209,7 @@ class _Loop:
         sums = self.processes.total(self.sums.clone())
         if self.processes.first:
             state = {"trainee": self.trainee.state(), "step": self.number, "sums": sums, "seconds": seconds}
-            state["steps_per_epoch"] = self.task.steps_per_epoch
+            state |= {"steps_per_epoch": self.task.steps_per_epoch, "first_loss": self.first_loss, "sound": self.sound.item()}
             self.folder.save_checkpoint(self.number, state)
         self.saved_at = time.monotonic()
 
@@ -196,27 +254,17 @@ class _Loop:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError("--tensorboard needs one more package: pip install 'pwlu[tensorboard]'") from None
+            raise UserError(f"--tensorboard needs one more package: {install('tensorboard')}") from None
         return SummaryWriter(str(self.folder.path / "tensorboard"), purge_step=self.number + 1)
 
     # The end.
 
     def _end(self) -> dict[str, Any]:
-        rows = self.folder.metrics()
-        metric = self.task.metric
-        last = rows[-1]
-        result = {
-            metric: last[metric],
-            f"best_{metric}": max(row[metric] for row in rows if metric in row),
-            **{name: last[name] for name in self.task.reported if name in last},
-            "train_loss": last["loss"],
-            "measured_on": self.task.measured_on,
-            "measured_images": self.task.measured_images,
-            "seconds_per_epoch": round(median(row["seconds"] for row in rows), 3),
-            "parameters": sum(p.numel() for p in self.trainee.network.parameters()),
-            "sites": len(self.trainee.report.converted),
-            "diverged": last["loss"] is None,
-        }
+        try:
+            result = self._result(self.folder.metrics())
+        except (LookupError, TypeError, ValueError) as error:  # what others wrote into the file
+            path = self.folder.path / "metrics.jsonl"
+            raise UserError(f"{path} is damaged: there is no result to make of it ({error!r}). Start a new run") from None
         files = self.task.files(self.trainee.measured, self.trainee.autocast())
         if self.processes.first:
             for name, content in files.items():
@@ -229,10 +277,26 @@ class _Loop:
                 self.folder.write_tensors("functions.pt", self.trainee.functions())
             self.folder.write_tensors("model.pt", self.trainee.measured.state_dict())
             sites, notes = str(self.trainee.report), self.task.notes
-            write_report(self.folder, self.settings, result, rows, sites, self.trainee.measured, aligned, notes)
+            write_report(self.folder, self.settings, result, sites, self.trainee.measured, aligned, notes)
             self.folder.write_json("result.json", result)
         self.processes.wait()
         return result
+
+    def _result(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        metric = self.task.metric
+        last = rows[-1]
+        return {
+            metric: last[metric],
+            f"best_{metric}": max((row[metric] for row in rows if row.get(metric) is not None), default=None),
+            **{name: last[name] for name in self.task.reported if name in last},
+            "train_loss": last["loss"],
+            "measured_on": self.task.measured_on,
+            "measured_images": self.task.measured_images,
+            "seconds_per_epoch": round(median(row["seconds"] for row in rows), 3),
+            "parameters": sum(p.numel() for p in self.trainee.network.parameters()),
+            "sites": len(self.trainee.report.converted),
+            **divergence(rows, self.first_loss),
+        }
 
 
 def _task(settings: Settings, processes: Processes) -> Task:
@@ -246,7 +310,7 @@ def _task(settings: Settings, processes: Processes) -> Task:
 
         return Classification(settings, processes)
     except ImportError as error:
-        raise UserError(f"training needs more packages ({error}): pip install 'pwlu[train]'") from None
+        raise UserError(f"training needs more packages ({error}): {install('train')}") from None
 
 
 def _rounded(numbers: dict[str, float]) -> dict[str, float | None]:

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from pwlu.recipes.settings import UserError
+from pwlu.text import install
 
 try:
     from faster_coco_eval import mask as rle
     from faster_coco_eval.mask_api_new_cpp import toUncompressedRLE as uncompressed
 except ImportError:
-    raise UserError("detection needs one more package, COCO's tools: pip install 'pwlu[train,detection]'") from None
+    raise UserError(f"detection needs one more package, COCO's tools: {install('train', 'detection')}") from None
 
 _FARTHEST = 10  # times the image: COCO's code needs memory for every pixel along a polygon, inside of the image or not
 

@@ -53,6 +53,7 @@ PRESETS: dict[str, Rows] = {
         "PWLU, smooth": {"activation": "pwlu", "curvature": SMOOTH},
         "PWLU, smooth, started as Swish": {"activation": "pwlu", "curvature": SMOOTH, "init": "swish"},
     },
+    "improvements": _activations(SEVEN) | {"PWLU, smooth": {"activation": "pwlu", "curvature": SMOOTH}},
     "detection": _activations(["relu", "swish", "frelu", "pwlu"])
     | {"PWLU, fast, started as Swish": {"activation": "pwlu", "unit_lr": FAST, "init": "swish"}},
 }

@@ -8,30 +8,32 @@ from torch import nn
 
 from pwlu.analysis import Alignment
 from pwlu.plot import plot_functions
+from pwlu.recipes.divergence import described
 from pwlu.recipes.measures import said
 from pwlu.recipes.run_folder import RunFolder
 from pwlu.recipes.settings import Settings
+
+_IN_A_ROW = 3  # layers whose pictures have the same axes
 
 
 def write_report(
     folder: RunFolder,
     settings: Settings,
     result: dict[str, Any],
-    rows: list[dict[str, Any]],
     sites: str,
     network: nn.Module,
     aligned: Alignment | None,
     notes: Sequence[str] = (),
 ) -> None:
     """report.md and, if there are PWLUs, functions.png."""
-    lines = [f"# {settings.recipe}, {settings.activation}, seed {settings.seed}", "", headline(result), ""]
-    if result["diverged"]:
-        lines += [f"The loss was no longer finite after {len(rows)} of {settings.epochs} epochs.", ""]
+    lines = [f"# {settings.recipe}, {settings.activation}, seed {settings.seed}", "", headline(result, settings.as_dict()), ""]
     if aligned is not None:
         picture = io.BytesIO()
-        plot_functions(network, alignment=aligned).savefig(picture, format="png", dpi=120)
+        few = len(aligned) <= _IN_A_ROW  # next to each other, where sizes are compared
+        plot_functions(network, alignment=aligned, same_scale=few).savefig(picture, format="png", dpi=120)
         folder.write("functions.png", picture.getvalue())
-        lines += ["![the learned functions](functions.png)", ""]
+        learned = "functions" if result["diverged"] else "learned functions"
+        lines += [f"![the {learned}](functions.png)", ""]
     lines += (
         _table("result", result) + _table("setting", settings.as_dict()) + _table("made with", folder.json("environment.json"))
     )
@@ -43,8 +45,10 @@ def write_report(
     folder.write("report.md", "\n".join(lines).encode())
 
 
-def headline(result: dict[str, Any]) -> str:
-    """The result in one sentence."""
+def headline(result: dict[str, Any], config: dict[str, Any]) -> str:
+    """Return the result in one sentence; of a run that diverged, what happened and what to try."""
+    if result["diverged"]:
+        return described(result, config)
     return (
         f"{said(result)} on {result['measured_images']:,} {result['measured_on']}, "
         f"{result['parameters']:,} parameters, {result['seconds_per_epoch']:.3g} s an epoch"

@@ -11,10 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pwlu import files
 from pwlu.analysis import Alignment
 from pwlu.recipes import rows
 from pwlu.recipes.cells import label
-from pwlu.recipes.run_folder import RunFolder
+from pwlu.recipes.run_folder import RunFolder, as_json
 from pwlu.recipes.settings import Settings, UserError
 
 COPIED = ("environment.json", "metrics.jsonl", "result.json", "alignment.json")  # and config.json, shortened
@@ -39,8 +40,8 @@ class Run:
         if not file.exists():
             return None
         try:
-            found = Alignment.from_json(file.read_text()).iou
-        except ValueError as error:
+            found = Alignment.from_json(file.read_text(encoding="utf-8")).iou
+        except (ValueError, OSError) as error:
             raise UserError(f"{file} does not hold the alignment of a run: {error}") from None
         return statistics.median(found) if found else None
 
@@ -51,19 +52,19 @@ def read_run(path: Path) -> Run:
     A setting that config.json does not name, because it is the machine's or was not there yet, is as the recipe has it.
     """
     folder = RunFolder(path)
-    config = folder.json("config.json")
+    config = folder.config()
     try:
         settings = rows.settings(**config)
     except (TypeError, UserError) as error:
-        raise UserError(f"{path / 'config.json'} does not hold the settings of a run: {error}") from None
+        raise folder.unreadable(f"{path / 'config.json'} does not hold the settings of a run: {error}") from None
     epochs = len(folder.metrics())
     if not folder.finished:
         return Run(path, settings, None, {}, epochs)
-    result = folder.json("result.json")
+    result = folder.result()
     measured = (*rows.find(settings.recipe).metrics, *_MEASURED)
     if missing := [name for name in measured if result.get(name) is None]:
-        raise UserError(f"{path / 'result.json'} does not say {', '.join(missing)}")
-    return Run(path, settings, result, folder.json("environment.json"), epochs)
+        raise folder.unreadable(f"{path / 'result.json'} does not say {', '.join(missing)}")
+    return Run(path, settings, result, folder.environment(), epochs)
 
 
 def find_runs(root: Path) -> tuple[list[Run], list[str]]:
@@ -78,9 +79,9 @@ def find_runs(root: Path) -> tuple[list[Run], list[str]]:
 
 
 def _folders(root: Path) -> Iterator[Path]:
-    for path, folders, files in os.walk(root):
-        begun = not folders and not files and Path(path) != root  # by a process that was killed at once
-        if begun or "config.json" in files or "result.json" in files:
+    for path, folders, names in os.walk(root):
+        begun = not folders and not names and Path(path) != root  # by a process that was killed at once
+        if begun or "config.json" in names or "result.json" in names:
             folders.clear()
             yield Path(path)
         folders[:] = sorted(name for name in folders if not name.startswith("."))  # such as a copy that is being made
@@ -89,15 +90,17 @@ def _folders(root: Path) -> Iterator[Path]:
 def keep(run: Run, results: Path) -> Path:
     """Copy what is to be kept of a finished run. The folder appears when it is complete."""
     parent = place(results, run.settings)
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=parent) as partial:
-        copy = Path(partial) / "run"
-        copy.mkdir()
-        RunFolder(copy).write_json("config.json", run.settings.identity())
-        for name in (*COPIED, *([] if run.settings.seed else [_OF_ONE_SEED])):
-            if (run.path / name).exists():
-                shutil.copyfile(run.path / name, copy / name)
-        return _moved(copy, parent / f"{label(run.settings)}-seed{run.settings.seed}")
+    target = parent / f"{label(run.settings)}-seed{run.settings.seed}"
+    with files.explained(target):
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=parent) as partial:
+            copy = Path(partial) / "run"
+            copy.mkdir()
+            (copy / "config.json").write_bytes(as_json(run.settings.identity()))
+            for name in (*COPIED, *([] if run.settings.seed else [_OF_ONE_SEED])):
+                if (run.path / name).exists():
+                    shutil.copyfile(run.path / name, copy / name)
+            return _moved(copy, target)
 
 
 def _moved(folder: Path, target: Path) -> Path:

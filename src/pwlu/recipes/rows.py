@@ -158,12 +158,12 @@ RECIPES = {
 
 
 def find(name: str) -> Recipe:
-    """The recipe of that name, or an error that suggests the nearest."""
+    """The recipe of that name, or an error that suggests the three nearest."""
     if name in RECIPES:
         return RECIPES[name]
-    near = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.3)
+    first, second, third = difflib.get_close_matches(name, RECIPES, n=3, cutoff=0)
     raise UserError(
-        f"there is no recipe {name!r}." + (f" Did you mean {near[0]}?" if near else "") + f" There are {', '.join(RECIPES)}"
+        f"there is no recipe {name!r}. Did you mean {first}, {second} or {third}? pwlu train --help lists all {len(RECIPES)}"
     )
 
 

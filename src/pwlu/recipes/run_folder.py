@@ -10,11 +10,12 @@ RUN/functions.pt, alignment.json, report.md, model.pt    with it; inputs.json is
 """
 
 import dataclasses
-import errno
 import hashlib
 import io
 import json
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +23,11 @@ from typing import Any
 
 import torch
 
+from pwlu import files
 from pwlu.recipes.locks import locked
 from pwlu.recipes.settings import Settings, UserError, check
+from pwlu.text import parsed
+from pwlu.version import __version__
 
 _AGAIN = "Copy it again from where it was trained, or train again"
 _UNSAID = ("norm_weight_decay", "channels_last", "device", "workers")  # settings of a run that may be None
@@ -92,6 +96,8 @@ class RunFolder:
         with (self.path / "config.json").open() as file:
             if not locked(file):
                 raise UserError(f"{self.path} is being trained by another process")
+            for left in self.path.rglob(f".*{files.PARTIAL}"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
             yield
 
     def settings(self) -> Settings:
@@ -100,7 +106,7 @@ class RunFolder:
         known = {f.name: f.default for f in dataclasses.fields(Settings)}
         said = {name: None if value is dataclasses.MISSING else value for name, value in known.items()} | config
         if strange := [name for name in config if name not in known]:
-            raise self._no_settings(f"{', '.join(strange)} is no setting")
+            raise self._no_settings(f"{', '.join(strange)} is no setting of pwlu {__version__}")
         if missing := [name for name, value in said.items() if value is None and name not in _UNSAID]:
             raise self._no_settings(f"it does not say {', '.join(missing)}")
         return check(Settings(**config))
@@ -115,89 +121,115 @@ class RunFolder:
         return config
 
     def _no_settings(self, wrong: str) -> UserError:
-        return UserError(f"{self.path / 'config.json'} does not hold the settings of a run: {wrong}. {_AGAIN}")
+        return self.unreadable(f"{self.path / 'config.json'} does not hold the settings of a run: {wrong}")
+
+    def unreadable(self, what: str, remedy: str = _AGAIN) -> UserError:
+        """Return the error that says what is wrong with a file of the run, or that a later version wrote it."""
+        try:
+            written_by = parsed((self.path / "environment.json").read_text(encoding="utf-8"))["pwlu"]
+        except (OSError, ValueError, LookupError, TypeError):
+            written_by = ""
+        if _release(written_by) > _release(__version__):
+            return UserError(
+                f"{self.path} was written by a later version, pwlu {written_by}, and this is pwlu {__version__}: update it "
+                f"to read that run. ({what})"
+            )
+        return UserError(f"{what}. {remedy}")
 
     def json(self, name: str) -> dict[str, Any]:
         """The contents of a JSON file of the run."""
         path = self.path / name
         try:
-            text = path.read_text()
-            content = json.loads(text)
+            text = path.read_text(encoding="utf-8")
+            content = parsed(text)
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{self.path} is not a run folder: it has no {name}") from None
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
         except ValueError as error:
-            raise UserError(f"{path} is damaged: {error}. {_AGAIN}") from None
+            raise self.unreadable(f"{path} is damaged: {error}") from None
         if not isinstance(content, dict):
-            raise UserError(f"{path} is damaged: expected {{...}}, not {text.strip():.40}. {_AGAIN}")
+            raise self.unreadable(f"{path} is damaged: expected {{...}}, not {text.strip():.40}")
         return content
+
+    def environment(self) -> dict[str, Any]:
+        """Return where and with what the run was made, as environment.json has it: texts and numbers."""
+        found = self.json("environment.json")
+        for name, value in found.items():
+            kind = (int,) if name == "side_by_side" else (str, int, float, type(None))
+            self._check("environment.json", name, value, kind, "a number" if name == "side_by_side" else "a text or a number")
+        return found
+
+    def result(self) -> dict[str, Any]:
+        """Return what came out, as result.json has it: all of it but a name is numbers, or not known."""
+        result = self.json("result.json")
+        for name, value in result.items():
+            text = name == "measured_on"
+            kind = (str, type(None)) if text else (int, float, type(None))
+            self._check("result.json", name, value, kind, "a text" if text else "a number")
+        return result
+
+    def _check(self, file: str, name: str, value: Any, kind: tuple[type, ...], words: str) -> None:
+        if not isinstance(value, kind):
+            raise self.unreadable(f"{self.path / file} is damaged: {name} must be {words}, not {value!r}")
 
     def write_json(self, name: str, content: Any) -> None:
         """Write a JSON file."""
-        self.write(name, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+        self.write(name, as_json(content))
 
     def write_tensors(self, name: str, content: Any) -> None:
         """Write what ``torch.load(weights_only=True)`` reads."""
         self.write(name, _serialised(content))
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file under another name first: whoever looks, or stops the program, finds it whole or not."""
+        """Write a file, as a whole or not at all; on a full disk, say how far the run has come."""
         target = self.path / name
-        partial = target.with_name(target.name + ".partial")
-        with self._writing(name):
-            target.parent.mkdir(exist_ok=True)
-            try:
-                with partial.open("wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                partial.replace(target)
-            finally:
-                partial.unlink(missing_ok=True)
-
-    @contextmanager
-    def _writing(self, name: str) -> Iterator[None]:
         try:
-            yield
-        except OSError as error:
+            with files.explained(target):
+                target.parent.mkdir(exist_ok=True)
+            files.write(target, content)
+        except files.CannotWrite as error:
             last = next(reversed(self.checkpoints()), None)
             done = f"The run stands at {last.name}" if last else "Nothing of the run is saved yet"
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            what = "no space left on the disk for {}" if full else f"{{}} cannot be written: {error.strerror}"
             begun = (self.path / "config.json").exists()
             raise UserError(
-                f"{what.format(self.path / name)}. {done}: {'free some' if full else 'put that right'}, then "
+                f"{error.what}. {done}: {error.remedy}, then "
                 + (f"go on with pwlu train --resume {self.path}" if begun else "start again")
             ) from None
 
     # What was measured.
 
     def metrics(self) -> list[dict[str, Any]]:
-        """A row an epoch, numbers or None by name. A line that was cut off by the end of the program is left out."""
+        """Return a row for each epoch: numbers or None by name. An end that was cut off, as by a full disk, is left out."""
         path = self.path / "metrics.jsonl"
+        try:
+            *lines, end = path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
         rows = []
-        for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), start=1):
+        for number, line in enumerate([*lines, end], start=1):
             try:
-                row = json.loads(line)
-            except ValueError:
-                break
-            if not _is_row(row):
-                raise UserError(
-                    f"{path} is damaged: line {number} must be the numbers of an epoch, such as "
-                    f'{{"epoch": 1, "step": 98, "loss": 2.5}}, not {line:.40}. {_AGAIN}'
-                )
-            rows.append(row)
+                rows.append(_row(line))
+            except ValueError as error:
+                if number <= len(lines) or not isinstance(error, json.JSONDecodeError):
+                    raise self.unreadable(
+                        f"line {number} of {path} is damaged: {error}, not {line.decode(errors='replace'):.40}",
+                        "Mend it or remove it, or copy the file again from where it was trained. Nothing was changed",
+                    ) from None
         return rows
 
     def add_metrics(self, row: dict[str, Any]) -> None:
         """One more epoch."""
-        with self._writing("metrics.jsonl"), (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())  # it must not come after the checkpoint that follows
+        self._write_metrics([*self.metrics(), row])
 
     def forget_metrics_after(self, step: int) -> None:
         """Take back what was written after the checkpoint from which a run goes on."""
         rows = [row for row in self.metrics() if row["step"] <= step]
+        self._write_metrics(rows)
+
+    def _write_metrics(self, rows: list[dict[str, Any]]) -> None:
         self.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
 
     # Checkpoints.
@@ -210,8 +242,7 @@ class RunFolder:
         """Write one, then remove those that are not needed any more."""
         content = _serialised(state)
         self.write(f"checkpoints/step-{step:08d}-{_digest(content)}.pt", content)
-        killed = (self.path / "checkpoints").glob("*.partial")  # that a program left when it was killed
-        for old in (*self.checkpoints()[:-KEPT], *killed):
+        for old in self.checkpoints()[:-KEPT]:
             old.unlink()
 
     def load_checkpoint(self, device: torch.device) -> dict[str, Any] | None:
@@ -226,12 +257,38 @@ class RunFolder:
                 f"the checkpoint {found[-1]} is damaged: its contents are not what was written. Remove or rename it, and "
                 f"--resume goes on {instead}"
             )
-        return torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+        try:
+            return tensors(io.BytesIO(content), device)
+        except ValueError as error:
+            raise UserError(f"the checkpoint {found[-1]} is damaged: {error}. Remove or rename it") from None
 
 
-def _is_row(row: Any) -> bool:
+def as_json(content: Any) -> bytes:
+    """Return JSON for people and programs."""
+    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    row = parsed(line)
     numbers = isinstance(row, dict) and all(value is None or isinstance(value, (int, float)) for value in row.values())
-    return numbers and isinstance(row.get("step"), int) and row["step"] > 0
+    if not numbers or not isinstance(row.get("step"), int) or row["step"] < 1:
+        raise ValueError('it must be the numbers of an epoch, such as {"epoch": 1, "step": 98, "loss": 2.5}')
+    return row
+
+
+def tensors(file: Path | io.BytesIO, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Return the dictionary of names that a file of torch's holds; whatever is wrong with the file is a ValueError."""
+    try:
+        content = torch.load(file, map_location=device, weights_only=True)
+    except Exception as error:  # torch raises errors of ten kinds, and speaks of its own options in six lines
+        raise ValueError((str(error).strip().splitlines() or ["it is empty"])[0]) from None
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise ValueError(f"expected a dictionary of names, not {type(content).__name__}")
+    return content
+
+
+def _release(version: Any) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d{1,9}", str(version))[:3])
 
 
 def _serialised(content: Any) -> bytes:

@@ -1,8 +1,9 @@
 """Everything that one run is made of, as data: what the command line may change, and what a run folder records."""
 
 import dataclasses
+import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -15,7 +16,7 @@ def _flag(default: Any, help: str, *, machine: bool = False, unit: bool = False,
 
     `machine`: it says where and how fast a run is done, not what it computes. `unit`: it is about PWLUs.
     """
-    return field(default=default, metadata={"help": help, "machine": machine, "unit": unit, "options": options})
+    return dataclasses.field(default=default, metadata={"help": help, "machine": machine, "unit": unit, "options": options})
 
 
 PRECISIONS = ("float32", "bf16", "fp16", "float64")
@@ -128,6 +129,10 @@ def check(settings: Settings) -> Settings:
         "granularity": (settings.granularity in ("channel", "layer"), "channel or layer"),
         "norm": (settings.norm in ("batch", "group"), "batch or group"),
     }
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{flag(field.name)} must be a finite number, not {value}")
     for name, (holds, expected) in rules.items():
         if not holds:
             raise UserError(f"{flag(name)} must be {expected}, not {getattr(settings, name)}")

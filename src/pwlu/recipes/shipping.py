@@ -2,12 +2,10 @@
 
 import copy
 import importlib
+import io
 import json
-import os
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,14 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils._pytree import tree_leaves
 
+from pwlu import files
 from pwlu.export import export_onnx
 from pwlu.fuse import fuse_
 from pwlu.module import units_of
 from pwlu.onnx_check import Inputs, agreement
 from pwlu.onnx_file import finish
 from pwlu.onnx_forms import FASTEST
+from pwlu.text import install
 
 OPSET = 18  # the oldest that torch writes by itself
 METADATA = "metadata.json"  # in a .pt2
@@ -42,14 +42,10 @@ def write_onnx(
         form: in which PWLUs are written, see :func:`pwlu.export_onnx`.
     """
     if units_of(network):
-        text = str(export_onnx(network, sample, path, form=form, opset=opset))
+        text = str(export_onnx(network, sample, path, form=form, opset=opset, metadata=metadata))
     else:
-        text = _write_plain(network, sample, path, opset)
-    onnx = importlib.import_module("onnx")
-    model = onnx.load(path)
-    onnx.helper.set_model_props(model, dict(metadata))
-    with _appearing(path) as file:
-        onnx.save(model, file)
+        text = _write_plain(network, sample, path, opset, metadata)
+    model = importlib.import_module("onnx").load(path, load_external_data=False)
     sides = ((side, ", ".join(value.name for value in getattr(model.graph, side))) for side in ("input", "output"))
     return "\n".join([text, ", ".join(f"{side} {names}" for side, names in sides)])
 
@@ -73,15 +69,17 @@ def write_pt2(network: nn.Module, sample: Tensor, path: Path, metadata: Mapping[
     written = copy.deepcopy(network)
     if units_of(written):
         fuse_(written)
-    with _appearing(path) as file, warnings.catch_warnings(), torch.no_grad():
+    content = io.BytesIO()  # torch would end the process where the disk is full
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", _OF_TORCH_2_11)
         folded = fold_batch_norm_(written, sample)
         batch = torch.export.Dim("batch", min=1)
         program = torch.export.export(written, (sample,), dynamic_shapes=({0: batch},))
-        torch.export.save(program, file, extra_files={METADATA: json.dumps(dict(metadata), indent=1)})
-        run = torch.export.load(file).module()
-        checked = _compared(network, run, sample)
-        size = file.stat().st_size
+        torch.export.save(program, content, extra_files={METADATA: json.dumps(dict(metadata), indent=1)})
+        content.seek(0)
+        checked = _compared(network, torch.export.load(content).module(), sample)
+    files.write(path, content.getvalue())
+    size = len(content.getvalue())
     return f"{path}: {size / 1e6:.2f} MB, any batch size, {folded} batch norms folded\ntorch.export and PyTorch, {checked}"
 
 
@@ -108,35 +106,22 @@ def fold_batch_norm_(model: nn.Module, sample: Tensor) -> int:
     return folded
 
 
-@contextmanager
-def _appearing(path: Path) -> Iterator[Path]:
-    """A file to write that gets this name when all went well; until then what stood there stands."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-        yield Path(folder) / path.name
-        os.replace(Path(folder) / path.name, path)
-
-
-def _write_plain(network: nn.Module, sample: Tensor, path: Path, opset: int) -> str:
+def _write_plain(network: nn.Module, sample: Tensor, path: Path, opset: int, metadata: Mapping[str, str]) -> str:
     """A network that needs nothing of pwlu."""
     try:
         onnx, runtime = importlib.import_module("onnx"), importlib.import_module("onnxruntime")
         importlib.import_module("onnxscript")
     except ImportError as error:
-        raise ImportError(f"ONNX needs onnx, onnxscript and onnxruntime ({error}): pip install 'pwlu[onnx]'") from error
-    with _appearing(path) as file:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", _OF_TORCH_2_11)
-            torch.onnx.export(
-                network,
-                (sample,),
-                file,
-                opset_version=opset,
-                dynamo=True,
-                dynamic_shapes=({0: "batch"},),
-                external_data=False,
-                verbose=False,
-            )
-        operators = finish(onnx, file, opset)
+        raise ImportError(f"ONNX needs onnx, onnxscript and onnxruntime ({error}): {install('onnx')}") from error
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _OF_TORCH_2_11)
+        program = torch.onnx.export(
+            network, (sample,), opset_version=opset, dynamo=True, dynamic_shapes=({0: "batch"},), verbose=False
+        )
+    assert program is not None
+    with files.appearing(path) as file:
+        program.save(file)
+        operators = finish(onnx, file, opset, metadata)
         run = session(file)
         checked = _compared(network, lambda x: [torch.from_numpy(array) for array in run(x)], sample)
         size = file.stat().st_size

@@ -228,6 +228,11 @@ class Table:
         """By title: mean, standard deviation, number of runs."""
         return {row.title: (row.mean, row.std, len(row.runs)) for row in self.measured}
 
+    @property
+    def papers_data(self) -> str:
+        """What the paper measured on."""
+        return "ImageNet" if self.metrics == ("accuracy",) else "COCO"
+
     def paper_gains(self) -> dict[str, float]:
         """By title, of the rows that were measured."""
         gains = {row.title: row.paper(self.metrics[0])[1] for row in self.measured}

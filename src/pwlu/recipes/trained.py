@@ -1,7 +1,6 @@
 """The network of a finished run, made again from its folder alone: config.json says how, model.pt has the weights."""
 
 import dataclasses
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from pwlu.recipes import networks
+from pwlu.recipes.cells import run_name
 from pwlu.recipes.classification import Classification
+from pwlu.recipes.divergence import described
 from pwlu.recipes.rows import Recipe, find
-from pwlu.recipes.run_folder import RunFolder, no_run
+from pwlu.recipes.run_folder import RunFolder, no_run, tensors
 from pwlu.recipes.settings import Settings, UserError
 from pwlu.recipes.trainee import put_activations
 
@@ -57,6 +58,8 @@ def load(path: Path) -> Trained:
         raise no_run(path, "config.json", WEIGHTS)
     folder = RunFolder(path)
     settings = folder.settings()
+    if folder.finished and (result := folder.result()).get("diverged"):
+        raise UserError(f"{path} has no trained network. {described(result, settings.as_dict())}")
     state = _weights(folder, settings)
     row = find(settings.recipe)
     try:
@@ -66,7 +69,7 @@ def load(path: Path) -> Trained:
         network.load_state_dict(state)
     except (LookupError, RuntimeError) as error:
         why = str(error).strip().splitlines()
-        raise UserError(
+        raise folder.unreadable(
             f"{folder.path / WEIGHTS} does not hold the weights of the network that config.json describes, {row.network} with "
             f"{settings.activation}: {' '.join(line.strip() for line in why[:2])}"
         ) from None
@@ -95,12 +98,13 @@ def _weights(folder: RunFolder, settings: Settings) -> dict[str, Tensor]:
     if not path.exists():
         raise UserError(_without_weights(folder, settings))
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
-        why = (str(error).strip().splitlines() or ["it is empty"])[0]
-        raise UserError(f"{path} is damaged: {why}. Copy it again from where it was trained, or train again") from None
+        state = tensors(path)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}. Copy it again from where it was trained, or train again") from None
+    if strange := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        raise UserError(f"{path} does not hold weights: {', '.join(strange[:5])} must be tensors")
     if not all(bool(tensor.isfinite().all()) for tensor in state.values()):
-        raise UserError(f"the weights in {path} are not all finite: the training diverged. Train again, with a smaller --lr")
+        raise UserError(f"the weights in {path} are not all finite. Train again, with a smaller --lr")
     return state
 
 
@@ -108,7 +112,7 @@ def _without_weights(folder: RunFolder, settings: Settings) -> str:
     if folder.finished:
         return (
             f"{folder.path} has the results of a run but not its weights, {WEIGHTS}, as those in results/ do. Write the folder "
-            f"that pwlu train made, such as runs/{settings.recipe.replace('/', '-')}-{settings.activation}-seed{settings.seed}"
+            f"that pwlu train made, such as runs/{run_name(settings)}"
         )
     rows = folder.metrics()
     epochs = f"after {len(rows)} epochs" if rows else "before the end of its first epoch"

@@ -12,7 +12,7 @@ _APART = 13  # of two names, at least
 
 @dataclass(frozen=True)
 class Line:
-    """Named points that are joined; ``look`` is a class of the style sheet."""
+    """Named points that are joined; ``look`` is a class of the style sheet. Without a label no name is written."""
 
     label: str
     look: str
@@ -74,13 +74,14 @@ def lines(series: Sequence[Line], x_title: str, y_title: str, mark: tuple[float,
         parts.append(f'<path class="line {line.look}" d="{d}"/>')
         x, y = places[-1]
         parts.append(f'<circle class="dot {line.look}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>')
-        ends.append((y, line))
+        if line.label:
+            ends.append((y, line))
     above = -math.inf
     for number, (y, line) in enumerate(sorted(ends, key=lambda end: end[0])):
         lowest = axes.bottom - 4 - _APART * (len(ends) - 1 - number)  # the names below it need their room
         above = max(min(y, lowest), above + _APART)
         parts.append(text(axes.right + 8, above + 4, line.label, "start", f"name {line.look}"))
-    return svg(f"{y_title} over {x_title}: {', '.join(line.label for line in series)}", "".join(parts))
+    return svg(f"{y_title} over {x_title}: {', '.join(line.label for line in series if line.label)}", "".join(parts))
 
 
 def histogram(values: Sequence[float], x_title: str, y_title: str, mark: tuple[float, str], bars: int = 20) -> str:

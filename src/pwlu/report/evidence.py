@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pwlu.analysis import Alignment
 from pwlu.curves import curves_of
-from pwlu.recipes.run_folder import RunFolder, no_run
+from pwlu.recipes.run_folder import RunFolder, no_run, tensors
 from pwlu.recipes.settings import UserError
 from pwlu.shapes import Shapes, describe
 from pwlu.starts import STARTS, start_parameters
@@ -26,7 +26,7 @@ class Evidence:
 
     ``moments``: the functions in the course of training, by the number of steps; infinity for the end, if nothing says how many
     there were. ``ended``: whether the last of them are those of the end. ``starts``: of a unit, the name of the function that
-    it began as. ``notes``: sentences on what is not known, and why.
+    it began as. ``notes``: sentences on what is not known, and why; ``damaged``: those of them on files that cannot be read.
     """
 
     path: Path
@@ -40,11 +40,17 @@ class Evidence:
     ended: bool = False
     starts: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
 
     @property
     def functions(self) -> Functions:
         """The last that are known; empty for a run without PWLUs."""
         return next(reversed(self.moments.values()), {})
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the training went wrong."""
+        return bool(self.result.get("diverged"))
 
     @property
     def learned(self) -> bool:
@@ -69,6 +75,11 @@ class Evidence:
     def steps_per_epoch(self) -> int:
         """0 if no epoch has ended."""
         return self.metrics[0]["step"] if self.metrics else 0
+
+    def points(self, name: str) -> list[tuple[float, float]]:
+        """Return what was measured under a name, by epoch."""
+        steps = self.steps_per_epoch
+        return [(row["step"] / steps, row[name]) for row in self.metrics if row.get(name) is not None]
 
     @property
     def realigned_after(self) -> int:
@@ -96,16 +107,16 @@ def read_evidence(path: Path) -> Evidence:
             notes.append(f"{name} cannot be read and is left out: {error}")
         return None
 
-    def tensors(name: str) -> Functions:
+    def saved(name: str) -> Functions:
         try:
-            functions = torch.load(path / name, map_location="cpu", weights_only=True)
-        except Exception:  # torch speaks of its own options, in six lines
+            functions = tensors(path / name)
+        except ValueError:
             raise ValueError("it does not hold saved functions") from None
         curves_of(functions, name)
         return functions
 
     def measured(name: str) -> Alignment:
-        return Alignment.from_json((path / name).read_text())
+        return Alignment.from_json((path / name).read_text(encoding="utf-8"))
 
     config = found("config.json", lambda _: folder.config())
     if config is not None and "recipe" not in config:
@@ -113,17 +124,21 @@ def read_evidence(path: Path) -> Evidence:
     evidence = Evidence(
         path,
         config or {},
-        found("environment.json", folder.json) or {},
-        found("result.json", lambda name: _numbers(folder.json(name))) or {},
+        found("environment.json", lambda _: folder.environment()) or {},
+        found("result.json", lambda _: folder.result()) or {},
         found("metrics.jsonl", lambda _: folder.metrics()) or [],
         notes=notes,
     )
     for snapshot in sorted((path / "snapshots").glob("step-*.pt")):
-        functions = found(f"snapshots/{snapshot.name}", tensors)
-        if functions is not None:
-            evidence.moments[int(snapshot.stem.removeprefix("step-"))] = functions
+        number = snapshot.stem.removeprefix("step-")
+        if not number.isdecimal():
+            notes.append(
+                f"snapshots/{snapshot.name} is left out: its name must have the number of a step, as step-00000098.pt."
+            )
+        elif (functions := found(f"snapshots/{snapshot.name}", saved)) is not None:
+            evidence.moments[int(number)] = functions
     end = evidence.metrics[-1]["step"] if evidence.metrics else math.inf
-    last = found("functions.pt", tensors)
+    last = found("functions.pt", saved)
     if last is not None:
         evidence.moments = {step: old for step, old in evidence.moments.items() if step < end} | {end: last}
     evidence.ended = last is not None or (folder.finished and end in evidence.moments)
@@ -132,17 +147,10 @@ def read_evidence(path: Path) -> Evidence:
         notes.append(f"The snapshot of step {step} is of other units than the last functions, and is left out.")
         del evidence.moments[step]
     evidence.alignment = found("inputs.json", measured) or found("alignment.json", measured)
+    evidence.damaged = list(notes)
     _describe(evidence)
     evidence.notes += _missing(evidence)
     return evidence
-
-
-def _numbers(result: dict[str, Any]) -> dict[str, Any]:
-    """The same result.json, or an error: all of it but a name is numbers, or not known."""
-    for name, value in result.items():
-        if name != "measured_on" and value is not None and not isinstance(value, (int, float)):
-            raise ValueError(f"{name} must be a number, not {value!r}")
-    return result
 
 
 def _alike(first: Functions, second: Functions) -> bool:

@@ -129,7 +129,8 @@ class Gallery {
       const paths = Array.from({ length: many }, () => drawing.appendChild(element("path", { class: "thin" })));
       const shown = paths.map((_, i) => (many > 1 ? Math.round((i * (layer.channels - 1)) / (many - 1)) : 0));
       const name = html("span", layer.name, { className: "layer-name", title: layer.name });
-      const size = html("span", layer.channels > 1 ? `${layer.channels} channels` : "1 function", { className: "size" });
+      const functions = layer.channels > 1 ? `${layer.channels} channels` : "1 function";
+      const size = html("span", `${index + 1}: ${functions}`, { className: "size" });
       label.append(radio, drawing, name, size);
       this.at("layers").append(label);
       return { radio, paths, shown };
@@ -225,8 +226,9 @@ class Gallery {
     const which = layer.channels > 1 ? `channel ${this.channel} of ${layer.channels}` : "the layer's one function";
     const shapes = this.data.classes.filter((_, bit) => layer.classes[this.channel] & (1 << bit));
     const last = this.data.ended ? "in the end" : `at ${named(this.data.moments.at(-1).step)}`;
-    this.at("caption").textContent = `Layer ${layer.name}, ${which}, ${when}`;
-    const spoken = `The function of layer ${layer.name}, ${which}, at ${when}; ${last} ${shapes.join(", ") || "of no named shape"}`;
+    const place = `${this.layer + 1} (${layer.name})`; // the number is that of the table and of the chart
+    this.at("caption").textContent = `Layer ${place}, ${which}, ${when}`;
+    const spoken = `The function of layer ${place}, ${which}, at ${when}; ${last} ${shapes.join(", ") || "of no named shape"}`;
     this.at("curve").setAttribute("aria-label", spoken);
     this.at("time-name").textContent = when;
     this.at("time").value = this.moment;

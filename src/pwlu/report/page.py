@@ -9,6 +9,7 @@ from string import Template
 from typing import Any
 
 from pwlu.report import sections
+from pwlu.report.compared import Compared
 from pwlu.report.evidence import Evidence
 from pwlu.report.gallery import gallery
 from pwlu.report.shape_table import shape_table
@@ -17,15 +18,15 @@ from pwlu.version import __version__
 _SCRIPTS = ("decode.js", "draw.js", "gallery.js", "main.js")
 
 
-def page(evidence: Evidence) -> str:
-    """The report as HTML."""
+def page(evidence: Evidence, beside: Compared | None = None) -> str:
+    """The report as HTML; `beside`: the same run with others, which are compared with it."""
     script = '"use strict";\n' + "\n".join(_part(name) for name in _SCRIPTS)
-    parts = _sections(evidence)
+    parts = _sections(evidence, beside)
     ids = {title: title.lower() for title in parts}
     data: dict[str, Any] | None = gallery(evidence) if evidence.functions else None
     return Template(_part("page.html")).substitute(
         title=escape(evidence.title),
-        headline=escape(sections.headline(evidence)),
+        headline=escape(sections.headline(evidence, beside.verdict() if beside else "")),
         version=__version__,
         style=_part("page.css"),
         script=script,
@@ -40,9 +41,11 @@ def page(evidence: Evidence) -> str:
     )
 
 
-def _sections(evidence: Evidence) -> dict[str, str]:
+def _sections(evidence: Evidence, beside: Compared | None) -> dict[str, str]:
     """By title, those for which there is something to show."""
     parts = {"Result": sections.summary(evidence)}
+    if beside is not None:
+        parts["Comparison"] = beside.section()
     if drawn := sections.curves(evidence):
         parts["Training"] = drawn
     if evidence.alignment is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pwlu.analysis import HEALTHY, Alignment, UnitAlignment
 from pwlu.recipes import cells, rows
+from pwlu.recipes.divergence import described
 from pwlu.recipes.measures import said
 from pwlu.recipes.settings import UserError
 from pwlu.report.charts import Line, histogram, lines, whiskers
@@ -24,9 +25,11 @@ def summary(evidence: Evidence) -> str:
     """The result in large figures, the notes, and all settings."""
     result = evidence.result
     figures = "".join(f"<div><dt>{title}</dt><dd>{value}</dd></div>" for title, value in _figures(evidence))
-    parts = [f'<dl class="figures">{figures}</dl>' if figures else ""]
-    if result.get("diverged"):
-        parts.append('<p class="warning">The loss was no longer finite: the training stopped there.</p>')
+    parts = []
+    if evidence.diverged:
+        words = "The training diverged. What this page shows is what it left, not what was learned."
+        parts.append(f'<p class="warning">{words}</p>')
+    parts.append(f'<dl class="figures">{figures}</dl>' if figures else "")
     if evidence.notes:
         items = "".join(f"<li>{escape(note)}</li>" for note in evidence.notes)
         parts.append(f'<aside class="notes" role="note" aria-label="What this page cannot show"><ul>{items}</ul></aside>')
@@ -39,10 +42,12 @@ def summary(evidence: Evidence) -> str:
     return "".join(parts)
 
 
-def headline(evidence: Evidence) -> str:
-    """One sentence under the title."""
+def headline(evidence: Evidence, verdict: str) -> str:
+    """Return what stands under the title: what was gained, if it was compared; then what was measured, and the functions."""
     result = {name: value for name, value in evidence.result.items() if value is not None}
     parts = []
+    if evidence.diverged:
+        return f"{described(evidence.result, evidence.config)} {verdict}".strip()
     if said(result):
         parts.append(f"{said(result)} on {result.get('measured_images', 0):,} {result.get('measured_on', 'images')}")
     if evidence.functions:
@@ -52,7 +57,8 @@ def headline(evidence: Evidence) -> str:
         when = "" if evidence.ended else f", as they were at step {max(evidence.moments):,}"
         parts.append(f"{sum(counts):,} {learned}functions in {len(counts)} layers, one {whole}{when}")
     words = "; ".join(parts) + "."
-    return words[0].upper() + words[1:] if parts else "A run of which little is known yet."
+    words = words[0].upper() + words[1:] if parts else "A run of which little is known yet."
+    return f"{verdict} {words}".strip()
 
 
 def curves(evidence: Evidence) -> str:
@@ -71,7 +77,7 @@ def curves(evidence: Evidence) -> str:
                 points,
             )
             for name, label in names.items()
-            if (points := _points(evidence, name))
+            if (points := evidence.points(name))
         ]
         if series:
             charts.append(f"<figure>{lines(series, 'epoch', titles[group], mark, log=group == 'losses')}</figure>")
@@ -88,7 +94,8 @@ def alignment(aligned: Alignment, names: Iterable[str]) -> str:
     share = sum(s * n for s, n in outside) / sum(n for _, n in outside)
     words = (
         f"<p>The median IOU of the bounds of a function with the middle 90 % of its inputs is "
-        f"<strong>{statistics.median(aligned.iou):.2f}</strong>; {100 * share:.2f} % of inputs lie outside of the bounds. "
+        f"<strong>{statistics.median(aligned.iou):.2f}</strong>; {100 * share:.2f} % of inputs lie outside of the bounds, "
+        "where every input counts once, so layers with large maps weigh most. "
         f"Normally distributed inputs score {HEALTHY:.2f} with bounds at {_REALIGNED}, where realignment puts them: "
         "the dotted line.</p>"
     )
@@ -108,8 +115,6 @@ def _figures(evidence: Evidence) -> list[tuple[str, str]]:
     for name, title in (("accuracy", "accuracy"), ("box_ap", "box AP"), ("mask_ap", "mask AP")):
         if result.get(name) is not None:
             found.append((title, f"{result[name]:.2f} %"))
-        if result.get(f"best_{name}") is not None:
-            found.append((f"best {title}", f"{result[f'best_{name}']:.2f} %"))
     if result.get("parameters") is not None:
         found.append(("parameters", f"{result['parameters']:,}"))
     if evidence.metrics:
@@ -142,11 +147,6 @@ def _settings(evidence: Evidence) -> str:
         named = ", ".join(f"{_words(name)} {cells.short(value)}" for name, value in changed.items())
         sentences.append(f"Other than the recipe has it: {named}.")
     return " ".join(sentences)
-
-
-def _points(evidence: Evidence, name: str) -> list[tuple[float, float]]:
-    steps = evidence.steps_per_epoch
-    return [(row["step"] / steps, row[name]) for row in evidence.metrics if row.get(name) is not None]
 
 
 def _epochs(metrics: Sequence[dict[str, Any]]) -> str:

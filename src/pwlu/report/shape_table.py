@@ -41,7 +41,8 @@ def shape_table(shapes: Shapes, alignment: Alignment | None) -> str:
     where = "where their inputs are" if alignment else "between their bounds"
     return (
         f"<p>{_glance(shapes)}</p>"
-        f'<p class="caption" id="shares">Percentage of the functions of each layer that have a shape {where}.</p>'
+        f'<p class="caption" id="shares">Percentage of the functions of each layer that have a shape {where}. '
+        "Of inputs outside and empty intervals: the mean over functions, each of which counts once.</p>"
         '<div class="scroll" tabindex="0" role="region" aria-labelledby="shares"><table class="heat">'
         f'<thead><tr><th scope="col">layer</th><th scope="col"><span>functions</span></th>{head}</tr></thead>'
         f'<tbody>{"".join(body)}</tbody><tfoot><tr><th scope="row">all</th>{every}</tr></tfoot></table></div>'
@@ -51,10 +52,12 @@ def shape_table(shapes: Shapes, alignment: Alignment | None) -> str:
 def _glance(shapes: Shapes) -> str:
     """What the paper says of learned functions, as it is here: V shapes appear often, the first layer is nearly linear."""
     first, others = shapes.units[0], Shapes(shapes.units[1:])
+    name, linear = escape(first.name or "the model"), _percentage(first.share("linear"))
     rest = f", in the others {_percentage(others.share('linear'))}" if len(others) else ""
     return (
-        f"Of all functions <strong>{_percentage(shapes.share('v_shaped'))}</strong> are V-shaped. In the first layer "
-        f"<strong>{_percentage(first.share('linear'))}</strong> are nearly linear{rest}."
+        f"Of all functions <strong>{_percentage(shapes.share('v_shaped'))}</strong> are V-shaped. In layer 1 ({name}) "
+        f"<strong>{linear}</strong> are nearly linear, that is {_SHAPES['linear']}{rest}. "
+        "(The paper finds V shapes often, and a first layer that is nearly linear.)"
     )
 
 

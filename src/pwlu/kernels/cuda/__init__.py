@@ -10,6 +10,7 @@ import torch
 from pwlu.kernels.cuda import compile as kernels
 from pwlu.kernels.cuda.calls import NAMES, Kernel
 from pwlu.kernels.cuda.driver import refuse_during_capture
+from pwlu.text import install
 
 _OLDEST = (7, 5)
 
@@ -46,7 +47,7 @@ def _try(index: int) -> Kernel:
     try:
         kernels.core()
     except ImportError as error:
-        raise _Impossible(f"cuda-core is missing ({error}): pip install 'pwlu[cuda]'") from error
+        raise _Impossible(f"cuda-core is missing ({error}): {install('cuda')}") from error
     with torch.cuda.device(index):
         refuse_during_capture("its first use on this device", index)
     kernel = Kernel(index)

@@ -248,7 +248,7 @@ class Kernel:
         sums: Tensor | None = None,
         factor: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
-        """Return what a kernel writes in the place of x, and the gradient of the weight; an empty tensor for what it does not."""
+        """Return what a kernel writes in the place of x, and the gradient of the weight; empty tensors if it does not."""
         if x.dtype not in _KINDS:
             return NotImplemented
         lines, channels = sum_lines(what, intervals), weight.shape[0] // (intervals + 5)

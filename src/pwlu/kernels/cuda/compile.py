@@ -74,7 +74,9 @@ def functions() -> dict[str, Function]:
                 for what, kind in MAPS.items():
                     of_template = f"map_{template}<{of_c}, {width}, {kind}{last}>"
                     full = what in ("forward", "lookup")  # others need more registers
-                    resident = ("RESIDENT_THREADS" if full else "1536" if what == "observe" else "1") if form == "planes" else "1"
+                    resident = (
+                        ("RESIDENT_THREADS" if full else "1536" if what == "observe" else "1") if form == "planes" else "1"
+                    )
                     threads = MIXED_THREADS if form == "mixed" else MAP_THREADS
                     found.append(Function(f"{what}_{form}_{dtype}_{width}", of_template, threads, resident))
             for width in BACKWARD_VECTORS[form][dtype]:

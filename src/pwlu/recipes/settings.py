@@ -20,6 +20,7 @@ def _flag(default: Any, help: str, *, machine: bool = False, unit: bool = False,
 
 
 PRECISIONS = ("float32", "bf16", "fp16", "float64")
+FUSE_NORMS = ("auto", "on", "off")
 AUGMENTATIONS = ("none", "crop", "crop+flip", "autoaugment", "flip")
 
 
@@ -65,6 +66,12 @@ class Settings:
     precision: str = _flag("float32", "of the computation; bf16 and fp16 by autocast", choices=PRECISIONS)
     accumulate: int = _flag(1, "parts in which a process computes its share of a batch", machine=True, metavar="N")
     compile: bool = _flag(False, "torch.compile the network", machine=True)
+    fuse_norms: str = _flag(
+        "auto",
+        "batch norm, addition and PWLU in one pass; auto: on a GPU, where there are such places",
+        machine=True,
+        choices=FUSE_NORMS,
+    )
     channels_last: bool = _flag(None, "memory layout of images (default: on a GPU)", machine=True)
     data: str = _flag("data", "folder of the data set", machine=True, metavar="DIR")
     device: str = _flag(None, "cpu, cuda, ... (default: cuda where there is one)", machine=True, metavar="NAME")
@@ -127,6 +134,7 @@ def check(settings: Settings) -> Settings:
         "augmentation": (settings.augmentation in AUGMENTATIONS, f"one of {', '.join(AUGMENTATIONS)}"),
         "precision": (settings.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
         "granularity": (settings.granularity in ("channel", "layer"), "channel or layer"),
+        "fuse_norms": (settings.fuse_norms in FUSE_NORMS, f"one of {', '.join(FUSE_NORMS)}"),
         "norm": (settings.norm in ("batch", "group"), "batch or group"),
     }
     for field in dataclasses.fields(settings):

@@ -11,6 +11,7 @@ from torch.optim import swa_utils
 
 from pwlu import baselines
 from pwlu.convert import convert_
+from pwlu.fuse_norms import fuse_norms_
 from pwlu.learning import TwoPhase, grouped
 from pwlu.module import PWLU, units_of
 from pwlu.recipes import draws
@@ -34,6 +35,7 @@ class Trainee:
         network = network.to(processes.device, task.dtype, memory_format=task.layout)
         if processes.count > 1 and self.device_type == "cuda":
             network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
+        _fuse_norms(network, task.sample(), settings, self.device_type)
         self.network: nn.Module = network
         self.average = None
         if settings.ema:
@@ -123,6 +125,17 @@ class Trainee:
             name: {block: values.detach().cpu().clone() for block, values in unit.blocks()._asdict().items()}
             for name, unit in units_of(self.measured).items()
         }
+
+
+def _fuse_norms(network: nn.Module, sample: Any, settings: Settings, device: str) -> None:
+    """Let batch norms and PWLUs run in one pass, if the settings ask for it."""
+    if settings.fuse_norms == "off" or (settings.fuse_norms == "auto" and device != "cuda"):
+        return
+    try:
+        fuse_norms_(network, sample)
+    except ValueError as error:  # there is no such place
+        if settings.fuse_norms == "on":
+            raise UserError(f"--fuse-norms on: {error}") from None
 
 
 def put_activations(network: nn.Module, sample: Tensor, settings: Settings) -> Any:

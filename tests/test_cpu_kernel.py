@@ -130,8 +130,8 @@ MUTATIONS = {
     "the right bound belongs to the last interval": ("x[i] >= right[k]) ? outside", "x[i] > right[k]) ? outside"),
     "a lost element": ("for (; i < n; i++) out[i] = grad[i]", "for (i = 1; i < n; i++) out[i] = grad[i]"),
     "a wrong offset": (
-        "(left + (double)i * step) * slope);\n    }\n    table[2 * n + 2]",
-        "(left + (double)i * step) * slope * 1.00001);\n    }\n    table[2 * n + 2]",
+        "(heights[i] - (left + i * step) * slope);",
+        "(heights[i] - (left + i * step) * slope * 1.00001);",
     ),
     "a sum in the wrong place": (
         "gradients[2][c * (n + 1) + i] = (REAL)(height + g - share);",
@@ -148,8 +148,8 @@ MUTATIONS = {
     "vectors: the last of a plane not read": ("load_some(x + i, n - i), base", "load_some(x + i, n - i - 1), base"),
     "vectors: a part of the table forgotten": ("if (parts > 2) ", "if (parts > 9) "),
     "vectors: tiles not transposed back": (
-        "        transpose(v);\n        for (int r = 0; r < 4; r++) {\n            if (backward)",
-        "        for (int r = 0; r < 4; r++) {\n            if (backward)",
+        "            transpose(v + k);\n        }",
+        "        }",
     ),
     "a look-up that is off by one": ("(lookup ? t >= end", "(lookup ? t > end"),
     "a mean without its shift": ("[first_position(j, c)] + mean) - ", "[first_position(j, c)] + mean * 1.001) - "),
@@ -159,8 +159,8 @@ MUTATIONS = {
     ),
     "squares that are off": ("const double m2 = total[1] - total[0] * mean;", "const double m2 = total[1];"),
     "a gradient that is slightly off": (
-        "(share + (double)i * g) / (double)n;",
-        "(share + (double)i * g) / (double)n * 1.00002;",
+        "slope * (share + (double)i * g);",
+        "slope * (share + (double)i * g) * 1.00002;",
     ),
 }
 

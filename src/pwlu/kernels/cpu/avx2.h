@@ -19,9 +19,12 @@ INLINE lanes load_quads(const float *p, int64_t row) {
     return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps(p + 4 * row), 1);
 }
 
-INLINE void store_quads(float *p, int64_t row, lanes v) {
-    _mm_storeu_ps(p, _mm256_castps256_ps128(v));
-    _mm_storeu_ps(p + 4 * row, _mm256_extractf128_ps(v, 1));
+/* From 4 positions of 2 rows in a register to 8 positions of one row. */
+INLINE void exchange_quads(lanes *v) {
+    for (int i = 0; i < 4; i++) {
+        const lanes a = v[i], b = v[i + 4];
+        v[i] = _mm256_permute2f128_ps(a, b, 0x20), v[i + 4] = _mm256_permute2f128_ps(a, b, 0x31);
+    }
 }
 
 /* The arithmetic of `finite`. Of max_ps and min_ps the result is the second operand if one is NaN. */

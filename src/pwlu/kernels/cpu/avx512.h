@@ -21,11 +21,14 @@ INLINE lanes load_quads(const float *p, int64_t row) {
     return _mm512_mask_broadcast_f32x4(v, 0xf000, _mm_loadu_ps(p + 12 * row));
 }
 
-INLINE void store_quads(float *p, int64_t row, lanes v) {
-    _mm_storeu_ps(p, _mm512_castps512_ps128(v));
-    _mm_storeu_ps(p + 4 * row, _mm512_extractf32x4_ps(v, 1));
-    _mm_storeu_ps(p + 8 * row, _mm512_extractf32x4_ps(v, 2));
-    _mm_storeu_ps(p + 12 * row, _mm512_extractf32x4_ps(v, 3));
+/* From 4 positions of 4 rows in a register to 16 positions of one row. */
+INLINE void exchange_quads(lanes *v) {
+    for (int i = 0; i < 4; i++) {
+        const lanes a = _mm512_shuffle_f32x4(v[i], v[i + 4], 0x44), b = _mm512_shuffle_f32x4(v[i], v[i + 4], 0xee);
+        const lanes c = _mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0x44), d = _mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0xee);
+        v[i] = _mm512_shuffle_f32x4(a, c, 0x88), v[i + 4] = _mm512_shuffle_f32x4(a, c, 0xdd);
+        v[i + 8] = _mm512_shuffle_f32x4(b, d, 0x88), v[i + 12] = _mm512_shuffle_f32x4(b, d, 0xdd);
+    }
 }
 
 /* The arithmetic of `finite`: where the class of a number is minus or plus infinity, the largest number takes its place. */

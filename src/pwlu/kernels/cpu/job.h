@@ -32,7 +32,7 @@ enum {
     TILE = 16,         /* rows: so many are done at once, or fewer; no vector register holds more floats */
     PANEL = 64,        /* rows: positions done before the next ones, so that their tables and sums stay in the first cache */
     AHEAD = 1024,      /* rows: elements that memory is fetched ahead of the next ones */
-    WIDTH = PANEL + 4, /* of the last panel, at most: none has fewer than 4 positions but for a whole row */
+    WIDTH = PANEL + TILE, /* of the last panel, at most: none has fewer than TILE positions but for a whole row */
 };
 
 /* `parallel` has the signature of GOMP_parallel, so that torch's own threads can do the work. */
@@ -95,10 +95,9 @@ static void plan(job *j, int summing) {
 /* Elements [at, at + n) are to come into the second cache: the first holds tables and sums. A few at a time, beside the work
  * that takes longest, so that memory is busy all the time. */
 static inline void fetch(const job *j, int64_t at, int64_t n) {
-    const void *const arrays[] = {j->x, j->grad, j->y};
     const int64_t bytes = j->dtype == FLOAT64 ? 8 : j->dtype == FLOAT32 ? 4 : 2;
-    for (int k = 0; k < 3; k++)
-        for (int64_t i = 0; arrays[k] && i < bytes * n; i += 64) FETCH((const char *)arrays[k] + bytes * at + i);
+    const char *x = j->x, *grad = j->grad ? j->grad : x, *y = j->y ? j->y : x; /* x twice costs less than a branch */
+    for (int64_t i = bytes * at; i < bytes * (at + n); i += 64) FETCH(x + i), FETCH(grad + i), FETCH(y + i);
 }
 
 /* What to fetch beside the panel of `count` rows whose first element, at position p, is `at`: processors do not foresee the order of

@@ -69,27 +69,30 @@ INLINE void transpose(lanes *v) { /* 4 x 4, in each quarter or half of the regis
     v[2] = V(unpacklo_ps)(b, d), v[3] = V(unpackhi_ps)(b, d);
 }
 
-/* Tiles of LANES rows, `row` apart, x 4 positions, from position p on. Transposed, a register holds elements of one position. Places are stored
- * position by position. */
+/* Tiles of LANES positions in LANES rows, `row` apart, from position p on. Four floats of several rows are loaded into a register
+ * at once; transposed, it holds elements of one position. Places are stored position by position. */
 INLINE void panel_of_tiles(const job *j, int64_t p, const float *x, const float *grad, float *out, int64_t row, int n, int32_t *place,
                            int64_t next, int backward, int lookup, int parts) {
     const int intervals = (int)j->intervals;
-    for (int q = 0; q < n; q += 4) {
-        const int k = q < n - 4 ? q : n - 4; /* the last tile may overlap another */
-        fetch(j, next + q * LANES, 4 * LANES);
-        lanes v[4];
-        for (int r = 0; r < 4; r++) v[r] = load_quads(x + k + r * row, row);
-        transpose(v);
-        for (int c = 0; c < 4; c++) {
-            const int32_t base = j->base[p + k + c];
-            const function f = load_function(j, p + k + c, base, parts);
-            v[c] = map_vector(&f, v[c], base, place + (k + c) * LANES, intervals, backward, lookup, parts);
+    for (int q = 0; q < n; q += LANES) {
+        const int first = q < n - LANES ? q : n - LANES; /* the last tile may overlap another */
+        lanes v[LANES];
+        fetch(j, next + q * LANES, LANES * LANES);
+        for (int k = 0; k < LANES; k += 4) {
+            for (int r = 0; r < 4; r++) v[k + r] = load_quads(x + first + k + r * row, row);
+            transpose(v + k);
+            for (int c = k; c < k + 4; c++) {
+                const int32_t base = j->base[p + first + c];
+                const function f = load_function(j, p + first + c, base, parts);
+                v[c] = map_vector(&f, v[c], base, place + (first + c) * LANES, intervals, backward, lookup, parts);
+            }
+            transpose(v + k);
         }
         if (!out) continue;
-        transpose(v);
-        for (int r = 0; r < 4; r++) {
-            if (backward) v[r] = V(mul_ps)(load_quads(grad + k + r * row, row), v[r]);
-            store_quads(out + k + r * row, row, v[r]);
+        exchange_quads(v);
+        for (int r = 0; r < LANES; r++) {
+            const int64_t at = first + r * row;
+            V(storeu_ps)(out + at, backward ? V(mul_ps)(V(loadu_ps)(grad + at), v[r]) : v[r]);
         }
     }
 }

@@ -1,35 +1,24 @@
 /* Rows, for one REAL: `inner` is short, and neighbours are of different channels. TILE rows or fewer are done at once, a panel of
  * positions after another. */
 
-/* `count` rows of n elements as REAL, from `at` on: where they lie, or in the buffer, WIDTH apart. */
-static const REAL *FOR_REAL(read_rows)(const job *j, const void *from, int64_t at, int count, int n, int in_place, REAL *buffer) {
-    if (!from || in_place) return from ? (const REAL *)from + at : NULL;
-    for (int r = 0; r < count; r++, at += j->positions) {
-        const REAL *found = FOR_REAL(read)(j, from, at, n, buffer + r * WIDTH);
-        if (found != buffer + r * WIDTH) memcpy(buffer + r * WIDTH, found, sizeof(REAL) * (size_t)n);
-    }
-    return buffer;
+/* `count` rows of n elements as REAL, from `at` on: where they lie, `positions` apart, or in the buffer, WIDTH apart. */
+static const REAL *FOR_REAL(read_rows)(const job *j, const void *from, int64_t at, int count, int n, REAL *buffer) {
+    const REAL *first = FOR_REAL(read)(j, from, at, n, buffer);
+    for (int r = 1; r < count && first == buffer; r++) FOR_REAL(read)(j, from, at + r * j->positions, n, buffer + r * WIDTH);
+    return first;
 }
 
-static void FOR_REAL(write_rows)(const job *j, const REAL *buffer, int64_t at, int count, int n) {
-    for (int r = 0; r < count; r++, at += j->positions, buffer += WIDTH) {
-        if (j->dtype <= FLOAT64) memcpy((REAL *)j->y + at, buffer, sizeof(REAL) * (size_t)n);
-        else narrow(j->dtype, (const float *)buffer, (uint16_t *)j->y + at, n);
-    }
-}
-
-/* Positions [p, p + n) of `count` rows; `at` is the first element. Where tables fit into vector registers, tiles are transposed, but
- * not in place if the rows of a tile would share a few sets of the first cache. Sums are taken along the rows: neighbours are then
- * of different channels and do not wait for each other. */
+/* Positions [p, p + n) of `count` rows; `at` is the first element. Where tables fit into vector registers, tiles are transposed.
+ * Sums are taken along the rows: neighbours are then of different channels and do not wait for each other. */
 static void FOR_REAL(panel)(const job *j, int64_t at, int count, int64_t p, int n, double *sums) {
     const int64_t next = after_rows(j, at, count, p);
     _Alignas(64) REAL x_buffer[TILE * WIDTH], grad_buffer[TILE * WIDTH], out_buffer[TILE * WIDTH];
     _Alignas(64) int32_t place[TILE * WIDTH + TILE];
-    const int tiles = IN_REGISTERS(j) && count == ROWS && n >= 4;
-    const int in_place = j->dtype <= FLOAT64 && !(tiles && j->positions * (int64_t)sizeof(REAL) % 2048 == 0);
+    const int tiles = IN_REGISTERS(j) && count == ROWS && n >= ROWS;
+    const int in_place = j->dtype <= FLOAT64;
     const int64_t row = in_place ? j->positions : WIDTH;
-    const REAL *x = FOR_REAL(read_rows)(j, j->x, at, count, n, in_place, x_buffer);
-    const REAL *grad = FOR_REAL(read_rows)(j, j->grad, at, count, n, in_place, grad_buffer);
+    const REAL *x = FOR_REAL(read_rows)(j, j->x, at, count, n, x_buffer);
+    const REAL *grad = FOR_REAL(read_rows)(j, j->grad, at, count, n, grad_buffer);
     REAL *out = !j->y ? NULL : in_place ? (REAL *)j->y + at : out_buffer;
     if (tiles) MAP_PANEL(j, p, x, grad, out, row, n, place, next);
     else
@@ -41,7 +30,8 @@ static void FOR_REAL(panel)(const job *j, int64_t at, int count, int64_t p, int 
         if (sums && tiles) FOR_REAL(accumulate)(grad_here, x_here, place + r, ROWS, n, sums, 0);
         else if (sums) FOR_REAL(accumulate)(grad_here, x_here, place + r * WIDTH, 1, n, sums, 0);
     }
-    if (out == out_buffer) FOR_REAL(write_rows)(j, out, at, count, n);
+    for (int r = 0; r < count && out == out_buffer; r++)
+        narrow(j->dtype, (const float *)out + r * WIDTH, (uint16_t *)j->y + at + r * j->positions, n);
 }
 
 /* Elements [at, stop): whole rows, and the beginning of one at most. */

@@ -4,24 +4,24 @@
 static void FOR_REAL(prepare_channel)(job *j, int64_t c) {
     const int64_t n = j->intervals;
     const REAL *const *given = (const REAL *const *)j->parameters;
-    REAL *table = (REAL *)j->table + 2 * c * j->segments;
+    REAL *restrict slopes = (REAL *)j->split + 2 * c * j->segments, *restrict offsets = slopes + j->segments;
     if (j->lookup) {
-        const REAL *slopes = given[2] + c * j->segments, *offsets = given[3] + c * j->segments;
-        for (int64_t s = 0; s < j->segments; s++) table[2 * s] = slopes[s], table[2 * s + 1] = offsets[s];
+        memcpy(slopes, given[2] + c * j->segments, sizeof(REAL) * (size_t)j->segments);
+        memcpy(offsets, given[3] + c * j->segments, sizeof(REAL) * (size_t)j->segments);
         ((REAL *)j->left)[c] = given[0][c], ((REAL *)j->scale)[c] = given[1][c], ((REAL *)j->right)[c] = 0;
         return;
     }
-    const REAL left = given[0][c], right = given[1][c], *heights = given[2] + c * (n + 1);
+    const REAL left = given[0][c], right = given[1][c], *restrict heights = given[2] + c * (n + 1);
     const REAL left_slope = given[3][c], right_slope = given[4][c], scale = (REAL)n / (right - left);
     const int open = scale > 0 && scale <= LARGEST; /* else nothing lies between the bounds */
     ((REAL *)j->left)[c] = left, ((REAL *)j->scale)[c] = open ? scale : 1, ((REAL *)j->right)[c] = open ? right : left;
     const double step = open ? ((double)right - left) / (double)n : 1;
-    table[0] = left_slope, table[1] = (REAL)(heights[0] - (double)left * left_slope);
-    for (int64_t i = 0; i < n; i++) {
+    slopes[0] = left_slope, offsets[0] = (REAL)(heights[0] - (double)left * left_slope);
+    for (int i = 0; i < (int)n; i++) { /* an int, because few processors convert longer numbers in vectors */
         const double slope = ((double)heights[i + 1] - heights[i]) / step;
-        table[2 * i + 2] = (REAL)slope, table[2 * i + 3] = (REAL)(heights[i] - (left + (double)i * step) * slope);
+        slopes[i + 1] = (REAL)slope, offsets[i + 1] = (REAL)(heights[i] - (left + i * step) * slope);
     }
-    table[2 * n + 2] = right_slope, table[2 * n + 3] = (REAL)(heights[n] - (double)right * right_slope);
+    slopes[n + 1] = right_slope, offsets[n + 1] = (REAL)(heights[n] - (double)right * right_slope);
 }
 
 static void FOR_REAL(prepare)(job *j, int64_t unit) {
@@ -32,9 +32,9 @@ static void FOR_REAL(prepare)(job *j, int64_t unit) {
             continue;
         }
         FOR_REAL(prepare_channel)(j, c);
-        const REAL *table = (const REAL *)j->table + 2 * c * j->segments;
-        REAL *split = (REAL *)j->split + 2 * c * j->segments;
-        for (int64_t s = 0; s < j->segments; s++) split[s] = table[2 * s], split[j->segments + s] = table[2 * s + 1];
+        REAL *restrict table = (REAL *)j->table + 2 * c * j->segments;
+        const REAL *restrict split = (const REAL *)j->split + 2 * c * j->segments;
+        for (int64_t s = 0; s < j->segments; s++) table[2 * s] = split[s], table[2 * s + 1] = split[j->segments + s];
     }
 }
 
@@ -67,16 +67,17 @@ static void FOR_REAL(finish_gradients)(job *j, int64_t c) {
     const REAL *heights = given[2] + c * (n + 1);
     const int open = ((const REAL *)j->right)[p] != ((const REAL *)j->left)[p];
     const double step = open ? (right - left) / (double)n : 1;
-    double grad_left = -left_slope * total[-2], grad_right = -right_slope * total[2 * n], height = total[-2];
+    double grad_left = 0, grad_right = 0, height = total[-2];
     for (int64_t i = 0; i < n; i++) {
         const double g = total[2 * i], share = (total[2 * i + 1] - (left + (double)i * step) * g) / step; /* sum g (x - B_i)/d */
         const double slope = ((double)heights[i + 1] - heights[i]) / step;
-        grad_left += slope * (share + (double)(i - n) * g) / (double)n;
-        grad_right -= slope * (share + (double)i * g) / (double)n;
+        grad_left += slope * (share + (double)(i - n) * g);
+        grad_right -= slope * (share + (double)i * g);
         gradients[2][c * (n + 1) + i] = (REAL)(height + g - share);
         height = share;
     }
     gradients[2][c * (n + 1) + n] = (REAL)(height + total[2 * n]);
-    gradients[0][c] = (REAL)grad_left, gradients[1][c] = (REAL)grad_right;
+    gradients[0][c] = (REAL)(grad_left / (double)n - left_slope * total[-2]);
+    gradients[1][c] = (REAL)(grad_right / (double)n - right_slope * total[2 * n]);
     gradients[3][c] = (REAL)(total[-1] - left * total[-2]), gradients[4][c] = (REAL)(total[2 * n + 1] - right * total[2 * n]);
 }

@@ -235,7 +235,12 @@ def test_wheel(compiler, tmp_path):
     assert not done.returncode, done.stdout + done.stderr
     (wheel,) = (tmp_path / "dist").iterdir()
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"pwlu/kernels/cpu/cpu.c", "pwlu/kernels/cpu/job.h", "pwlu/kernels/cuda/element.cuh", "pwlu/kernels/cuda/finish.cu"} <= set(names)
+    assert {
+        "pwlu/kernels/cpu/cpu.c",
+        "pwlu/kernels/cpu/job.h",
+        "pwlu/kernels/cuda/element.cuh",
+        "pwlu/kernels/cuda/finish.cu",
+    } <= set(names)
     assert {"pwlu/py.typed", "pwlu/integrations/hugging_face.py"} <= set(names)
     assert {"pwlu/kernels/eager.cpp", "pwlu/kernels/eager_kernels.h"} <= set(names)
     assert {"pwlu/report/page.html", "pwlu/report/page.css", "pwlu/report/main.js"} <= set(names)

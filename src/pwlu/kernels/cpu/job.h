@@ -7,7 +7,6 @@
 #include <intrin.h>
 #define EXPORT __declspec(dllexport)
 #define INLINE static __forceinline
-#define NOINLINE static __declspec(noinline)
 #define next_unit(counter) _InterlockedExchangeAdd64(counter, 1)
 typedef volatile __int64 counter;
 #ifdef _M_X64
@@ -19,7 +18,6 @@ typedef volatile __int64 counter;
 #define FETCH(p) __builtin_prefetch(p, 0, 2)
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
-#define NOINLINE static __attribute__((noinline))
 #define next_unit(counter) __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED)
 typedef int64_t counter;
 #endif
@@ -95,9 +93,10 @@ static void plan(job *j, int summing) {
 /* Elements [at, at + n) are to come into the second cache: the first holds tables and sums. A few at a time, beside the work
  * that takes longest, so that memory is busy all the time. */
 static inline void fetch(const job *j, int64_t at, int64_t n) {
-    const int64_t bytes = j->dtype == FLOAT64 ? 8 : j->dtype == FLOAT32 ? 4 : 2;
-    const char *x = j->x, *grad = j->grad ? j->grad : x, *y = j->y ? j->y : x; /* x twice costs less than a branch */
-    for (int64_t i = bytes * at; i < bytes * (at + n); i += 64) FETCH(x + i), FETCH(grad + i), FETCH(y + i);
+    const int64_t bytes = j->dtype == FLOAT64 ? 8 : j->dtype == FLOAT32 ? 4 : 2, stop = bytes * (at + n);
+    const char *x = j->x, *grad = j->grad, *y = j->y ? j->y : x;
+    for (int64_t i = bytes * at; i < stop; i += 64) FETCH(x + i), FETCH(y + i);
+    for (int64_t i = bytes * at; grad && i < stop; i += 64) FETCH(grad + i);
 }
 
 /* What to fetch beside the panel of `count` rows whose first element, at position p, is `at`: processors do not foresee the order of

@@ -77,8 +77,8 @@ INLINE void panel_of_tiles(const job *j, int64_t p, const float *x, const float 
     for (int q = 0; q < n; q += LANES) {
         const int first = q < n - LANES ? q : n - LANES; /* the last tile may overlap another */
         lanes v[LANES];
-        fetch(j, next + q * LANES, LANES * LANES);
         for (int k = 0; k < LANES; k += 4) {
+            fetch(j, next + (q + k) * LANES, 4 * LANES);
             for (int r = 0; r < 4; r++) v[k + r] = load_quads(x + first + k + r * row, row);
             transpose(v + k);
             for (int c = k; c < k + 4; c++) {
@@ -109,12 +109,11 @@ INLINE void panel_of_tiles(const job *j, int64_t p, const float *x, const float 
         FORM(1, __VA_ARGS__) FORM(2, __VA_ARGS__) FORM(3, __VA_ARGS__) FORM(4, __VA_ARGS__) FORM(5, __VA_ARGS__) \
     }
 
-/* Not inlined: at the end of a function wide registers are cleared, without which the sums that follow take longer. */
-NOINLINE void map_plane(const job *j, int64_t c, int64_t base, const float *x, const float *grad, int n, float *out, int32_t *place) {
+static void map_plane(const job *j, int64_t c, int64_t base, const float *x, const float *grad, int n, float *out, int32_t *place) {
     IN_ITS_FORM(plane_of_vectors, j, c, base, x, grad, n, out, place)
 }
 
-NOINLINE void map_panel(const job *j, int64_t p, const float *x, const float *grad, float *out, int64_t row, int n, int32_t *place,
+static void map_panel(const job *j, int64_t p, const float *x, const float *grad, float *out, int64_t row, int n, int32_t *place,
                       int64_t next) {
     IN_ITS_FORM(panel_of_tiles, j, p, x, grad, out, row, n, place, next)
 }

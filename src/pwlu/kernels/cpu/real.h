@@ -12,13 +12,12 @@
 #endif
 #ifdef VECTORS
 #include "lanes.h"
-#define ROWS LANES
 #define IN_REGISTERS(j) fits_registers(j)
 #define MAP_PLANE map_plane
 #define MAP_PANEL map_panel
 #define LOCATE_ROW locate_row
 #else
-#define ROWS TILE
+#define LANES 1
 #define IN_REGISTERS(j) 0
 #define MAP_PLANE(...) ((void)0)
 #define MAP_PANEL(...) ((void)0)
@@ -56,7 +55,7 @@ static void FOR_REAL(execute)(job *j) {
     if (j->sums) run(j, FOR_REAL(finish), channel_units);
 }
 
-#undef ROWS
+#undef LANES
 #undef IN_REGISTERS
 #undef MAP_PLANE
 #undef MAP_PANEL

@@ -14,7 +14,7 @@ help:
 	@echo "make bench   time the operators beside ReLU, SiLU and PReLU"
 	@echo "make clean   remove .venv and everything built"
 
-$(VENV)/installed: pyproject.toml setup.py src/pwlu/kernels/build.py src/pwlu/kernels/cpu.c
+$(VENV)/installed: pyproject.toml setup.py src/pwlu/kernels/build.py $(wildcard src/pwlu/kernels/cpu/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
@@ -37,4 +37,4 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/op.py
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info src/pwlu/kernels/_cpu_* .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist src/*.egg-info src/pwlu/kernels/cpu/_cpu_* .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -42,7 +42,13 @@ class AnyPython(bdist_wheel):
 
 setup(
     ext_modules=[
-        Extension(f"pwlu.kernels._cpu_{variant}", ["src/pwlu/kernels/cpu.c"], optional=True) for variant in kernel["variants"]()
+        Extension(
+            f"pwlu.kernels.cpu._cpu_{variant}",
+            ["src/pwlu/kernels/cpu/cpu.c"],
+            depends=[f"src/pwlu/kernels/cpu/{header.name}" for header in kernel["HEADERS"]],
+            optional=True,
+        )
+        for variant in kernel["variants"]()
     ],
     cmdclass={"build_ext": BuildKernel, "bdist_wheel": AnyPython},
 )

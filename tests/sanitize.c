@@ -31,7 +31,7 @@ static void in_turn(void (*worker)(void *), void *data, unsigned threads, unsign
 }
 
 int main(void) {
-    const int64_t shapes[][3] = {{1, 1, 1}, {1, 1, 5000}, {3, 5, 100}, {2, 3, 4099}, {70, 33, 1}, {9, 700, 1}, {40, 6, 3}, {1, 1, 70001}, {900, 50, 2}};
+    const int64_t shapes[][3] = {{1, 1, 1}, {1, 1, 5000}, {3, 5, 100}, {2, 3, 4099}, {70, 33, 1}, {9, 700, 1}, {40, 6, 3}, {1, 1, 70001}, {900, 50, 2}, {40, 512, 1}, {37, 9, 1}, {3, 40, 20}};
     const int64_t intervals[] = {1, 2, 14, 16, 31, 64, 65, 200};
     int checked = 0;
     for (int dtype = 0; dtype < 4; dtype++)

@@ -284,7 +284,12 @@ def test_wheel(compiler, tmp_path):
     assert not done.returncode, done.stdout + done.stderr
     (wheel,) = (tmp_path / "dist").iterdir()
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"pwlu/kernels/cpu.c", "pwlu/kernels/cuda/element.cuh", "pwlu/kernels/cuda/finish.cu"} <= set(names)
+    assert {
+        "pwlu/kernels/cpu/cpu.c",
+        "pwlu/kernels/cpu/job.h",
+        "pwlu/kernels/cuda/element.cuh",
+        "pwlu/kernels/cuda/finish.cu",
+    } <= set(names)
     assert {"pwlu/py.typed", "pwlu/integrations/hugging_face.py"} <= set(names)
     assert {"pwlu/kernels/eager.cpp", "pwlu/kernels/eager_kernels.h"} <= set(names)
     assert {"pwlu/report/page.html", "pwlu/report/page.css", "pwlu/report/main.js"} <= set(names)
@@ -293,4 +298,4 @@ def test_wheel(compiler, tmp_path):
     if compiler == "missing":
         assert not built
     elif build.compiler() is not None:
-        assert built == {f"pwlu/kernels/_cpu_{v}.{'dll' if sys.platform == 'win32' else 'so'}" for v in build.variants()}
+        assert built == {f"pwlu/kernels/cpu/_cpu_{v}.{'dll' if sys.platform == 'win32' else 'so'}" for v in build.variants()}

@@ -1,4 +1,4 @@
-"""Compiling: the flags of ``cpu.c``, and a cache of libraries, for a package that runs without having been installed, say.
+"""Compiling: the flags of ``cpu/cpu.c``, and a cache of libraries, for a package that runs without having been installed, say.
 
 Opening half a library, or one that somebody else put there, can end or take over the process. So a library's name ends with
 the digest of its content, and only what this user or root owns, and nobody else can write, is used.
@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("cpu.c")
+SOURCE = Path(__file__).with_name("cpu") / "cpu.c"
+HEADERS = sorted(SOURCE.parent.glob("*.h"))  # cpu.c includes them
 
 # Contraction to a fused multiply-add would move elements that lie on a knot into another interval.
 _GNU_FLAGS = ["-std=c11", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden"]
@@ -48,8 +49,8 @@ def variants() -> tuple[str, ...]:
 
 
 def source_id() -> int:
-    """A number that changes with the source: a library built from another ``cpu.c`` is not used."""
-    return int(hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8], 16)
+    """A number that changes with the sources: a library built from another ``cpu.c``, or another header, is not used."""
+    return int(hashlib.sha256(_content([SOURCE, *HEADERS])).hexdigest()[:8], 16)
 
 
 def flags(variant: str, msvc: bool = False) -> list[str]:
@@ -93,8 +94,9 @@ def compiler(variable: str = "CC", usual: tuple[str, ...] = ("cc", "gcc", "clang
 
 def build(variant: str, afresh: bool = False, keep: bool = False) -> Path:
     """Return the library of a variant of ``cpu.c``, compiled if the cache lacks it or it is to be made afresh; see make."""
+    parts = [*flags(variant), sysconfig.get_platform(), *platform.libc_ver()]
     try:
-        stem = place(f"cpu-{variant}", SOURCE, [*flags(variant), sysconfig.get_platform(), *platform.libc_ver()])
+        stem = place(f"cpu-{variant}", [SOURCE, *HEADERS], parts)
     except OSError:
         if keep:
             raise
@@ -114,9 +116,9 @@ def _c_compiler() -> list[str]:
 # The cache.
 
 
-def place(name: str, source: Path, made_for: list[str]) -> Path:
+def place(name: str, sources: list[Path], made_for: list[str]) -> Path:
     """Return the path of a library without its digest: it says what the library is made from and for."""
-    parts = (source.read_bytes(), shlex.join(made_for).encode())
+    parts = (_content(sources), shlex.join(made_for).encode())
     return cache_folder() / "libraries" / "-".join([name, *(hashlib.sha256(part).hexdigest()[:10] for part in parts)])
 
 
@@ -212,6 +214,10 @@ def _folder_of_this_process() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="pwlu-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def _content(sources: list[Path]) -> bytes:
+    return b"".join(source.read_bytes() for source in sources)
 
 
 def _digest(content: bytes) -> str:

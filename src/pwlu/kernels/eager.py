@@ -65,7 +65,7 @@ def _wish() -> str:
 def stem() -> Path:
     """Return the path of the library for this torch in the cache, without its digest: see ``build.place``."""
     here = [torch.__version__, str(torch.version.git_version), platform.machine(), *platform.libc_ver()]
-    return build.place("eager", SOURCE, [*(header.read_text() for header in HEADERS), *_flags(), *here])
+    return build.place("eager", [SOURCE, *HEADERS], [*_flags(), *here])
 
 
 def _flags() -> list[str]:

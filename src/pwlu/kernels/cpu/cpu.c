@@ -1,0 +1,100 @@
+/* The CPU kernels of PWLU: plain C11, no torch and no Python headers, called through ctypes. The one file that is compiled.
+ *
+ * A tensor is (outer, channels, inner) in memory order: NCHW has inner = H*W, channels_last and (batch, features) have
+ * inner = 1. Memory is walked in order:
+ *
+ *   planes.h   inner is long: blocks of neighbours that are of one channel
+ *   rows.h     inner is short: neighbours differ in their channel, and bounds are read from arrays along the row
+ *
+ * Segments follow reference.py operation by operation: build with -ffp-contract=off. Sums are of doubles, in an order
+ * that depends on shapes and the thread count alone: the same bits every time.
+ */
+#ifdef _MSC_VER
+#pragma fp_contract(off) /* /fp:precise alone allowed contraction before 2022 */
+#endif
+
+#include <float.h>
+#if defined(__SSE2__) || defined(_M_X64)
+#include <immintrin.h>
+#define PAIRS 1 /* 128-bit registers hold the two sums of a segment, or two table entries */
+#endif
+
+#include "job.h"
+#include "convert.h"
+
+#define REAL float
+#define LARGEST FLT_MAX
+#ifdef __AVX2__
+#define VECTORS 1 /* of our own, for float alone */
+#endif
+#include "real.h"
+#undef REAL
+#undef LARGEST
+#undef VECTORS
+#define REAL double
+#define LARGEST DBL_MAX
+#include "real.h"
+
+#ifndef PWLU_SOURCE_ID
+#define PWLU_SOURCE_ID 0
+#endif
+EXPORT uint32_t pwlu_source_id(void) { return PWLU_SOURCE_ID; }
+
+static int start(job *j, int summing) {
+    /* places in the table are of 32 bits, and the number of intervals must be exact as a float */
+    if (size_of(j) < 1 || j->segments < 1 || j->segments > 1 << 24 || j->segments > INT32_MAX / 2 / j->channels) return 2;
+    plan(j, summing);
+    const size_t real = j->dtype == FLOAT64 ? sizeof(double) : sizeof(float), positions = (size_t)j->positions;
+    const size_t entries = 2 * (size_t)(j->channels * j->segments), sums = summing ? (size_t)j->units * entries : 0;
+    /* in short planes, clearing and adding copies would take longer than they save */
+    const int copies = summing && j->intervals && !in_rows(j) && j->inner >= 8 * j->segments;
+    const size_t columns = copies ? (size_t)(j->units * COLUMNS * 2 * j->segments) : 0;
+    char *scratch = malloc(sizeof(double) * (sums + columns) + real * (2 * entries + TILE + 3 * positions) + sizeof(int32_t) * positions);
+    if (!scratch) return 1;
+    j->sums = summing ? (double *)scratch : NULL, j->columns = copies ? (double *)scratch + sums : NULL;
+    j->table = (double *)scratch + sums + columns, j->split = (char *)j->table + real * entries;
+    j->left = (char *)j->split + real * (entries + TILE), j->scale = (char *)j->left + real * positions;
+    j->right = (char *)j->scale + real * positions, j->base = (int32_t *)((char *)j->right + real * positions);
+    memset((char *)j->split + real * entries, 0, real * TILE); /* loaded, though never selected */
+    if (j->dtype == FLOAT64) execute_double(j);
+    else execute_float(j);
+    free(scratch);
+    return 0;
+}
+
+#define GEOMETRY int64_t outer, int64_t channels, int64_t inner
+#define JOB(...) \
+    {.dtype = dtype, .outer = outer, .channels = channels, .inner = inner, .threads = threads, .parallel = parallel, __VA_ARGS__}
+
+/* Each returns 0, or 1 when there was no memory for its scratch, or 2 for an empty tensor or too large a table. */
+EXPORT int pwlu_forward(parallel_fn parallel, unsigned threads, int dtype, const void *x, void *y, GEOMETRY,
+                        int64_t intervals, const void *left, const void *right, const void *heights,
+                        const void *left_slope, const void *right_slope) {
+    job j = JOB(.x = x, .y = y, .intervals = intervals, .segments = intervals + 2,
+                .parameters = {left, right, heights, left_slope, right_slope});
+    return start(&j, 0);
+}
+
+EXPORT int pwlu_lookup(parallel_fn parallel, unsigned threads, int dtype, const void *x, void *y, GEOMETRY,
+                       int64_t intervals, const void *left, const void *inv_step, const void *slopes, const void *offsets) {
+    job j = JOB(.x = x, .y = y, .intervals = intervals, .segments = intervals + 2, .lookup = 1,
+                .parameters = {left, inv_step, slopes, offsets});
+    return start(&j, 0);
+}
+
+/* A NULL grad_x, or NULL for all gradients of the parameters, is not computed. */
+EXPORT int pwlu_backward(parallel_fn parallel, unsigned threads, int dtype, const void *grad, const void *x, void *grad_x,
+                         GEOMETRY, int64_t intervals, const void *left, const void *right, const void *heights,
+                         const void *left_slope, const void *right_slope, void *grad_left, void *grad_right,
+                         void *grad_heights, void *grad_left_slope, void *grad_right_slope) {
+    job j = JOB(.x = x, .grad = grad, .y = grad_x, .intervals = intervals, .segments = intervals + 2,
+                .parameters = {left, right, heights, left_slope, right_slope},
+                .gradients = {grad_left, grad_right, grad_heights, grad_left_slope, grad_right_slope});
+    return start(&j, grad_left != NULL);
+}
+
+/* Adds to the pool (3, channels) of REAL: count, mean, M2. */
+EXPORT int pwlu_moments(parallel_fn parallel, unsigned threads, int dtype, const void *x, GEOMETRY, void *pool) {
+    job j = JOB(.x = x, .segments = 1, .gradients = {pool});
+    return start(&j, 1);
+}

@@ -1,0 +1,103 @@
+/* Elements without vector registers of our own, for one REAL: where they lie, their line, their part of the sums. */
+
+/* An infinite input counts as the largest finite number: 0 times it is 0. NaN stays NaN. */
+INLINE REAL FOR_REAL(finite)(REAL x) { return x < -LARGEST ? -LARGEST : x > LARGEST ? LARGEST : x; }
+
+/* n elements as REAL: where they lie, or in the buffer. */
+static const REAL *FOR_REAL(read)(const job *j, const void *from, int64_t at, int n, REAL *buffer) {
+    if (!from) return NULL;
+    if (j->dtype <= FLOAT64) return (const REAL *)from + at;
+    widen(j->dtype, (const uint16_t *)from + at, (float *)buffer, n);
+    return buffer;
+}
+
+/* Where in the table each element's segment is: from `base` on in planes; in rows (along = 1) bounds and bases are read from arrays.
+ * The arithmetic of reference.segments, or, for a look-up, reference.lookup. */
+INLINE void FOR_REAL(locate)(const job *j, int64_t p, const int32_t *base, const REAL *restrict x, int n, int along, int lookup,
+                             int32_t *restrict place) {
+    const REAL *left = (const REAL *)j->left + p, *scale = (const REAL *)j->scale + p, *right = (const REAL *)j->right + p;
+    const REAL last = (REAL)(j->intervals - 1), end = (REAL)j->intervals;
+    const int32_t outside = (int32_t)j->intervals + 1;
+    for (int i = 0; i < n; i++) {
+        const int k = along ? i : 0;
+        const REAL t = (x[i] - left[k]) * scale[k];
+        REAL clipped = t > 0 ? t : 0; /* NaN: 0 */
+        clipped = clipped < last ? clipped : last;
+        int32_t segment = (int32_t)clipped + 1;
+        segment = (lookup ? t >= end : x[i] >= right[k]) ? outside : segment;
+        segment = (lookup ? t < 0 : x[i] < left[k]) ? 0 : segment;
+        place[i] = 2 * segment + base[k];
+    }
+}
+
+static void FOR_REAL(locate_plane)(const job *j, int64_t c, int32_t base, const REAL *x, int n, int32_t *place) {
+    if (j->lookup) FOR_REAL(locate)(j, c, &base, x, n, 0, 1, place);
+    else FOR_REAL(locate)(j, c, &base, x, n, 0, 0, place);
+}
+
+#ifndef VECTORS
+static void FOR_REAL(locate_row)(const job *j, int64_t p, const REAL *x, int n, int32_t *place) {
+    if (j->lookup) FOR_REAL(locate)(j, p, j->base + p, x, n, 1, 1, place);
+    else FOR_REAL(locate)(j, p, j->base + p, x, n, 1, 0, place);
+}
+#endif
+
+/* out = x S + O, or, with a gradient, out = grad S. */
+static void FOR_REAL(apply)(const REAL *table, const REAL *x, const REAL *grad, const int32_t *place, int n, REAL *out) {
+    int i = 0;
+    if (grad) {
+        for (; i < n; i++) out[i] = grad[i] * table[place[i]];
+        return;
+    }
+#ifdef PAIRS
+    if (sizeof(REAL) == sizeof(float)) {
+        const __m128 largest = _mm_set1_ps(FLT_MAX), lowest = _mm_set1_ps(-FLT_MAX);
+        for (; i + 4 <= n; i += 4) {
+#define ENTRY(k) ((const double *)(table + place[i + k]))
+            const __m128 a = _mm_castpd_ps(_mm_loadh_pd(_mm_load_sd(ENTRY(0)), ENTRY(1)));
+            const __m128 b = _mm_castpd_ps(_mm_loadh_pd(_mm_load_sd(ENTRY(2)), ENTRY(3)));
+#undef ENTRY
+            const __m128 v = _mm_min_ps(largest, _mm_max_ps(lowest, _mm_loadu_ps((const float *)x + i)));
+            const __m128 slope = _mm_shuffle_ps(a, b, 0x88), offset = _mm_shuffle_ps(a, b, 0xdd);
+            _mm_storeu_ps((float *)out + i, _mm_add_ps(_mm_mul_ps(v, slope), offset));
+        }
+    }
+#endif
+    for (; i < n; i++) out[i] = FOR_REAL(finite)(x[i]) * table[place[i]] + table[place[i] + 1];
+}
+
+/* Adds g and g x to the sums. The product of two floats is exact in a double. `step` is the distance of neighbours' places,
+ * `column` that of the copies which neighbours use in turn: 0 where neighbours are of different channels. */
+INLINE void FOR_REAL(accumulate)(const REAL *grad, const REAL *x, const int32_t *place, int step, int n, double *sums, int64_t column) {
+    int i = 0;
+#ifdef PAIRS
+#define ADD(k, pair)                                                              \
+    {                                                                             \
+        double *sum = sums + place[(i + (k)) * step] + ((k) % COLUMNS) * column; \
+        _mm_storeu_pd(sum, _mm_add_pd(_mm_loadu_pd(sum), pair));                  \
+    }
+    if (sizeof(REAL) == sizeof(float)) {
+        const __m128 largest = _mm_set1_ps(FLT_MAX), lowest = _mm_set1_ps(-FLT_MAX);
+        for (; i + COLUMNS <= n; i += COLUMNS) {
+            const __m128 v = _mm_min_ps(largest, _mm_max_ps(lowest, _mm_loadu_ps((const float *)x + i)));
+#ifdef __AVX2__
+            const __m256d g = _mm256_cvtps_pd(_mm_loadu_ps((const float *)grad + i)), p = _mm256_mul_pd(g, _mm256_cvtps_pd(v));
+            const __m256d even = _mm256_unpacklo_pd(g, p), odd = _mm256_unpackhi_pd(g, p);
+            ADD(0, _mm256_castpd256_pd128(even)) ADD(1, _mm256_castpd256_pd128(odd))
+            ADD(2, _mm256_extractf128_pd(even, 1)) ADD(3, _mm256_extractf128_pd(odd, 1))
+#else
+            const __m128 g = _mm_loadu_ps((const float *)grad + i);
+            const __m128d g0 = _mm_cvtps_pd(g), p0 = _mm_mul_pd(g0, _mm_cvtps_pd(v));
+            const __m128d g1 = _mm_cvtps_pd(_mm_movehl_ps(g, g)), p1 = _mm_mul_pd(g1, _mm_cvtps_pd(_mm_movehl_ps(v, v)));
+            ADD(0, _mm_unpacklo_pd(g0, p0)) ADD(1, _mm_unpackhi_pd(g0, p0))
+            ADD(2, _mm_unpacklo_pd(g1, p1)) ADD(3, _mm_unpackhi_pd(g1, p1))
+#endif
+        }
+    }
+#undef ADD
+#endif
+    for (; i < n; i++) {
+        double *sum = sums + place[i * step] + i % COLUMNS * column;
+        sum[0] += grad[i], sum[1] += (double)grad[i] * FOR_REAL(finite)(x[i]);
+    }
+}

@@ -1,0 +1,104 @@
+/* A job: what one call is to do, and how threads share it. */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef _MSC_VER
+#include <intrin.h>
+#define EXPORT __declspec(dllexport)
+#define INLINE static __forceinline
+#define next_unit(counter) _InterlockedExchangeAdd64(counter, 1)
+typedef volatile __int64 counter;
+#ifdef _M_X64
+#define FETCH(p) _mm_prefetch((const char *)(p), _MM_HINT_T1)
+#else
+#define FETCH(p) ((void)(p))
+#endif
+#else
+#define FETCH(p) __builtin_prefetch(p, 0, 2)
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+#define next_unit(counter) __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED)
+typedef int64_t counter;
+#endif
+
+enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
+enum {
+    BLOCK = 512,       /* planes: elements whose segments are held at once */
+    COLUMNS = 4,       /* planes: copies of the sums, so that neighbours in one segment do not wait for each other */
+    SHORT_PLANE = 16,  /* an inner size below this is done in rows */
+    TILE = 16,         /* rows: so many are done at once, or fewer; no vector register holds more floats */
+    PANEL = 64,        /* rows: positions done before the next ones, so that their tables and sums stay in the first cache */
+    AHEAD = 1024,      /* rows: elements that memory is fetched ahead of the next ones */
+    WIDTH = PANEL + TILE, /* of the last panel, at most: none has fewer than TILE positions but for a whole row */
+};
+
+/* `parallel` has the signature of GOMP_parallel, so that torch's own threads can do the work. */
+typedef void (*parallel_fn)(void (*worker)(void *), void *data, unsigned threads, unsigned flags);
+
+typedef struct job {
+    int dtype, lookup;
+    int64_t outer, channels, inner, intervals, segments;
+    const void *x, *grad;           /* elements in */
+    void *y;                        /* elements out: the output, or the gradient of x, or NULL */
+    const void *parameters[5];      /* left, right, heights, left_slope, right_slope; or the four tables of a look-up */
+    void *gradients[5];             /* of the same; of moments: the pool */
+    void *left, *scale, *right;     /* REAL (positions): B_L, r = N/(B_R - B_L), B_R; of moments: the shift */
+    int32_t *base;                  /* rows, (positions): where a position's channel begins in `table`, `split` and `sums` */
+    void *table;                    /* REAL (channels, segments, 2): slope and offset */
+    void *split;                    /* REAL (channels, 2, segments): the table as vectors read it, TILE longer */
+    double *sums;                   /* (units, channels, segments, 2): of g and g x; of moments: x - shift, its square */
+    double *columns;                /* (units, COLUMNS, segments, 2): copies for one plane, or NULL */
+    int64_t positions;              /* planes: channels; rows: elements until the next row */
+    int64_t chunk;                  /* elements per unit */
+    unsigned threads;
+    parallel_fn parallel;
+    void (*body)(struct job *, int64_t unit);
+    int64_t units, stop;
+    counter next;
+} job;
+
+static void work(void *data) {
+    job *j = data;
+    for (int64_t unit = next_unit(&j->next); unit < j->stop; unit = next_unit(&j->next)) j->body(j, unit);
+}
+
+static void run(job *j, void (*body)(job *, int64_t), int64_t units) {
+    const unsigned threads = (int64_t)j->threads < units ? j->threads : (unsigned)units;
+    j->body = body, j->stop = units, j->next = 0;
+    if (threads > 1 && j->parallel) j->parallel(work, j, threads, 0);
+    else work(j);
+}
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t size_of(const job *j) { return j->outer * j->channels * j->inner; }
+static inline int in_rows(const job *j) { return j->channels > 1 && j->inner < SHORT_PLANE; }
+static inline int64_t first_position(const job *j, int64_t c) { return in_rows(j) ? c * j->inner : c; }
+static inline int64_t channels_per_unit(const job *j) { return larger(1, 16384 / j->segments); } /* of small serial work */
+
+/* How the work is cut: by shapes and the thread count alone, so that results repeat. Short rows are joined into one of at
+ * least PANEL positions. */
+static void plan(job *j, int summing) {
+    const int64_t size = size_of(j), row = j->channels * j->inner;
+    j->threads = (unsigned)smaller(j->threads, size / 32768 + 1); /* the grain of torch's own loops */
+    const int64_t units = j->threads == 1 ? 1 : summing ? j->threads : 4 * (int64_t)j->threads; /* sums: memory for each */
+    j->positions = in_rows(j) ? row * smaller(j->outer, ceil_div(PANEL, row)) : j->channels;
+    const int64_t align = !in_rows(j) ? BLOCK : size / j->positions < TILE * units ? j->positions : TILE * j->positions;
+    j->chunk = ceil_div(ceil_div(size, units), align) * align;
+    j->units = ceil_div(size, j->chunk);
+}
+
+/* Elements [at, at + n) are to come into the second cache: the first holds tables and sums. A few at a time, beside the work
+ * that takes longest, so that memory is busy all the time. */
+static inline void fetch(const job *j, int64_t at, int64_t n) {
+    const int64_t bytes = j->dtype == FLOAT64 ? 8 : j->dtype == FLOAT32 ? 4 : 2, stop = bytes * (at + n);
+    const char *x = j->x, *grad = j->grad, *y = j->y ? j->y : x;
+    for (int64_t i = bytes * at; i < stop; i += 64) FETCH(x + i), FETCH(y + i);
+    for (int64_t i = bytes * at; grad && i < stop; i += 64) FETCH(grad + i);
+}
+
+/* What to fetch beside the panel of `count` rows whose first element, at position p, is `at`: processors do not foresee the order of
+ * panels, so memory is fetched in its own order, AHEAD of the rows that follow. */
+static inline int64_t after_rows(const job *j, int64_t at, int count, int64_t p) { return at - p + count * (j->positions + p) + AHEAD; }

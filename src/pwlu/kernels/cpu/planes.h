@@ -1,0 +1,35 @@
+/* Planes, for one REAL: `inner` is long, and neighbours are of one channel. */
+
+/* Elements [at, at + n), of one plane or of several short ones. Segments first (where tables fit into vector registers, outputs too),
+ * then what is looked up or added there: in one pass, look-ups would wait for the segments just stored. */
+static void FOR_REAL(block)(const job *j, int64_t at, int n, double *sums, int64_t column) {
+    _Alignas(64) REAL x_buffer[BLOCK], grad_buffer[BLOCK], out_buffer[BLOCK];
+    _Alignas(64) int32_t place[BLOCK + TILE];
+    const REAL *x = FOR_REAL(read)(j, j->x, at, n, x_buffer), *grad = FOR_REAL(read)(j, j->grad, at, n, grad_buffer);
+    REAL *out = !j->y ? NULL : j->dtype <= FLOAT64 ? (REAL *)j->y + at : out_buffer;
+    int64_t c = at / j->inner % j->channels, rest = j->inner - at % j->inner;
+    const REAL *table = (const REAL *)j->table + (column ? 2 * c * j->segments : 0);
+    for (int i = 0, m; i < n; i += m, rest = j->inner, c = c + 1 < j->channels ? c + 1 : 0) {
+        const int32_t base = column ? 0 : (int32_t)(2 * c * j->segments);
+        m = (int)smaller(n - i, rest);
+        if (IN_REGISTERS(j)) MAP_PLANE(j, c, base, x + i, grad ? grad + i : NULL, m, out ? out + i : NULL, place + i);
+        else FOR_REAL(locate_plane)(j, c, base, x + i, m, place + i);
+    }
+    if (out && !IN_REGISTERS(j)) FOR_REAL(apply)(table, x, grad, place, n, out);
+    if (sums) FOR_REAL(accumulate)(grad, x, place, 1, n, sums, column);
+    if (out == out_buffer) narrow(j->dtype, (const float *)out, (uint16_t *)j->y + at, n);
+}
+
+/* Elements [at, stop). The sums of a long plane are taken in COLUMNS copies and then added to its channel's. */
+static void FOR_REAL(map_planes)(const job *j, int64_t at, int64_t stop, double *sums, double *columns) {
+    const int64_t column = 2 * j->segments;
+    for (int64_t end; at < stop; at = end) {
+        end = columns ? smaller(stop, (at / j->inner + 1) * j->inner) : stop;
+        double *total = sums ? sums + at / j->inner % j->channels * column : NULL;
+        if (columns) memset(columns, 0, sizeof(double) * COLUMNS * (size_t)column);
+        for (int64_t i = at; i < end; i += BLOCK)
+            FOR_REAL(block)(j, i, (int)smaller(BLOCK, end - i), columns ? columns : sums, columns ? column : 0);
+        for (int k = 0; columns && k < COLUMNS; k++)
+            for (int64_t s = 0; s < column; s++) total[s] += columns[k * column + s];
+    }
+}

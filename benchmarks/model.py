@@ -46,10 +46,10 @@ CONVERTED = (
 )
 TRAINED = {  # images in a batch, and whether the network is compiled
     "resnet50": (128, (False, True)),
-    "mobilenetv2_100": (128, (False,)),
-    "efficientnet_b0": (128, (False,)),
+    "mobilenetv2_100": (128, (False, True)),
+    "efficientnet_b0": (128, (False, True)),
     "vit_small_patch16_224": (128, (False,)),
-    "resnet18": (256, (True,)),
+    "resnet18": (256, (False, True)),
 }
 FUSED = "pwlu, norms fused"
 DETECTORS = ("retinanet_resnet50_fpn", "maskrcnn_resnet50_fpn")
@@ -130,6 +130,8 @@ def training(options: argparse.Namespace) -> Iterator[Row]:
         for kind in (OWN, "silu", "pwlu", "pwlu, Phase I", FUSED, f"{FUSED}, Phase I"):
             if (kind.startswith(FUSED) and name.startswith("vit")) or (kind == "silu" and name.startswith("efficientnet")):
                 continue  # it has no batch norm; it has SiLU
+            if options.kinds and kind not in options.kinds:
+                continue
             model, optimizer = trained(name, kind, options)
             calls[kind] = partial(step, torch.compile(model) if compiled else model, optimizer, x, labels)
         row: Row = {"what": "training", "network": name, "mode": _mode(compiled), "dtype": "bfloat16"}
@@ -287,6 +289,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=NETWORKS, metavar="NAME", help="in inference (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="images in inference (default: %(default)s)")
     parser.add_argument("--trained", nargs="+", choices=list(TRAINED), metavar="NAME", help="in training (default: all)")
+    parser.add_argument("--kinds", nargs="+", metavar="KIND", help=f"in training, such as '{OWN}' pwlu '{FUSED}' (default: all)")
     parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=("eager", "compiled"), help="in training")
     parser.add_argument("--training-batch", type=int, help="images in training (default: 128, for resnet18 256)")
     parser.add_argument("--pixels", type=int, default=224, help="width and height of images (default: %(default)s)")

@@ -289,7 +289,9 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=NETWORKS, metavar="NAME", help="in inference (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="images in inference (default: %(default)s)")
     parser.add_argument("--trained", nargs="+", choices=list(TRAINED), metavar="NAME", help="in training (default: all)")
-    parser.add_argument("--kinds", nargs="+", metavar="KIND", help=f"in training, such as '{OWN}' pwlu '{FUSED}' (default: all)")
+    parser.add_argument(
+        "--kinds", nargs="+", metavar="KIND", help=f"in training, such as '{OWN}' pwlu '{FUSED}' (default: all)"
+    )
     parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=("eager", "compiled"), help="in training")
     parser.add_argument("--training-batch", type=int, help="images in training (default: 128, for resnet18 256)")
     parser.add_argument("--pixels", type=int, default=224, help="width and height of images (default: %(default)s)")

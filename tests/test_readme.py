@@ -50,7 +50,7 @@ def test_what_is_printed_is_written_into_the_page(tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # AOTInductor of torch 2.11
-@pytest.mark.parametrize("page", ["README.md", "docs/conversion.md", "docs/deploy.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/conversion.md", "docs/deploy.md", "docs/norms.md"])
 def test_the_code_runs(page, run_page):
     blocks, _ = run_page(page)
     assert blocks

@@ -68,7 +68,7 @@ class Settings:
     compile: bool = _flag(False, "torch.compile the network", machine=True)
     fuse_norms: str = _flag(
         "auto",
-        "batch norm, addition and PWLU in one pass; auto: on a GPU, where there are such places",
+        "batch norm, addition and PWLU in one pass; auto: on a GPU without --compile, where there are such places",
         machine=True,
         choices=FUSE_NORMS,
     )

@@ -32,10 +32,10 @@ class Trainee:
         torch.manual_seed(int(draws.mixed(settings.seed, 3)))
         network = task.network()
         self.report = put_activations(network, task.sample(), settings)
-        network = network.to(processes.device, task.dtype, memory_format=task.layout)
         if processes.count > 1 and self.device_type == "cuda":
             network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
         _fuse_norms(network, task.sample(), settings, self.device_type)
+        network = network.to(processes.device, task.dtype, memory_format=task.layout)
         self.network: nn.Module = network
         self.average = None
         if settings.ema:
@@ -129,7 +129,7 @@ class Trainee:
 
 def _fuse_norms(network: nn.Module, sample: Any, settings: Settings, device: str) -> None:
     """Let batch norms and PWLUs run in one pass, if the settings ask for it."""
-    if settings.fuse_norms == "off" or (settings.fuse_norms == "auto" and device != "cuda"):
+    if settings.fuse_norms == "off" or (settings.fuse_norms == "auto" and (device != "cuda" or settings.compile)):
         return
     try:
         fuse_norms_(network, sample)

@@ -228,7 +228,7 @@ __device__ float2 line_inside(const Bounds &b, int k, float before, float after)
 // not be computed. `width` is B_R - B_L.
 __device__ float2 line(int intervals, int k, const Bounds &b, float width, float before, float after, float slope) {
   if (k == 0) return make_float2(slope, after);
-  if (k == intervals + 2) return make_float2(slope, before - width * slope);
+  if (k == intervals + 2) return make_float2(slope, slope == 0.0f ? before : before - width * slope);  // width may be infinite
   return line_inside(b, min(k, intervals), before, after);
 }
 

@@ -1,0 +1,57 @@
+"""Draw time and memory of a training step, from what benchmarks/model.py measured: docs/images/norms.png and norms.svg."""
+
+import argparse
+import csv
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from timing import RESULTS
+
+NETWORKS = {
+    "resnet50": "ResNet-50",
+    "resnet18": "ResNet-18",
+    "mobilenetv2_100": "MobileNetV2",
+    "efficientnet_b0": "EfficientNet-B0",
+}
+KINDS = {
+    "own activation": ("its own activation", "#8c8c8c"),
+    "silu": ("SiLU", "#c9a227"),
+    "pwlu": ("PWLU", "#7fb3d5"),
+    "pwlu, norms fused": ("PWLU, norms fused", "#1f5f99"),
+}
+MEASURES = {"gpu_ms": "GPU alone", "p50_ms": "by the clock", "peak_mib": "memory at its peak"}
+
+
+def main() -> None:
+    """Read the CSV, draw, write both files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--input", type=Path, default=RESULTS / "training-norms-cuda.csv", help="default: %(default)s")
+    parser.add_argument("--output", type=Path, default=Path("docs/images/norms.png"), help="default: %(default)s")
+    options = parser.parse_args()
+    with options.input.open() as file:
+        found = {(r["network"], r["call"]): r for r in csv.DictReader(file) if r["mode"] == "eager"}
+    figure, axes = plt.subplots(1, len(MEASURES), figsize=(11, 3.6), sharey=True, layout="constrained")
+    for axis, (measure, title) in zip(axes, MEASURES.items(), strict=True):
+        for i, (kind, (name, color)) in enumerate(KINDS.items()):
+            places, ratios = [], []
+            for at, network in enumerate(NETWORKS):
+                if (network, kind) in found:
+                    places.append(at + 0.2 * (i - 1.5))
+                    ratios.append(float(found[network, kind][measure]) / float(found[network, "own activation"][measure]))
+            axis.bar(places, ratios, 0.18, label=name, color=color)
+        axis.set_title(title)
+        axis.set_xticks(range(len(NETWORKS)), list(NETWORKS.values()), rotation=20)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("times its own activation")
+    axes[-1].legend(frameon=False, fontsize=9, loc="upper right")
+    for path in (options.output, options.output.with_suffix(".svg")):
+        figure.savefig(path, dpi=160)
+        print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,11 @@ import torch
 from recipes_helpers import after, batches_of, short_run, take_steps, task_of, trainee_of
 from torch import nn
 
+from pwlu.deferred import DeferredNorm
+from pwlu.recipes.processes import Processes
+from pwlu.recipes.settings import UserError
+from pwlu.recipes.trainee import Trainee
+
 SHORT = {"epochs": 3, "realign_epochs": 1.0, "batch": 128}
 STEPS = 9  # 7 of them in Phase I
 
@@ -98,3 +103,26 @@ def test_compiled(tmp_path, monkeypatch):
         assert row["accuracy"] == expected["accuracy"]
     states = [torch.load(f.path / "model.pt", weights_only=True) for f in (folder, plain)]
     assert states[0].keys() == states[1].keys()  # no trace of the compiler in their names
+
+
+# Batch norms in one pass with PWLUs.
+
+
+def test_fused_norms_change_nothing_but_the_time(exact):
+    fused = after(STEPS, **SHORT, precision="float64", fuse_norms="on")
+    assert sum(isinstance(module, DeferredNorm) for module in fused.network.modules()) == 3
+    assert not any(isinstance(module, DeferredNorm) for module in exact.network.modules())  # auto: not on a CPU
+    torch.testing.assert_close(fused.network.state_dict(), exact.network.state_dict(), rtol=1e-7, atol=1e-7)
+
+
+def test_where_norms_are_fused(monkeypatch):
+    """auto: on a GPU, in eager mode, with PWLUs behind batch norms. No GPU is needed to see it: nothing is computed there."""
+    monkeypatch.setattr(nn.Module, "to", lambda self, *_, **__: self)
+    for changes, fused in (({}, 3), ({"fuse_norms": "off"}, 0), ({"compile": True}, 0), ({"activation": "relu"}, 0)):
+        task = task_of(**changes)
+        network = Trainee(task, task.settings, Processes(0, 1, torch.device("cuda"))).network
+        assert sum(isinstance(module, DeferredNorm) for module in network.modules()) == fused
+    with pytest.raises(UserError, match="--fuse-norms on: fuse_norms_: .* has no PWLU"):
+        trainee_of(task_of(activation="relu", fuse_norms="on"))
+    with pytest.raises(UserError, match="--fuse-norms must be one of auto, on, off, not yes"):
+        task_of(fuse_norms="yes")

@@ -248,6 +248,7 @@ def test_gradcheck_through_the_definition(training, device):
         assert torch.autograd.gradgradcheck(function, inputs)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
 def test_opcheck(device):
     for residual in (False, True):
         x, grad, added, gamma, beta, parameters = problem((3, 4, 5, 6), torch.float32, device, residual)
@@ -259,11 +260,8 @@ def test_opcheck(device):
         torch.library.opcheck(norm_ops.norm_backward, (grad, x, added, norm, weight, intervals))
         _, sums, _ = norm_ops.norm_backward(grad, x, added, norm, weight, intervals)
         torch.library.opcheck(norm_ops.norm_input, (grad, x, norm, weight, intervals, sums, 90.0, residual))
-        inputs = (x, added, gamma, beta, weight)
-        torch.library.opcheck(norm_ops.norm_act, (*inputs, intervals, *running, 0.1, EPS, True, None))
-        # With gradients, torch's check warns of what changes in place.
-        leaves = [None if t is None else t.requires_grad_() for t in inputs]
-        torch.library.opcheck(norm_ops.norm_act, (*leaves, intervals, None, None, None, 0.1, EPS, True, None))
+        leaves = [None if t is None else t.requires_grad_() for t in (x, added, gamma, beta, weight)]
+        torch.library.opcheck(norm_ops.norm_act, (*leaves, intervals, *running, 0.1, EPS, True, None))
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "added"])
@@ -327,3 +325,26 @@ def test_plain_torch_gives_the_same(device):
             strict=True,
         ):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "added"])
+def test_compiled_autograd(residual, device):
+    from torch._dynamo.compiled_autograd import _enable
+
+    x, grad, added, gamma, beta, parameters = problem((3, 4, 5, 6), torch.float64, device, residual)
+    weight, intervals = weight_of(parameters)
+    leaves = [None if t is None else t.requires_grad_() for t in (x, added, gamma, beta, weight)]
+
+    def gradients():
+        for leaf in leaves:
+            if leaf is not None:
+                leaf.grad = None
+        state = (torch.zeros_like(gamma), torch.ones_like(gamma), None, 0.1, EPS, True, None)
+        norm_ops.norm_act(*leaves, intervals, *(t.detach() if isinstance(t, torch.Tensor) else t for t in state)).backward(grad)
+        return [leaf.grad for leaf in leaves if leaf is not None]
+
+    expected = gradients()
+    with _enable(torch.compile(backend="eager")):
+        found = gradients()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)

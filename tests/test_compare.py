@@ -69,7 +69,7 @@ def test_every_setting_travels():
     }
     changes |= {"granularity": "layer", "realign_epochs": 1.5, "fix_init": 2.5, "unit_lr": 0.1, "curvature": 1e-7, "ema": 0.999}
     changes |= {"norm": "group", "precision": "bf16", "accumulate": 2, "compile": True, "channels_last": False, "data": "a b=c"}
-    changes |= {"device": "cpu", "workers": 0, "tensorboard": True}
+    changes |= {"device": "cpu", "workers": 0, "tensorboard": True, "fuse_norms": "off"}
     changes |= {"iterations": 5, "measure_every": 3, "save_detections": True, "snapshots": 7}
     settings = rows.settings("digits", **changes)
     usual = rows.settings("digits")

@@ -323,7 +323,7 @@ def test_everything_that_can_be_operated_has_a_name(tab):
     assert all(name for role in roles - {"group"} for name in found.get(role, ()))
     assert {"Time", "Channel"} <= set(found["slider"])
     assert {"Dark", "Play"} <= set(found["button"])
-    assert {"1 1: 6 channels", "2 3: 4 channels"} <= {" ".join(name.split()) for name in found["radio"]}
+    assert {"1 1: 6 channels", "3 2: 4 channels"} <= {" ".join(name.split()) for name in found["radio"]}
     assert any("The function of layer 1 (1), channel 0 of 6" in name for name in found["image"])
 
 

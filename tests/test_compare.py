@@ -83,6 +83,7 @@ def test_every_setting_travels():
     assert machine == [
         "--accumulate=2",
         "--compile",
+        "--fuse-norms=off",
         "--no-channels-last",
         "--data=a b=c",
         "--device=cpu",

@@ -47,6 +47,8 @@ class Block(nn.Module):
             y = self.drop(y)
         elif self.way == "used twice":
             return self.act2(y) + y
+        elif self.way == "used beside its sum":
+            return self.act2(y + x) + y.mean()
         elif self.way == "used before":
             return y.mean() + self.act2(y)
         elif self.way == "method":
@@ -94,6 +96,7 @@ APART = {
     "scaled": "add",
     "dropout": "dropout",
     "used twice": "an addition of another shape or type",
+    "used beside its sum": "the attribute mean",
     "used before": "the attribute mean",
     "method": "the attribute mul",
     "operator": "__rmul__",

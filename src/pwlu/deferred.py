@@ -112,11 +112,12 @@ def _version(tensor: Tensor) -> int:
 class Deferred:
     """The output of a norm that is not computed yet, or its sum with a residual."""
 
-    def __init__(self, norm: Any, x: Tensor, residual: Tensor | None = None, version: int | None = None) -> None:
-        self.norm, self.x, self.residual = norm, x, residual
-        self._versions = (_version(x) if version is None else version, 0 if residual is None else _version(residual))
+    def __init__(self, norm: Any, x: Tensor) -> None:
+        self.norm, self.x = norm, x
+        self.residual: Tensor | None = None
+        self._versions = (_version(x), 0)
         self._value: Tensor | None = None
-        self._done = False  # the running statistics have followed this batch
+        self._done = [False]  # whether the running statistics have followed this batch; sums have the same list
 
     # What a unit asks for.
 
@@ -127,12 +128,13 @@ class Deferred:
         parameters, buffers, statistics = norm._parameters, norm._buffers, unit._modules["statistics"]
         observes = statistics.phase == 1 and unit.training
         weight = unit.effective_weight()
-        if self._done or self._value is not None or (why := self._why_apart(unit, weight, observes)):
-            if not self._done:
-                self._note(f"{type(unit).__name__} ({why})")
+        if self._done[0]:
+            return unit(self.value())
+        if why := self._why_apart(unit, weight, observes):
+            self._note(f"{type(unit).__name__} ({why})")
             return unit(self.value())
         self._check_versions()
-        self._done = True
+        self._done[0] = True
         if norm.recorder is not None:
             norm.recorder.paired(self, unit)
         norm._check_input_dim(x)
@@ -190,8 +192,8 @@ class Deferred:
         """Return the tensor that this stands for."""
         if self._value is None:
             self._check_versions()
-            z = self._again() if self._done else plain_forward(self.norm, self.x)
-            self._done = True
+            z = self._again() if self._done[0] else plain_forward(self.norm, self.x)
+            self._done[0] = True
             self._value = z if self.residual is None else z + self.residual
         return self._value
 
@@ -215,10 +217,13 @@ class Deferred:
         if isinstance(other, Deferred):  # two norms meet: one waits
             other._note("an addition with another norm")
             other = other.value()
-        fits = isinstance(other, Tensor) and self.residual is None and self._value is None and not self._done
+        fits = isinstance(other, Tensor) and self.residual is None and not self._done[0]
         x = self.x
         if fits and (other.shape, other.dtype, other.device) == (x.shape, x.dtype, x.device):
-            return Deferred(self.norm, x, other, self._versions[0])
+            total = Deferred(self.norm, x)
+            total.residual, total._done = other, self._done
+            total._versions = (self._versions[0], _version(other))
+            return total
         self._note("an addition of another shape or type" if isinstance(other, Tensor) else "an addition")
         return self.value() + other
 

@@ -1,0 +1,244 @@
+"""Compare learning rules for PWLUs on held-out images of CIFAR-100.
+
+A rule is a line of words, such as "sharesum=0.1 curv=0.001 init=swish". Each rule trains each network once per seed, by the
+project's own recipe, in a process of its own. Results go to OUT/results.jsonl (a line per run), progress to OUT/log.txt.
+
+    python experiments/learning_rules.py --block anchors --data data --out runs/rules
+    python experiments/learning_rules.py --rules "curv=0.001; curv=0.001 init=swish" --seeds 1,2 --jobs 4 --mps
+    python experiments/learning_rules.py --rules "curv=0.001" --device cpu --images 2000 --also "epochs=2 batch=128 realign=1"
+    python experiments/learning_rules.py --table experiments/results.jsonl
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rule_training import ACTIVATIONS, RULE_FIELDS, SETTINGS, parse, train
+
+from pwlu.recipes.cifar import cifar100
+from pwlu.recipes.rows import RECIPES
+from pwlu.recipes.settings import UserError
+
+TRIED = Path(__file__).with_name("results.jsonl")
+ANCHORS = ("relu", "swish", "pwlu", "curv=0.001")
+NETWORKS = tuple(name.removeprefix("cifar100/") for name in RECIPES if name.startswith("cifar100/"))
+UNTRIED = (
+    # which of smoothness, scale and step size matters, and how strong it has to be
+    "share=1 relcurv=3e-5 prox",
+    "share=1 relcurv=5e-3 prox mean",
+    "gain=-1",
+    "decayB share=1 relcurv=1e-4 prox",
+    "share=1 relcurv=1e-4 prox reldev=1e-5",
+    "relstep=0.003 share=1 curv=0.002 prox",
+    "share=1 relcurv=1e-4 prox init=swish base",
+    # gradient noise, other penalties, other settings
+    "share=1 precond=4 relcurv=1e-4 prox",
+    "tv2=1e-4 share=1",
+    "layer relcurv=5e-3 prox mean",
+    "sharesum=0.1 relcurv=1e-4 prox",
+    "share=1 relcurv=1e-4 prox normdecay=0",
+    "share=1 relcurv=1e-4 prox unitlr=3",
+    "share=1 relcurv=1e-4 prox N=8",
+)
+
+
+def results_of(path: Path) -> list[dict[str, Any]]:
+    """Read a file of results."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def blocks() -> dict[str, tuple[str, ...]]:
+    """Return lists of rules by name: anchors to compare with, those of the published table, and those not yet tried."""
+    return {"anchors": ANCHORS, "tried": tuple(dict.fromkeys(r["rule"] for r in results_of(TRIED))), "untried": UNTRIED}
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Return results as a Markdown table: anchors first, the others by mean accuracy; means over seeds."""
+    networks = sorted({r["network"] for r in results})
+    measures = ("accuracy", "train loss", "held-out loss", "IOU")
+    lines = ["| rule | " + " | ".join(f"{n} {m}" for n in networks for m in measures) + " |"]
+    lines += ["|---" + "|---:" * len(measures) * len(networks) + "|"]
+
+    def place(rule: str) -> tuple[int, float]:
+        if rule in ANCHORS:
+            return ANCHORS.index(rule), 0.0
+        return len(ANCHORS), -statistics.mean(r["accuracy"] for r in results if r["rule"] == rule)
+
+    for rule in sorted(dict.fromkeys(r["rule"] for r in results), key=place):
+        cells = []
+        for network in networks:
+            mine = [r for r in results if r["rule"] == rule and r["network"] == network]
+            for name, form in (("accuracy", ".2f"), ("train_loss", ".3f"), ("heldout_loss", ".3f"), ("iou", ".2f")):
+                values = [r[name] for r in mine if r[name] is not None]
+                cells.append(f"{statistics.mean(values):{form}}" if values and len(values) == len(mine) else "-")
+            notes = [f"{len(mine)} seeds"] if len(mine) > 1 else []
+            notes += [f"diverged, epoch {r['epochs']}" for r in mine if r["unfinished"] and r["train_loss"] is None]
+            notes += [f"stopped after epoch {r['epochs']}" for r in mine if r["unfinished"] and r["train_loss"] is not None]
+            cells[-4] += f" ({'; '.join(notes)})" if notes else ""
+        lines.append(f"| {rule} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def mps(environment: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Start NVIDIA's multi-process service, yield the environment of processes that use it, and stop it.
+
+    Where it does not work, say so and go on without it.
+    """
+    control = "nvidia-cuda-mps-control"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        with_mps = environment | {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+
+        def stop() -> None:
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                subprocess.run([control], input=b"quit\n", env=with_mps, timeout=20, capture_output=True)
+
+        used = with_mps
+        try:
+            subprocess.run([control, "-d"], env=with_mps, timeout=20, capture_output=True, check=True)
+            check = "import torch; torch.zeros(8, device='cuda').sum().item()"
+            subprocess.run([sys.executable, "-c", check], env=with_mps, timeout=120, capture_output=True, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            print(f"--mps: going on without it, because it does not work here: {error}", flush=True)
+            stop()
+            used = environment
+        try:
+            yield used
+        finally:
+            stop()
+
+
+def side_by_side(specs: list[dict[str, Any]], arguments: argparse.Namespace, environment: dict[str, str]) -> int:
+    """Do the runs, `--jobs` at a time; return how many failed or did not begin."""
+    began = time.time()
+    deadline = began + 60 * arguments.minutes
+    waiting, running, failed = list(specs), {}, 0
+    command = [sys.executable, str(Path(__file__).resolve()), "--data", str(arguments.data), "--out", str(arguments.out)]
+    command += ["--deadline", str(deadline)] + (["--device", arguments.device] if arguments.device else [])
+    try:
+        while waiting or running:
+            while waiting and len(running) < arguments.jobs and time.time() < deadline:
+                spec = waiting.pop(0)
+                running[subprocess.Popen([*command, "--one", json.dumps(spec)], env=environment)] = spec
+            for child in [c for c in running if c.poll() is not None]:
+                spec = running.pop(child)
+                failed += child.returncode != 0
+                print(f"{time.time() - began:6.0f} s {'FAILED' if child.returncode else 'done'}: {named(spec)}", flush=True)
+            if waiting and not running and time.time() >= deadline:
+                break
+            time.sleep(0.1)
+    finally:
+        for child in running:
+            child.kill()
+    for spec in waiting:
+        print(f"not begun, for --minutes are over: {named(spec)}", flush=True)
+    return failed + len(waiting)
+
+
+def named(spec: dict[str, Any]) -> str:
+    """Return the name of a run."""
+    return f"{spec['network']}, seed {spec['seed']}, {spec['rule']}"
+
+
+def one(spec: dict[str, Any], arguments: argparse.Namespace) -> int:
+    """Do one run in this process, and add its result to the file."""
+
+    def say(text: str) -> None:
+        with open(arguments.out / "log.txt", "a") as file:
+            file.write(f"{named(spec)}: {text}\n")
+
+    try:
+        result = train(spec, arguments.data, arguments.device, arguments.deadline, say)
+    except Exception as error:
+        say(f"FAILED\n{traceback.format_exc()}")
+        print(f"{named(spec)}: {type(error).__name__}: {error}", flush=True)
+        return 1
+    with open(arguments.out / "results.jsonl", "a") as file:
+        file.write(json.dumps(result) + "\n")
+    return 0
+
+
+def words() -> str:
+    """Return what the words of rules mean, for the help."""
+    lines = ["words of rules:", f"  {', '.join(ACTIVATIONS)}: the activation (default: pwlu)"]
+    lines += ["  layer, channel: one function per layer or per channel (default: channel)"]
+    for name, field in RULE_FIELDS.items():
+        lines.append(f"  {name if field.type is bool else name + '=X'}: {field.metadata['help']}")
+    lines.append("settings of the recipe, as in pwlu train --help:")
+    lines += [f"  {word}=X: {setting}" for word, setting in SETTINGS.items()]
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(description=__doc__, epilog=words(), formatter_class=raw)
+    made.add_argument("--rules", default="", help="rules, separated by semicolons", metavar="RULES")
+    made.add_argument("--block", choices=("anchors", "tried", "untried"), help="a list of rules; --list shows them")
+    made.add_argument("--also", default="", help="words added to every rule", metavar="WORDS")
+    made.add_argument("--networks", default="mobilenet_v3_small,resnet18", help=f"of {', '.join(NETWORKS)}", metavar="NAMES")
+    made.add_argument("--seeds", default="0", help="separated by commas", metavar="NUMBERS")
+    made.add_argument("--holdout", type=int, default=5000, help="training images to measure on (default: 5000)", metavar="N")
+    made.add_argument("--images", type=int, default=0, help="train on the first N of the others (default: all)", metavar="N")
+    made.add_argument("--data", type=Path, default=Path("data"), help="the folder that holds cifar-100-python", metavar="DIR")
+    made.add_argument("--out", type=Path, default=Path("runs/rules"), help="for results (default: runs/rules)", metavar="DIR")
+    made.add_argument("--device", help="cpu or cuda (default: cuda where there is one)", metavar="NAME")
+    made.add_argument("--jobs", type=int, default=1, help="runs side by side (default: 1)", metavar="N")
+    made.add_argument("--mps", action="store_true", help="start nvidia-cuda-mps-control: runs side by side are then faster")
+    made.add_argument("--minutes", type=float, default=math.inf, help="stop after so many, with what there is", metavar="X")
+    made.add_argument("--list", action="store_true", help="print the rules of all blocks")
+    made.add_argument("--table", type=Path, help="print a file of results as a table", metavar="FILE")
+    made.add_argument("--one", help=argparse.SUPPRESS)
+    made.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
+    return made
+
+
+def main() -> int:
+    """Run the command line."""
+    command = parser()
+    arguments = command.parse_args()
+    if arguments.one:
+        return one(json.loads(arguments.one), arguments)
+    if arguments.table:
+        print(table(results_of(arguments.table)))
+        return 0
+    if arguments.list:
+        for name, rules in blocks().items():
+            print("\n    ".join([f"{name}:", *rules]))
+        return 0
+    rules = [*(blocks()[arguments.block] if arguments.block else ()), *filter(str.strip, arguments.rules.split(";"))]
+    rules = [" ".join(f"{rule} {arguments.also}".split()) for rule in rules]
+    networks = arguments.networks.split(",")
+    if not rules or not set(networks) <= set(NETWORKS):
+        command.error("write --rules, --block or --list" if not rules else f"--networks takes {', '.join(NETWORKS)}")
+    try:  # an error here, not in every process
+        seeds = [int(seed) for seed in arguments.seeds.split(",")]
+        for rule in rules:
+            parse(rule)
+        cifar100(arguments.data)
+    except (ValueError, UserError) as error:
+        command.error(str(error))
+    options = {"holdout": arguments.holdout, "images": arguments.images}
+    specs = [{"rule": r, "network": n, "seed": s} | options for r in rules for n in networks for s in seeds]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    with mps(environment) if arguments.mps else contextlib.nullcontext(environment) as environment:
+        failed = side_by_side(specs, arguments, environment)
+    if (arguments.out / "results.jsonl").exists():
+        print(table(results_of(arguments.out / "results.jsonl")))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""Rules and what applies them: between the backward pass and the optimizer's step, after the step, and between epochs."""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import rule_functions as functions
+import torch
+from rule_functions import HEIGHTS, LEFT_SLOPE, Layers
+from torch import Tensor
+
+from pwlu.module import PWLU
+from pwlu.smoothing import _rows
+from pwlu.starts import Start
+
+OBSERVED_STEPS = 8  # at the end of an epoch: over these, the mean and the deviation of inputs are measured
+
+
+def _word(default: Any, help: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is done to PWLUs beside plain SGD. With all at their defaults: the paper's method."""
+
+    share: float = _word(0.0, "add X times the layer's sum of gradients, divided by sqrt(channels), to each channel's gradient")
+    sharesum: float = _word(0.0, "add X times the layer's sum of gradients to each channel's gradient")
+    precond: float = _word(0.0, "smooth the gradient along the knots: G (I + X D'D)^-1, with D the difference of neighbours")
+    relstep: float = _word(0.0, "take steps relative to the function's size, with the gradient divided by its running RMS")
+    decayB: bool = _word(False, "the recipe's weight decay on bounds and heights, not on slopes")
+    curv: float = _word(0.0, "penalty on squared bends, times X, as pwlu.curvature")
+    relcurv: float = _word(0.0, "penalty on squared bends relative to the mean squared rise, times X")
+    tv2: float = _word(0.0, "penalty on absolute jumps of the slope, times X")
+    dev: float = _word(0.0, "penalty on squared differences from the layer's mean function, times X")
+    reldev: float = _word(0.0, "dev relative to the mean squared rise")
+    mean: bool = _word(False, "penalties are means over the channels of a layer, not sums")
+    prox: bool = _word(False, "curv and relcurv as an implicit step after the optimizer's, stable at any strength")
+    base: bool = _word(False, "curv, relcurv and tv2 are of the difference from the start function")
+    regrid: float = _word(0.0, "every X epochs move the bounds to mean +- 3 deviations of the inputs and keep the function")
+    regridlast: float = _word(0.8, "no regrid after this share of the training")
+    gain: float = _word(0.0, "hold the RMS slope over the inputs at X; -1: at its value after realignment")
+    jitter: float = _word(0.0, "in training shift inputs by a uniform random number of up to +- X intervals / 2")
+
+
+class Bank:
+    """All PWLUs of a network as one table, and back."""
+
+    def __init__(self, units: Iterable[PWLU]) -> None:
+        self.units = list(units)
+        (self.intervals,) = {unit.intervals for unit in self.units}
+        self.weights = [unit.weight for unit in self.units]
+        self.lengths = [weight.numel() for weight in self.weights]
+        device = self.weights[0].device
+        self.rows = _rows(tuple(self.lengths), self.intervals, device)
+        self.layers = Layers.of([unit.channels for unit in self.units], device)
+
+    def table(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Return tensors of the weights' layout as a table."""
+        return torch.cat([t.detach().reshape(-1) for t in tensors])[self.rows]
+
+    def values(self) -> Tensor:
+        """Return the table of the weights."""
+        return self.table(self.weights)
+
+    def gradient(self) -> Tensor:
+        """Return the table of the gradients."""
+        return self.table(weight.grad for weight in self.weights)
+
+    def write(self, tensors: Iterable[Tensor], table: Tensor) -> None:
+        """Write a table into tensors of the weights' layout."""
+        flat = table.new_empty(sum(self.lengths))
+        flat[self.rows.reshape(-1)] = table.reshape(-1)
+        torch._foreach_copy_([t.detach() for t in tensors], list(flat.split(self.lengths)))
+
+
+class Observer:
+    """Measures mean and standard deviation of the inputs of units while ``active``; shifts inputs at random."""
+
+    def __init__(self, bank: Bank, jitter: float) -> None:
+        self.bank, self.jitter, self.active = bank, jitter, False
+        self.clear()
+        for number, unit in enumerate(bank.units):
+            unit.register_forward_pre_hook(lambda unit, arguments, number=number: self._see(number, unit, *arguments))
+
+    def clear(self) -> None:
+        """Forget what was measured."""
+        self.seen: list[list[Tensor]] = [[] for _ in self.bank.units]
+
+    def _see(self, number: int, unit: PWLU, x: Tensor) -> Tensor | None:
+        if not unit.training:
+            return None
+        if self.active:
+            dims = [i for i in range(x.ndim) if unit.channels == 1 or i != unit.channel_dim % x.ndim]
+            variance, mean = torch.var_mean(x.detach().float(), dims, correction=0)
+            self.seen[number].append(torch.stack([mean.reshape(-1), variance.reshape(-1)]))
+        if not self.jitter or unit.phase == 1:
+            return None
+        step = (unit.right - unit.left).detach() / unit.intervals
+        shape = [1] * x.ndim
+        shape[unit.channel_dim] = unit.channels
+        return x + torch.rand_like(x).sub_(0.5).mul_(self.jitter * step.to(x.dtype).view(shape))
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Return mean and standard deviation of all steps together, (F, 1) each, and forget them."""
+        parts = []
+        for seen in self.seen:
+            mean, variance = torch.stack(seen).unbind(1)
+            parts.append(torch.stack([mean.mean(0), (variance.mean(0) + mean.var(0, correction=0)).sqrt()]))
+        self.clear()
+        mean, std = torch.cat(parts, 1)[:, :, None]
+        return mean, std
+
+
+class Learner:
+    """Applies a rule in every step of the optimizer in Phase II.
+
+    Args:
+        base: the function whose bends are not penalised, or None.
+        trainee: of the project's recipes; has the optimizer, the phase and the settings.
+        peak: the largest learning rate of PWLUs.
+    """
+
+    def __init__(self, rule: Rule, bank: Bank, base: Start | None, trainee: Any, peak: float) -> None:
+        self.rule, self.bank, self.base, self.trainee, self.peak = rule, bank, base, trainee, peak
+        self.optimizer = trainee.optimizer
+        (self.group,) = (g for g in self.optimizer.param_groups if any(p is bank.weights[0] for p in g["params"]))
+        like = {"dtype": bank.weights[0].dtype, "device": bank.weights[0].device}
+        self.smoother = functions.smoother(bank.intervals, rule.precond).to(**like)
+        self.bending = [part.to(**like) for part in functions.bending(bank.intervals)]
+        self.second, self.updates = torch.zeros(len(bank.rows), 1, **like), 0
+        weights = {name: getattr(rule, name) for name in ("curv", "relcurv", "tv2", "dev", "reldev") if getattr(rule, name)}
+        self.implicit = {name: weights.pop(name) for name in ("curv", "relcurv") if rule.prox and name in weights}
+        self.explicit = weights
+        if rule.relstep and self.explicit:
+            raise ValueError(f"relstep goes with penalties that are implicit: write prox, and leave out {', '.join(weights)}")
+        self.observer = Observer(bank, rule.jitter) if rule.regrid or rule.gain or rule.jitter else None
+        self.mean = self.std = self.target = None
+        self.changes_gradients = any((rule.share, rule.sharesum, rule.precond, rule.relstep, rule.decayB, self.explicit))
+        self.learning = self.last_step = False
+        self.numbers: dict[str, float] = {}
+        self.notes: list[str] = []
+        self.optimizer.register_step_pre_hook(lambda *_: self._before_step())
+        self.optimizer.register_step_post_hook(lambda *_: self._after_step())
+
+    def begin(self, step: int, steps_per_epoch: int) -> None:
+        """Say which step of the epoch comes next, from 0 on."""
+        self.last_step = step == steps_per_epoch - 1
+        if self.observer:
+            if step == 0:
+                self.observer.clear()
+            self.observer.active = bool(self.rule.regrid or self.rule.gain) and step >= steps_per_epoch - OBSERVED_STEPS
+
+    def _before_step(self) -> None:
+        rule, bank = self.rule, self.bank
+        self.learning = self.trainee.phase == 2  # also of what is done after this step
+        if not self.learning:
+            return
+        if self.last_step:
+            self.numbers = self._numbers()
+        if not self.changes_gradients:
+            return
+        table, gradient = bank.values(), bank.gradient()
+        if rule.share:
+            gradient = functions.shared(gradient, table, bank.layers, rule.share, root=True)
+        if rule.sharesum:
+            gradient = functions.shared(gradient, table, bank.layers, rule.sharesum, root=False)
+        if rule.precond:
+            gradient = functions.preconditioned(gradient, self.smoother)
+        if rule.relstep:
+            self.updates += 1
+            gradient = functions.relative_step(gradient, table, self.second, self.updates) * (rule.relstep / self.peak)
+        if rule.decayB:
+            decayed = table * self.trainee.settings.weight_decay
+            decayed[:, LEFT_SLOPE:HEIGHTS] = 0
+            gradient = gradient + decayed
+        if self.explicit:
+            with torch.enable_grad():
+                leaf = table.requires_grad_()
+                each = sum(w * functions.penalty(name, leaf, bank.layers, self.base) for name, w in self.explicit.items())
+                total = (each / bank.layers.channels[:, 0] if rule.mean else each).sum()
+                gradient = gradient + torch.autograd.grad(total, leaf)[0]
+        bank.write([weight.grad for weight in bank.weights], gradient)
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        rule, bank = self.rule, self.bank
+        if not self.learning or not (self.implicit or rule.gain):
+            return
+        table = bank.values()
+        if self.implicit:
+            strength: Any = 0.0
+            for name, weight in self.implicit.items():
+                strength = strength + 2 * weight * (bank.intervals / functions.squared_size(table) if name == "relcurv" else 1)
+            # as strong as the penalty's gradient would be: with a momentum of 0.9 a lasting gradient counts ten times
+            strength = strength * self.group["lr"] * 10 / (bank.layers.channels if rule.mean else 1)
+            table = functions.implicit_bend(table, strength, *self.bending, self.base)
+        if rule.gain:
+            if self.mean is None:  # realignment has put the bounds at mean +- 3 deviations
+                self.mean, self.std = table[:, :2].mean(1, keepdim=True), (table[:, 1:2] - table[:, :1]) / 6
+            if self.target is None:
+                self.target = rule.gain if rule.gain > 0 else functions.rms_slope(table, self.mean, self.std)
+            table = functions.with_gain(table, self.target, self.mean, self.std)
+        bank.write(bank.weights, table)
+
+    @torch.no_grad()
+    def end_epoch(self, done: int, epochs: int) -> None:
+        """Take the statistics of inputs, and move the bounds where the rule says so; `done` epochs are behind us."""
+        rule, bank = self.rule, self.bank
+        if self.trainee.phase != 2 or not (rule.regrid or rule.gain):
+            return
+        self.mean, self.std = self.observer.statistics()
+        if not rule.regrid or done % round(rule.regrid) or done > rule.regridlast * epochs:
+            return
+        table = bank.values()
+        left, right = self.mean - 3 * self.std, self.mean + 3 * self.std
+        usable = (self.std > 1e-5 * (1 + self.mean.abs())) & left.isfinite() & right.isfinite()
+        left, right = torch.where(usable, left, table[:, :1]), torch.where(usable, right, table[:, 1:2])
+        buffers = [self.optimizer.state.get(weight, {}).get("momentum_buffer") for weight in bank.weights]
+        momentum = None if any(buffer is None for buffer in buffers) else bank.table(buffers)
+        new, moved, error = functions.regridded(table, left, right, momentum)
+        bank.write(bank.weights, torch.where(usable, new, table))
+        if moved is not None:
+            bank.write(buffers, torch.where(usable, moved, momentum))
+        width = ((right - left) / (table[:, 1:2] - table[:, :1])).median().item()
+        self.notes.append(f"regrid after {done}: width x {width:.3f}, error {error.median():.4f}, at most {error.max():.4f}")
+
+    def _numbers(self) -> dict[str, float]:
+        """Return medians over functions that tell scale, smoothness and step size apart."""
+        table, gradient = self.bank.values(), self.bank.gradient()
+        risen, d, size = functions.rises(table), functions.interval(table), functions.squared_size(table).sqrt()
+        heights, bounds = (part.square().mean(1, keepdim=True).sqrt() for part in (gradient[:, HEIGHTS:], gradient[:, :2]))
+        found = {
+            "interval": d,
+            "rise": size,
+            "slope": size / d,
+            "bend": risen.diff().square().sum(1) / risen[:, 1:-1].square().sum(1).clamp(min=1e-12),
+            "gradient": heights,
+            "step / rise": self.peak * heights / size,  # of one step at the peak of the learning rate, without momentum
+            "step of bounds / interval": self.peak * bounds / d,
+        }
+        return {name: float(f"{value.median().item():.3g}") for name, value in found.items()}

@@ -122,7 +122,7 @@ def test_where_norms_are_fused(monkeypatch):
         task = task_of(**changes)
         network = Trainee(task, task.settings, Processes(0, 1, torch.device("cuda"))).network
         assert sum(isinstance(module, DeferredNorm) for module in network.modules()) == fused
-    with pytest.raises(UserError, match="--fuse-norms on: fuse_norms_: .* has no PWLU"):
+    with pytest.raises(UserError, match=r"--fuse-norms on: fuse_norms_: .* has no PWLU"):
         trainee_of(task_of(activation="relu", fuse_norms="on"))
     with pytest.raises(UserError, match="--fuse-norms must be one of auto, on, off, not yes"):
         task_of(fuse_norms="yes")

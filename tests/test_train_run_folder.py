@@ -137,7 +137,7 @@ def test_every_setting_survives(tmp_path):
         assert folder.settings() == settings(name)
     plain = settings("digits")
     values = {"recipe": "digits", "activation": "prelu", "augmentation": "none", "granularity": "layer", "norm": "group"}
-    values |= {"precision": "bf16", "init": "silu", "data": "/data", "device": "cpu"}
+    values |= {"precision": "bf16", "init": "silu", "data": "/data", "device": "cpu", "fuse_norms": "off"}
     kinds = {int: 9, float: 0.123456789012345, bool: True}
     changed = {f.name: values.get(f.name, kinds.get(f.type)) for f in dataclasses.fields(plain)}
     changed |= {"channels_last": False}

@@ -19,6 +19,7 @@ from pwlu.files import appearing
 from pwlu.module import PWLU, require_units, units_of, unwrapped
 from pwlu.realignment import some
 from pwlu.starts import STARTS, Start, find_start
+from pwlu.text import install
 from pwlu.version import __version__
 
 FORMAT = 1  # of the conversion
@@ -249,5 +250,5 @@ def _safetensors(caller: str) -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
-        raise ImportError(f"{caller} needs the package safetensors ({error}): pip install safetensors") from error
+        raise ImportError(f"{caller} needs the package safetensors ({error}): {install('save')}") from error
     return safetensors.torch

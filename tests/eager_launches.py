@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 import pwlu  # noqa: F401  # registers the operators
-from pwlu import implementations, ops
+from pwlu import implementations, norm_ops, ops
 from pwlu.kernels import cuda, eager
 from pwlu.kernels.cuda import driver, plan
 
@@ -56,7 +56,11 @@ def launched(call, known):
     gradient."""
     LAUNCHES.clear()
     call()
-    return [(*rest, [place(a, known, addresses[8]) for a in addresses], numbers) for *rest, addresses, numbers in LAUNCHES]
+    found = []
+    for *rest, (*addresses, pair), numbers in LAUNCHES:  # the pair is two floats
+        gradient = addresses[8] if place(addresses[8], known, 0) == ("new", None) else 0
+        found.append((*rest, [place(a, known, gradient) for a in addresses], pair, numbers))
+    return found
 
 
 def place(address, known, gradient):
@@ -103,6 +107,27 @@ def calls_of(x, grad, weight, intervals, pool, fused, dim):
     }
 
 
+def norm_step(x, residual, weight, intervals, vectors, training, pool, grad):
+    """Forward and backward behind a norm."""
+    gamma, beta, mean, variance, batches = vectors
+    leaves = [None if t is None else t.detach().requires_grad_() for t in (x, residual, gamma, beta, weight)]
+    y = norm_ops.norm_act(*leaves, intervals, mean, variance, batches, 0.1, 1e-5, training, pool)
+    torch.autograd.backward((y,), (grad,))
+
+
+def norm_calls_of(x, grad, weight, intervals, pool, vectors):
+    """Every way to call the kernels of a unit behind a norm."""
+    call = partial(norm_step, x, weight=weight, intervals=intervals, vectors=vectors, grad=grad)
+    return {
+        f"norm{', added' * (r is not None)}{', training' * training}{', Phase I' * (p is not None)}": partial(
+            call, r, training=training, pool=p
+        )
+        for r in (None, grad)
+        for training in (True, False)
+        for p in (None, pool)
+    }
+
+
 def main():
     assert eager.library is not None
     kernel = pretended()
@@ -117,9 +142,14 @@ def main():
         table = torch.randn(channels, intervals + 2, dtype=kind)
         fused = {"left": -one, "inv_step": one.clone(), "slopes": table, "offsets": table.clone()}
         grad = torch.randn_like(x)
-        for name, call in calls_of(x, grad, weight, intervals, pool, fused.values(), dim).items():
+        calls = calls_of(x, grad, weight, intervals, pool, fused.values(), dim)
+        vectors = [*torch.rand(4, channels).clone().unbind(), torch.tensor(0)] if dim == 1 else []
+        if vectors and kind == torch.float32:
+            calls |= norm_calls_of(x, grad, weight, intervals, pool, vectors)
+        for name, call in calls.items():
             eager.forget()
             known = {"x": x, "grad": grad, "weight": weight, "pool": pool, **fused}
+            known |= {f"vector {i}": vector for i, vector in enumerate(vectors)}
             expected = launched(call, known)
             assert len(by_python) == len(expected) > 0, f"{name} came to eager.cpp before it could know it"
             found = launched(call, known)

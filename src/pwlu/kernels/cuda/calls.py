@@ -92,17 +92,19 @@ class Kernel:
             with torch.cuda.device(self.index):
                 kernel(plan, addresses)
 
-    def _run(self, key: tuple[Any, ...], plan: Plan, second: Plan | None, of_split: int, arguments: dict[str, Any]) -> None:
+    def _run(
+        self, x: Tensor, key: tuple[Any, ...], plan: Plan, second: Plan | None, of_split: int, arguments: dict[str, Any]
+    ) -> None:
         """Launch a kernel and, if there is one, a second that adds up what its splits left: `of_split` numbers each.
 
-        `key`: what eager.cpp recognises such a call by; later ones need no Python.
+        `x`: on the device. `key`: what eager.cpp recognises such a call by; later ones need no Python.
         """
         if eager.new(key):
             eager.learn_gpu(key, self._described(plan), second and self._described(second), plan.splits, launcher())
         if second is None:
             self._launch(plan, _arguments(**arguments))
             return
-        partial = torch.empty(plan.splits * of_split, dtype=torch.float32, device=torch.device("cuda", self.index))
+        partial = x.new_empty(plan.splits * of_split, dtype=torch.float32)
         addresses = _arguments(partial=partial.data_ptr(), **arguments)
         self._launch(plan, addresses)
         self._launch(second, addresses)
@@ -190,7 +192,7 @@ class Kernel:
         key = (what, self.index, x.dtype, dtype or torch.float32, intervals, *form, aligned)
         of_pool, of_norm = _addresses(pool, norm)
         tensors = {"x": source, "out": target, "parameters": parameters, "pool": of_pool, "residual": added, "norm": of_norm}
-        self._run(key, plan, second, 3 * channels, tensors)
+        self._run(x, key, plan, second, 3 * channels, tensors)
         if pool is not None:
             torch.autograd.graph.increment_version(pool)  # as every change in place does
         return y
@@ -281,7 +283,7 @@ class Kernel:
             "factor": factor,
         }
         key = (what, self.index, x.dtype, packed.dtype, intervals, *form, aligned)
-        self._run(key, plan, second, 2 * lines * channels, tensors)
+        self._run(x, key, plan, second, 2 * lines * channels, tensors)
         return out, grad_weight.to(weight.dtype)
 
     # Norms.
@@ -315,7 +317,7 @@ class Kernel:
         }
         if not training:
             key = ("running_norm", self.index, torch.float32, torch.float32, 1, 0, channels, 1, True)
-            self._run(key, plan_running_norm(channels), None, 0, tensors)
+            self._run(x, key, plan_running_norm(channels), None, 0, tensors)
             return norm
         x = layout.dense(x)
         (tensors["x"],) = layout.addresses([x])
@@ -326,7 +328,7 @@ class Kernel:
             return NotImplemented
         second = self._finish_channels_plan("norm", plan, channels)
         key = ("batch_norm", self.index, x.dtype, torch.float32, 1, *form, aligned)
-        self._run(key, plan, second, 3 * channels, tensors)
+        self._run(x, key, plan, second, 3 * channels, tensors)
         for changed in (running_mean, running_var, batches, pool):
             if changed is not None:
                 torch.autograd.graph.increment_version(changed)

@@ -139,7 +139,7 @@ def training(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def trained(name: str, kind: str, options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A network of timm with that kind of activation, in training, and its optimizer."""
+    """Return a network of timm with that kind of activation, in training, and its optimizer."""
     torch.manual_seed(0)
     model: nn.Module = timm.create_model(name, num_classes=1000)
     sample = torch.randn(2, 3, 224, 224)

@@ -63,13 +63,13 @@ class Site(nn.Module):
 
 
 def forward_and_backward(site: Site, grad: Tensor, *inputs: Tensor) -> Callable[[], Any]:
-    """One step of training through the site."""
+    """Return one step of training through the site."""
     leaves = [*(x.detach().clone().requires_grad_() for x in inputs), *site.parameters()]
     return lambda: torch.autograd.grad(site(*leaves[: len(inputs)]), leaves, grad)
 
 
 def measure(shape: tuple[int, ...], dtype: str, layout: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of one shape."""
+    """Return the rows of one shape."""
     fmt = torch.channels_last if layout == "channels_last" else torch.contiguous_format
     x, residual, grad = (
         torch.randn(shape, device="cuda").to(dtype=DTYPES[dtype]).contiguous(memory_format=fmt) for _ in range(3)

@@ -27,7 +27,7 @@ class NormSite:
 
     @property
     def fused(self) -> bool:
-        """Whether norm and unit run in one pass."""
+        """Return whether norm and unit run in one pass."""
         return not self.reason
 
 
@@ -46,7 +46,7 @@ class NormReport:
 
     @property
     def fused(self) -> list[NormSite]:
-        """The sites that run in one pass."""
+        """Return the sites that run in one pass."""
         return [site for site in self.sites if site.fused]
 
     def __str__(self) -> str:

@@ -119,7 +119,7 @@ def fit_bounds(bounds: tuple[float, float], intervals: int, kinks: tuple[float, 
 
 
 def start_error(start: Start, bounds: tuple[float, float], intervals: int, between: tuple[float, float] = (-100, 100)) -> float:
-    """The largest difference between a unit at its start and the function, for x between two numbers, in float64."""
+    """Return the largest difference between a unit at its start and the function, for x between two numbers, in float64."""
     return float(_start_errors(start, [bounds], intervals, between)[0])
 
 
@@ -140,7 +140,7 @@ def best_bounds(start: Start, intervals: int, bounds: tuple[float, float] | None
 
 
 def enough_intervals(start: Start, least: int, tolerance: float, bounds: tuple[float, float] | None = None) -> int:
-    """A number of intervals, `least` or more, with which a unit starts within the tolerance of the function.
+    """Return a number of intervals, `least` or more, with which a unit starts within the tolerance of the function.
 
     It grows by a half at a time, up to 512, where it stays if that is not enough.
     """
@@ -155,7 +155,7 @@ _FOUND: dict[Any, tuple[float, float]] = {}  # functions are many, but of few va
 
 
 def _searched(start: Start, intervals: int) -> tuple[float, float]:
-    """The bounds with the smallest error: the best of a coarse grid, then of a fine one around it."""
+    """Return the bounds with the smallest error: the best of a coarse grid, then of a fine one around it."""
     with torch.no_grad():
         values = start.function(_places((-100, 100)).expand(start.channels, -1))
     key = values.numpy().tobytes(), start.kinks, start.slopes, intervals
@@ -183,7 +183,7 @@ def _best(start: Start, intervals: int, lefts: Sequence[float], rights: Sequence
 
 
 def _places(between: tuple[float, float]) -> Tensor:
-    """Where errors are measured: 0.01 apart near 0, and further apart far out."""
+    """Return where errors are measured: 0.01 apart near 0, and further apart far out."""
     options: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     x = torch.cat([torch.linspace(-10, 10, 2001, **options), torch.linspace(-100, 100, 201, **options)])
     return torch.cat([x[(x >= between[0]) & (x <= between[1])], torch.linspace(*between, 201, **options)]).unique()
@@ -203,7 +203,7 @@ def _start_errors(
 
 
 def far_slopes(function: Callable[[Tensor], Tensor]) -> tuple[float, float] | None:
-    """The slopes that a function tends to far out on either side; None if it tends to none."""
+    """Return the slopes that a function tends to far out on either side; None if it tends to none."""
     x = torch.tensor([-4e3, -2e3, -1e3, 1e3, 2e3, 4e3], dtype=torch.float64, device="cpu")
     with torch.no_grad():
         left, left_nearer, _, right_nearer, right = (function(x).double().diff() / x.diff()).tolist()

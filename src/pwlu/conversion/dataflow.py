@@ -88,7 +88,7 @@ def _channel_dim(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
 
 
 def _split(old: torch.Size, dim: int, new: torch.Size) -> int | None:
-    """The dimension of channels after a view that splits theirs and leaves the others; SEVERAL if it is really split."""
+    """Return the dimension of channels after a view that splits theirs and leaves the others; SEVERAL if it is really split."""
     after = len(old) - dim - 1
     middle = range(dim, len(new) - after)
     if old[:dim] != new[:dim] or old[dim + 1 :] != new[len(new) - after :] or not middle:

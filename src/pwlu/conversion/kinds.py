@@ -124,7 +124,7 @@ def _clamp(low: float | None, high: float | None) -> Start:
 
 
 def prelu_start(weight: Tensor) -> Start:
-    """The start that equals PReLU with these slopes, one per channel or one for all."""
+    """Return the start that equals PReLU with these slopes, one per channel or one for all."""
     if weight.is_meta:
         return Start(partial(F.prelu, weight=weight), name="prelu")
     if len(weight) == 1:
@@ -155,5 +155,5 @@ def recognise_module(module: nn.Module, kinds: Iterable[str | type[nn.Module]]) 
 
 
 def frozen(module: nn.Module) -> nn.Module:
-    """A copy of the module that starts are computed with: in float64, on the CPU, in evaluation mode."""
+    """Return a copy of the module that starts are computed with: in float64, on the CPU, in evaluation mode."""
     return copy.deepcopy(module).to("cpu", torch.float64).requires_grad_(False).eval()

@@ -22,7 +22,7 @@ Factory = Callable[[int, Site], nn.Module]
 def maker(
     to: str | Factory, bounds: Any, intervals: int, granularity: str, init: Any, tolerance: float | None
 ) -> Callable[[Found], nn.Module]:
-    """A function that makes the new activation of a site; wrong arguments are found now."""
+    """Return a function that makes the new activation of a site; wrong arguments are found now."""
     if granularity not in ("channel", "layer"):
         raise ValueError(f"convert_: granularity must be 'channel' or 'layer', not {granularity!r}")
     if to != "pwlu":
@@ -61,7 +61,7 @@ def _channels(site: Site, granularity: str) -> int:
 
 
 def _fits(start: Start, inputs: tuple[float, float] | None, intervals: int) -> bool:
-    """Whether bounds at these inputs leave a knot for each kink."""
+    """Return whether bounds at these inputs leave a knot for each kink."""
     try:
         best_bounds(start, intervals, inputs)
     except ValueError:
@@ -70,7 +70,7 @@ def _fits(start: Start, inputs: tuple[float, float] | None, intervals: int) -> b
 
 
 def _usable(start: Start, what: str, granularity: str) -> Start:
-    """The start, with its slopes far out; an error, which names it `what`, if a PWLU cannot start as that."""
+    """Return the start, with its slopes far out; an error, which names it `what`, if a PWLU cannot start as that."""
     if (start.channels > 1 and granularity == "channel") or STARTS.get(start.name) == start:
         return start
     why = "differs from channel to channel" if start.channels > 1 else refusal(start.function)

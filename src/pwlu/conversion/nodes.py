@@ -53,7 +53,7 @@ class Node:
 
     @property
     def size(self) -> float:
-        """The largest absolute value it can have."""
+        """Return the largest absolute value it can have."""
         return max(abs(limit) for limit in self.range)
 
 

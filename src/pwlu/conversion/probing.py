@@ -11,7 +11,7 @@ from pwlu.conversion.quiet import quiet
 
 
 def stateless(module: nn.Module) -> bool:
-    """Whether neither a module nor its children have parameters or buffers."""
+    """Return whether neither a module nor its children have parameters or buffers."""
     return next(module.parameters(), None) is None and next(module.buffers(), None) is None
 
 

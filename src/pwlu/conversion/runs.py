@@ -62,7 +62,7 @@ class Runs:
         return model, (sample if isinstance(sample, tuple) else (sample,)), {}, mode
 
     def record(self, kinds: Iterable[Any]) -> Recorded:
-        """The calls in training and in evaluation mode, sample by sample; runs that fail are left out."""
+        """Return the calls in training and in evaluation mode, sample by sample; runs that fail are left out."""
         found = {}
         for run in (Run(mode, number) for mode in ("train", "eval") for number in range(len(self.samples))):
             for hooks, real in self._ways():
@@ -106,7 +106,7 @@ class Runs:
         return recorder.finish(outputs)
 
     def outputs(self) -> list[Tensor] | Exception:
-        """The numbers that the model, as it is now, returns for the sample in evaluation mode, or why there are none."""
+        """Return the numbers that the model, as it is now, returns for the sample in evaluation mode, or why there are none."""
         outputs = []
         for number in range(len(self.samples)):
             try:
@@ -170,7 +170,7 @@ def _hooks(model: nn.Module) -> Iterator[dict[int, Any]]:
 
 
 def _of_torch(hook: Any) -> bool:
-    """Whether it is one of torch's own, without which a model may be another: weight norm, pruning."""
+    """Return whether it is one of torch's own, without which a model may be another: weight norm, pruning."""
     hook = getattr(hook, "func", hook)  # of a partial
     return any(str(getattr(of, "__module__", "")).split(".")[0] == "torch" for of in (hook, *type(hook).__mro__))
 

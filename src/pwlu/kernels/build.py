@@ -49,7 +49,7 @@ def variants() -> tuple[str, ...]:
 
 
 def source_id() -> int:
-    """A number that changes with the sources: a library built from another ``cpu.c``, or another header, is not used."""
+    """Return a number that changes with the sources: a library built from another ``cpu.c``, or another header, is not used."""
     return int(hashlib.sha256(_content([SOURCE, *HEADERS])).hexdigest()[:8], 16)
 
 

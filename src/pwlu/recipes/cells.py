@@ -74,7 +74,7 @@ def spelled(changes: dict[str, Any]) -> str:
 
 
 def _fitting(name: str) -> str:
-    """The same, or its beginning and a check sum of it, where it is too long for the name of a folder."""
+    """Return the same, or its beginning and a check sum of it, where it is too long for the name of a folder."""
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 

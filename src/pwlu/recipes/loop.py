@@ -197,7 +197,7 @@ class _Loop:
         self._checkpoint(0.0)
 
     def _summary(self) -> dict[str, float]:
-        """What the sums of all processes say."""
+        """Return what the sums of all processes say."""
         return self.task.summary(self.processes.total(self.sums.clone()))
 
     def _due(self) -> bool:

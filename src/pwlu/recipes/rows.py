@@ -158,7 +158,7 @@ RECIPES = {
 
 
 def find(name: str) -> Recipe:
-    """The recipe of that name, or an error that suggests the three nearest."""
+    """Return the recipe of that name, or an error that suggests the three nearest."""
     if name in RECIPES:
         return RECIPES[name]
     first, second, third = difflib.get_close_matches(name, RECIPES, n=3, cutoff=0)

@@ -230,7 +230,7 @@ class Table:
 
     @property
     def papers_data(self) -> str:
-        """What the paper measured on."""
+        """Return what the paper measured on."""
         return "ImageNet" if self.metrics == ("accuracy",) else "COCO"
 
     def paper_gains(self) -> dict[str, float]:

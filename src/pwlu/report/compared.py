@@ -31,7 +31,7 @@ class Group:
 
     @property
     def diverged(self) -> int:
-        """How many did."""
+        """Return how many did."""
         return sum(run.diverged for run in self.runs)
 
 
@@ -168,7 +168,7 @@ def _grouped(runs: Iterable[Evidence], shared: set[str]) -> list[Group]:
 
 
 def _name(run: Evidence, shared: set[str]) -> str:
-    """The activation, and what differs from the recipe and between runs; its folder if the settings are not known."""
+    """Return the activation, and what differs from the recipe and between runs; its folder if the settings are not known."""
     try:
         settings = rows.settings(**run.config)
     except (TypeError, UserError):

@@ -49,7 +49,7 @@ class Evidence:
 
     @property
     def diverged(self) -> bool:
-        """Whether the training went wrong."""
+        """Return whether the training went wrong."""
         return bool(self.result.get("diverged"))
 
     @property

@@ -19,7 +19,7 @@ _SCRIPTS = ("decode.js", "draw.js", "gallery.js", "main.js")
 
 
 def page(evidence: Evidence, beside: Compared | None = None) -> str:
-    """The report as HTML; `beside`: the same run with others, which are compared with it."""
+    """Return the report as HTML; `beside`: the same run with others, which are compared with it."""
     script = '"use strict";\n' + "\n".join(_part(name) for name in _SCRIPTS)
     parts = _sections(evidence, beside)
     ids = {title: title.lower() for title in parts}

@@ -77,7 +77,7 @@ class Kernel:
         self._finish_channels_plan = functools.lru_cache(_PLANS)(plan_finish_channels)
 
     def load(self, name: str) -> Loaded:
-        """The kernel of that name, compiled and loaded once."""
+        """Return the kernel of that name, compiled and loaded once."""
         if name not in self._loaded:
             loaded = Loaded(name, self.index, self.processor.architecture, self.processor.shared_of_block)
             with self._lock:  # several threads may come here at once: one of them wins

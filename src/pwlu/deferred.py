@@ -231,17 +231,17 @@ class Deferred:
 
     @property
     def shape(self) -> torch.Size:
-        """As of a tensor."""
+        """Return the shape of the tensor that this stands for."""
         return self.x.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """As of a tensor."""
+        """Return the type of the tensor that this stands for."""
         return self.x.dtype
 
     @property
     def device(self) -> torch.device:
-        """As of a tensor."""
+        """Return the device of the tensor that this stands for."""
         return self.x.device
 
     def __getattr__(self, name: str) -> Any:

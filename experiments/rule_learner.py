@@ -27,6 +27,7 @@ class Rule:
 
     share: float = _word(0.0, "add X times the layer's sum of gradients, divided by sqrt(channels), to each channel's gradient")
     sharesum: float = _word(0.0, "add X times the layer's sum of gradients to each channel's gradient")
+    shareall: bool = _word(False, "share and sharesum also share the gradient of penalties: they change the speed, not the optimum")
     precond: float = _word(0.0, "smooth the gradient along the knots: G (I + X D'D)^-1, with D the difference of neighbours")
     relstep: float = _word(0.0, "take steps relative to the function's size, with the gradient divided by its running RMS")
     decayB: bool = _word(False, "the recipe's weight decay on bounds and heights, not on slopes")
@@ -135,6 +136,8 @@ class Learner:
         weights = {name: getattr(rule, name) for name in ("curv", "relcurv", "tv2", "dev", "reldev") if getattr(rule, name)}
         self.implicit = {name: weights.pop(name) for name in ("curv", "relcurv") if rule.prox and name in weights}
         self.explicit = weights
+        if rule.shareall and rule.relstep:
+            raise ValueError("shareall goes with explicit penalties, relstep with implicit ones: leave out one of both")
         if rule.relstep and self.explicit:
             raise ValueError(f"relstep goes with penalties that are implicit: write prox, and leave out {', '.join(weights)}")
         self.observer = Observer(bank, rule.jitter) if rule.regrid or rule.gain or rule.jitter else None
@@ -164,11 +167,8 @@ class Learner:
         if not self.changes_gradients:
             return
         table, gradient = bank.values(), bank.gradient()
-        fade = self.group["lr"] / self.peak if rule.fade else 1.0
-        if rule.share:
-            gradient = functions.shared(gradient, table, bank.layers, rule.share * fade, root=True)
-        if rule.sharesum:
-            gradient = functions.shared(gradient, table, bank.layers, rule.sharesum * fade, root=False)
+        if not rule.shareall:
+            gradient = self._shared(gradient, table)
         if rule.precond:
             gradient = functions.preconditioned(gradient, self.smoother)
         if rule.relstep:
@@ -184,7 +184,17 @@ class Learner:
                 each = sum(w * functions.penalty(name, leaf, bank.layers, self.base) for name, w in self.explicit.items())
                 total = (each / bank.layers.channels[:, 0] if rule.mean else each).sum()
                 gradient = gradient + torch.autograd.grad(total, leaf)[0]
+        if rule.shareall:
+            gradient = self._shared(gradient, table.detach())
         bank.write([weight.grad for weight in bank.weights], gradient)
+
+    def _shared(self, gradient: Tensor, table: Tensor) -> Tensor:
+        rule, layers = self.rule, self.bank.layers
+        fade = self.group["lr"] / self.peak if rule.fade else 1.0
+        for strength, root in ((rule.share, True), (rule.sharesum, False)):
+            if strength:
+                gradient = functions.shared(gradient, table, layers, strength * fade, root)
+        return gradient
 
     @torch.no_grad()
     def _after_step(self) -> None:

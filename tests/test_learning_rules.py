@@ -269,6 +269,9 @@ def test_rules_at_work():
         assert (other - plain).abs().max() > 1e-3
     shared, faded = weights_after(Rule(sharesum=1.0)), weights_after(Rule(sharesum=1.0, fade=True))
     assert not torch.equal(shared, faded)
+    both = weights_after(Rule(sharesum=1.0, curv=0.1, shareall=True))
+    assert not torch.equal(both, weights_after(Rule(sharesum=1.0, curv=0.1)))
+    assert torch.equal(weights_after(Rule(sharesum=1.0, shareall=True)), shared)
 
 
 @pytest.mark.parametrize(

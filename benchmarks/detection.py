@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import pwlu
-from pwlu.recipes import detectors
-from pwlu.recipes.timing import interleaved, percentiles
+from pwlu.lab.inference.timing import interleaved, percentiles
+from pwlu.lab.models import detectors
 
 Row = dict[str, Any]
 CASES = {

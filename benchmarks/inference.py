@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 import pwlu
 from pwlu.baselines import FReLU
-from pwlu.recipes.paper import INFERENCE
-from pwlu.recipes.timing import interleaved, percentiles
+from pwlu.lab.compare.paper import INFERENCE
+from pwlu.lab.inference.timing import interleaved, percentiles
 
 Row = dict[str, Any]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import pwlu
-from pwlu.export import export_onnx
-from pwlu.onnx_forms import FORMS
-from pwlu.recipes.timing import interleaved, percentiles
+from pwlu.deploy.onnx_export import export_onnx
+from pwlu.deploy.onnx_forms import FORMS
+from pwlu.lab.inference.timing import interleaved, percentiles
 
 runtime = importlib.import_module("onnxruntime")  # it has no types
 Row = dict[str, Any]

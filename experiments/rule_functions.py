@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pwlu import reference
-from pwlu.starts import Start, start_parameters
+from pwlu.initial_functions import Start, start_parameters
 
 LEFT, RIGHT, LEFT_SLOPE, RIGHT_SLOPE, HEIGHTS = range(5)  # columns; heights from there on
 

@@ -13,7 +13,7 @@ from torch import nn
 import pwlu
 from pwlu import files
 from pwlu.cli import main
-from pwlu.recipes import shipping
+from pwlu.lab.inference import shipping
 
 LEFT = 8192  # bytes on the small disk
 
@@ -108,7 +108,7 @@ EXPORT = """
 import sys, torch
 from pathlib import Path
 from torch import nn
-from pwlu.recipes import shipping
+from pwlu.lab.inference import shipping
 network = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3), nn.ReLU()).eval()
 try:
     shipping.write_pt2(network, torch.randn(2, 3, 8, 8), Path(sys.argv[1]), {})

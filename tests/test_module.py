@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize, prune
 
 import pwlu
 from pwlu import reference
-from pwlu.starts import STARTS, fit_bounds
+from pwlu.initial_functions import STARTS, fit_bounds
 
 
 def test_starts_as_relu_exactly():

@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from pwlu import checks, functional, ops, reference
-from pwlu.deferred import Deferred
+from pwlu.deferred_norm import Deferred
+from pwlu.initial_functions import Start, find_start, fit_bounds, start_parameters
 from pwlu.reference import Blocks
-from pwlu.starts import Start, find_start, fit_bounds, start_parameters
 from pwlu.statistics import InputStatistics
 
 
@@ -42,7 +42,7 @@ class PWLU(nn.Module):
         bounds: where the N intervals begin and end. Where the start has a kink (ReLU at 0), they move a little, by up to half
             an interval (one, if there are two kinks as in ReLU6), so that a knot lies on it.
         init: the function to start as: a name such as ``"relu"``, ``"silu"``, ``"identity"`` (see
-            ``pwlu.starts.STARTS``), a function from tensor to tensor, or a ``pwlu.starts.Start``.
+            ``pwlu.initial_functions.STARTS``), a function from tensor to tensor, or a ``pwlu.initial_functions.Start``.
         channel_dim: 1 for images (B, C, H, W), -1 for sequences (B, T, C).
 
     There is one parameter, ``weight`` (C (N + 5),). It has one dimension, so that the usual rule for weight decay ("two or more

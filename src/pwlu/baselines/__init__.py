@@ -9,8 +9,8 @@ from pwlu.baselines.frelu import FReLU
 from pwlu.baselines.pau import PAU
 from pwlu.baselines.prelu import PReLU
 from pwlu.baselines.relu import ReLU
+from pwlu.initial_functions import Start
 from pwlu.module import PWLU
-from pwlu.starts import Start
 
 __all__ = ["APL", "NAMES", "PAU", "FReLU", "PReLU", "ReLU", "activation", "check_name"]
 

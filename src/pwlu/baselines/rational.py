@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pwlu.starts import Start
+from pwlu.initial_functions import Start
 
 _NEAR, _FAR, _FAR_WEIGHT = 3.0, 10.0, 1e-3
 _STEPS = 200

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pwlu.recipes.processes import joined
-from pwlu.recipes.settings import UserError
+from pwlu.lab.recipes.settings import UserError
+from pwlu.lab.runs.processes import joined
 from pwlu.text import columns, install
 
 if TYPE_CHECKING:
-    from pwlu.recipes.speed import Contender
-    from pwlu.recipes.trained import Trained
+    from pwlu.lab.inference.benchmark import Contender
+    from pwlu.lab.inference.trained_network import Trained
 
 BATCH = {"cpu": 8}  # of other devices 64: fewer images would not keep them busy
 
@@ -70,9 +70,9 @@ def _bench(options: argparse.Namespace) -> None:
         if value is not None and value < 1:
             raise UserError(f"--{flag} must be at least 1, not {value}")
     try:
-        from pwlu.recipes.environment import environment
-        from pwlu.recipes.speed import measured
-        from pwlu.recipes.trained import load
+        from pwlu.lab.inference.benchmark import measured
+        from pwlu.lab.inference.trained_network import load
+        from pwlu.lab.runs.environment import environment
 
         trained = load(options.run)
     except ImportError as error:

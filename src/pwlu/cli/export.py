@@ -6,17 +6,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pwlu.deploy.onnx_forms import FASTEST, FORMS
+from pwlu.deploy.simplify import simplify_
+from pwlu.lab.recipes.settings import UserError
+from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.module import units_of
-from pwlu.onnx_forms import FASTEST, FORMS
-from pwlu.recipes.run_folder import RunFolder
-from pwlu.recipes.settings import UserError
-from pwlu.simplify import simplify_
 from pwlu.text import install
 from pwlu.version import __version__
 
 if TYPE_CHECKING:
-    from pwlu.recipes.preprocessing import Preprocessing
-    from pwlu.recipes.trained import Trained
+    from pwlu.lab.inference.preprocessing import Preprocessing
+    from pwlu.lab.inference.trained_network import Trained
 
 SUFFIXES = {".onnx": "standard operators of ONNX, for ONNX Runtime and others", ".pt2": "for torch.export.load"}
 
@@ -75,9 +75,9 @@ def run(options: argparse.Namespace) -> int:
 def _exported(options: argparse.Namespace) -> str:
     _check(options)
     try:
-        from pwlu.recipes import shipping
-        from pwlu.recipes.preprocessing import preprocessing
-        from pwlu.recipes.trained import load
+        from pwlu.lab.inference import shipping
+        from pwlu.lab.inference.preprocessing import preprocessing
+        from pwlu.lab.inference.trained_network import load
 
         trained = load(options.run)
     except ImportError as error:
@@ -122,7 +122,8 @@ def _part(trained: "Trained", backbone: bool) -> "Trained":
         f"{trained.path} is a run of {trained.settings.recipe}. The course of a detector depends on what it finds, and "
         "torch.export cannot follow torchvision's through the suppression of overlapping boxes. What can be written is the "
         f"ResNet with its feature pyramid, which has {len(trained.backbone().sites)} of its {len(trained.sites)} activations: "
-        f"add --backbone. The whole runs in PyTorch: pwlu.recipes.trained.load(Path({str(trained.path)!r})).network"
+        "add --backbone. The whole runs in PyTorch: "
+        f"pwlu.lab.inference.trained_network.load(Path({str(trained.path)!r})).network"
     )
 
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from pwlu import files
-from pwlu.recipes.settings import UserError
+from pwlu.lab.recipes.settings import UserError
 
 NAME = "report.html"
 
@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the page, and say what it cannot show."""
-    from pwlu.report.compared import compared
-    from pwlu.report.evidence import read_evidence
     from pwlu.report.page import page
+    from pwlu.report.run_data import read_evidence
+    from pwlu.report.side_by_side import compared
 
     output = options.output or options.runs[0] / NAME
     try:

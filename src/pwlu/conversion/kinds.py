@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pwlu.baselines import PReLU
-from pwlu.starts import STARTS, Slopes, Start
+from pwlu.initial_functions import STARTS, Slopes, Start
 
 PRELU = (nn.PReLU, PReLU)
 

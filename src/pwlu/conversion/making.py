@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from pwlu.baselines import PAU, FReLU, ReLU, activation, check_name
+from pwlu.conversion.conversion_report import Site
 from pwlu.conversion.probing import refusal
-from pwlu.conversion.report import Site
 from pwlu.conversion.sites import Found
 from pwlu.conversion.tracing import Call
+from pwlu.initial_functions import STARTS, Start, best_bounds, enough_intervals, far_slopes, find_start, start_error
 from pwlu.module import PWLU
-from pwlu.starts import STARTS, Start, best_bounds, enough_intervals, far_slopes, find_start, start_error
 
 Factory = Callable[[int, Site], nn.Module]
 

@@ -16,7 +16,7 @@ from pwlu.conversion.dataflow import Dataflow
 from pwlu.conversion.kinds import Activation, Recognised, recognise
 from pwlu.conversion.nodes import Node, node_of
 from pwlu.conversion.source import Location, caller
-from pwlu.starts import STARTS, Start
+from pwlu.initial_functions import STARTS, Start
 
 
 @dataclass

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pwlu.analysis import UnitAlignment
+from pwlu.analysis.alignment import UnitAlignment
+from pwlu.analysis.shapes import CLASSES, UnitShapes
+from pwlu.initial_functions import STARTS
 from pwlu.report.encoding import growth, halves, packed, shares
-from pwlu.report.evidence import Evidence
-from pwlu.shapes import CLASSES, UnitShapes
-from pwlu.starts import STARTS
+from pwlu.report.run_data import Evidence
 
 LIMIT = 4_750_000  # letters; the page is to stay below 5 MB, tables and all
 BARS = 32

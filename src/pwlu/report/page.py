@@ -9,10 +9,10 @@ from string import Template
 from typing import Any
 
 from pwlu.report import sections
-from pwlu.report.compared import Compared
-from pwlu.report.evidence import Evidence
 from pwlu.report.gallery import gallery
+from pwlu.report.run_data import Evidence
 from pwlu.report.shape_table import shape_table
+from pwlu.report.side_by_side import Compared
 from pwlu.version import __version__
 
 _SCRIPTS = ("decode.js", "draw.js", "gallery.js", "main.js")

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from pwlu.analysis import HEALTHY, Alignment, UnitAlignment
-from pwlu.recipes import cells, rows
-from pwlu.recipes.divergence import described
-from pwlu.recipes.measures import said
-from pwlu.recipes.settings import UserError
+from pwlu.analysis.alignment import HEALTHY, Alignment, UnitAlignment
+from pwlu.lab.recipes import catalog, experiment
+from pwlu.lab.recipes.metrics import said
+from pwlu.lab.recipes.settings import UserError
+from pwlu.lab.runs.divergence import described
 from pwlu.report.charts import Line, histogram, lines, whiskers
-from pwlu.report.evidence import Evidence
+from pwlu.report.run_data import Evidence
 
 _REALIGNED = "\u03bc \u00b1 3\u03c3"  # mu plus or minus 3 sigma
 _CURVES = {  # by name in metrics.jsonl, what it is called in its chart
@@ -140,11 +140,11 @@ def _settings(evidence: Evidence) -> str:
             f"Trained with pwlu {where.get('pwlu')}{revision} and torch {where.get('torch')} on {where.get('device')}."
         )
     try:
-        changed = cells.differences(rows.settings(**config)) if config else {}
+        changed = experiment.differences(catalog.settings(**config)) if config else {}
     except (TypeError, UserError):  # of another version
         changed = {}
     if changed:
-        named = ", ".join(f"{_words(name)} {cells.short(value)}" for name, value in changed.items())
+        named = ", ".join(f"{_words(name)} {experiment.short(value)}" for name, value in changed.items())
         sentences.append(f"Other than the recipe has it: {named}.")
     return " ".join(sentences)
 

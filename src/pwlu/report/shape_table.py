@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Callable, Iterable
 from html import escape
 
-from pwlu.analysis import Alignment
-from pwlu.shapes import CLASSES, FLAT, Shapes, UnitShapes
+from pwlu.analysis.alignment import Alignment
+from pwlu.analysis.shapes import CLASSES, FLAT, Shapes, UnitShapes
 
 _SATURATING = "saturating"
 _SHAPES = {  # a column each, with its explanation

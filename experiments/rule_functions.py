@@ -169,10 +169,15 @@ def rms_slope(table: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return (input_shares(table, mean, std) * slopes.square()).sum(1, keepdim=True).sqrt()
 
 
-def with_gain(table: Tensor, target: Tensor | float, mean: Tensor, std: Tensor) -> Tensor:
-    """Multiply each function by a number, so that its RMS slope is the target; bounds stay."""
-    factor = target / rms_slope(table, mean, std).clamp(min=1e-6)
+def with_gain(table: Tensor, target: Tensor | float, gain: Tensor) -> Tensor:
+    """Multiply each function by a number, so that a gain (F, 1) becomes the target; bounds stay."""
+    factor = target / gain.clamp(min=1e-6)
     return torch.cat([table[:, :LEFT_SLOPE], table[:, LEFT_SLOPE:] * factor], 1)
+
+
+def layer_gain(gain: Tensor, layers: Layers) -> Tensor:
+    """Return the root mean square of gains (F, 1) over each layer, once per function."""
+    return (layers.sums(gain.square()) / layers.channels).sqrt()
 
 
 def evaluated(table: Tensor, x: Tensor) -> Tensor:

@@ -41,6 +41,8 @@ class Rule:
     regrid: float = _word(0.0, "every X epochs move the bounds to mean +- 3 deviations of the inputs and keep the function")
     regridlast: float = _word(0.8, "no regrid after this share of the training")
     gain: float = _word(0.0, "hold the RMS slope over the inputs at X; -1: at its value after realignment")
+    layergain: bool = _word(False, "gain holds the RMS slope of each layer, with one factor for all of its channels")
+    fade: bool = _word(False, "share and sharesum follow the learning rate: times its current value divided by its peak")
     jitter: float = _word(0.0, "in training shift inputs by a uniform random number of up to +- X intervals / 2")
 
 
@@ -162,10 +164,11 @@ class Learner:
         if not self.changes_gradients:
             return
         table, gradient = bank.values(), bank.gradient()
+        fade = self.group["lr"] / self.peak if rule.fade else 1.0
         if rule.share:
-            gradient = functions.shared(gradient, table, bank.layers, rule.share, root=True)
+            gradient = functions.shared(gradient, table, bank.layers, rule.share * fade, root=True)
         if rule.sharesum:
-            gradient = functions.shared(gradient, table, bank.layers, rule.sharesum, root=False)
+            gradient = functions.shared(gradient, table, bank.layers, rule.sharesum * fade, root=False)
         if rule.precond:
             gradient = functions.preconditioned(gradient, self.smoother)
         if rule.relstep:
@@ -199,9 +202,12 @@ class Learner:
         if rule.gain:
             if self.mean is None:  # realignment has put the bounds at mean +- 3 deviations
                 self.mean, self.std = table[:, :2].mean(1, keepdim=True), (table[:, 1:2] - table[:, :1]) / 6
+            gain = functions.rms_slope(table, self.mean, self.std)
+            if rule.layergain:
+                gain = functions.layer_gain(gain, bank.layers)
             if self.target is None:
-                self.target = rule.gain if rule.gain > 0 else functions.rms_slope(table, self.mean, self.std)
-            table = functions.with_gain(table, self.target, self.mean, self.std)
+                self.target = rule.gain if rule.gain > 0 else gain
+            table = functions.with_gain(table, self.target, gain)
         bank.write(bank.weights, table)
 
     @torch.no_grad()

@@ -206,13 +206,18 @@ def test_regrid_maps_the_momentum_as_a_change_of_the_function():
 
 
 def test_gain():
-    table, _ = tables(intervals=16)
+    table, layers = tables(intervals=16)
     mean, std = torch.zeros(len(table), 1).double(), torch.full((len(table), 1), 0.7).double()
-    out = functions.with_gain(table, 1.0, mean, std)
+    gain = functions.rms_slope(table, mean, std)
+    out = functions.with_gain(table, 1.0, gain)
     assert torch.equal(out[:, :2], table[:, :2])
     close(functions.rms_slope(out, mean, std), 1)
     ratio = out[:, 2:] / table[:, 2:]
     close(ratio, ratio[:, :1])
+    per_layer = functions.with_gain(table, 2.0, functions.layer_gain(gain, layers))
+    for part in (slice(0, 5), slice(5, 8)):  # one factor for all channels of a layer
+        close(functions.rms_slope(per_layer, mean, std)[part].square().mean(), 4)
+        close(per_layer[part, 2:] / table[part, 2:], per_layer[part.start, 2] / table[part.start, 2])
     close(functions.input_shares(table, mean, std).sum(1), 1)
     x = (0.7 * torch.randn(len(table), 100_000).double()).requires_grad_()  # the same by sampling
     functions.evaluated(table, x).sum().backward()
@@ -262,12 +267,15 @@ def test_rules_at_work():
     torch.testing.assert_close(weights_after(Rule(curv=0.1)), curved, rtol=1e-4, atol=1e-5)
     for other in (curved, weights_after(Rule(sharesum=1.0)), weights_after(Rule(curv=0.1, prox=True))):
         assert (other - plain).abs().max() > 1e-3
+    shared, faded = weights_after(Rule(sharesum=1.0)), weights_after(Rule(sharesum=1.0, fade=True))
+    assert not torch.equal(shared, faded)
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "share=1 precond=4 relstep=0.003 decayB curv=0.002 relcurv=1e-4 prox mean regrid=1 gain=-1 jitter=0.5",
+        "sharesum=0.1 fade curv=0.001 gain=-1 layergain",
         "tv2=1e-4 dev=1e-3 reldev=1e-5 relcurv=1e-5 gain=1",
     ],
 )

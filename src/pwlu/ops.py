@@ -11,7 +11,7 @@ of each channel; ``moments`` and ``observe`` add those of x, in place. A unit th
 gives its weight a gradient of zero. Outputs have the memory layout of ``torch.empty_like(x)``. In ``backward`` an empty tensor
 stands for a gradient that was not asked for.
 
-A call goes from here to ``kernels/dispatch.py`` and on to a kernel. Where ``eager.cpp`` could be compiled, its functions for CPU
+A call goes from here to ``kernels.dispatch`` and on to a kernel. Where ``eager.cpp`` could be compiled, its functions for CPU
 and CUDA take precedence over those registered here, and call these for whatever is not ordinary.
 
 The derivatives are registered under the Autograd key by hand: with ``torch.library.register_autograd`` a call on a small

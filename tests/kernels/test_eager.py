@@ -57,7 +57,9 @@ def test_wishes(tmp_path):
 @pytest.mark.slow
 def test_operators_without_it():
     """Where there is no C++ compiler, and in the first process."""
-    status, said = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_ops.py", "test_functional.py", PWLU_EAGER="python")
+    status, said = run(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "../test_ops.py", "../test_functional.py", PWLU_EAGER="python"
+    )
     assert status == 0, said[-3000:]
 
 

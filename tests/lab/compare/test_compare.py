@@ -338,7 +338,7 @@ assert "torch" not in sys.modules
 """
 GRANDCHILD = "import time; print('here', flush=True); time.sleep(1000)"  # as a child has that reads image files
 CHILD = f"""{LOADED}
-children.end_with_parent()
+subprocesses.end_with_parent()
 import subprocess
 subprocess.run([sys.executable, "-c", {GRANDCHILD!r}])
 """
@@ -346,9 +346,9 @@ PARENT = f"""{LOADED}
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell or nohup may have switched these off
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-children._TRAIN = {CHILD!r}
-with children.ended_by_signals():
-    list(children.side_by_side("ab", 2, lambda task: children.Child([], children.open_log(Path(task)), {{}})))
+subprocesses._TRAIN = {CHILD!r}
+with subprocesses.ended_by_signals():
+    list(subprocesses.side_by_side("ab", 2, lambda task: subprocesses.Child([], subprocesses.open_log(Path(task)), {{}})))
 """
 
 

@@ -10,7 +10,7 @@ import torch
 from rule_functions import HEIGHTS, LEFT_SLOPE, Layers
 from torch import Tensor
 
-from pwlu.initial_functions import Start
+from pwlu.initial_functions import InitialFunction
 from pwlu.learning.curvature import _rows
 from pwlu.module import PWLU
 
@@ -124,7 +124,7 @@ class Learner:
         peak: the largest learning rate of PWLUs.
     """
 
-    def __init__(self, rule: Rule, bank: Bank, base: Start | None, trainer: Any, peak: float) -> None:
+    def __init__(self, rule: Rule, bank: Bank, base: InitialFunction | None, trainer: Any, peak: float) -> None:
         self.rule, self.bank, self.base, self.trainer, self.peak = rule, bank, base, trainer, peak
         self.optimizer = trainer.optimizer
         (self.group,) = (g for g in self.optimizer.param_groups if any(p is bank.weights[0] for p in g["params"]))

@@ -12,7 +12,7 @@ import torch
 from rule_learner import Bank, Learner, Rule
 
 from pwlu import alignment
-from pwlu.initial_functions import find_start
+from pwlu.initial_functions import find_initial_function
 from pwlu.lab.recipes import catalog
 from pwlu.lab.runs.processes import joined
 from pwlu.lab.tasks.classification import Classification
@@ -95,7 +95,7 @@ def train(spec: dict[str, Any], data: Path, device: str | None, deadline: float,
     if trainer.units:
         bank = Bank(trainer.units.values())
         peak = settings.lr * settings.batch / catalog.find(settings.recipe).batch * settings.unit_lr
-        learner = Learner(rule, bank, find_start(settings.init) if rule.base else None, trainer, peak)
+        learner = Learner(rule, bank, find_initial_function(settings.init) if rule.base else None, trainer, peak)
 
     curve, losses, numbers, number = {}, [], {}, 0
     for done in range(1, settings.epochs + 1):

@@ -41,7 +41,7 @@ def names(folder):
 
 def test_a_file_appears_when_it_is_complete(tmp_path):
     files.write(tmp_path / "a", b"old")
-    with files.appearing(tmp_path / "a") as file:
+    with files.atomic_write(tmp_path / "a") as file:
         file.write_bytes(b"new")
         (file.parent / "a.data").write_bytes(b"more")
         assert (tmp_path / "a").read_bytes() == b"old"
@@ -53,7 +53,7 @@ def test_nothing_is_left_of_what_failed(tmp_path):
     files.write(tmp_path / "a", b"old")
 
     def failing():
-        with files.appearing(tmp_path / "a") as file:
+        with files.atomic_write(tmp_path / "a") as file:
             file.write_bytes(b"new")
             raise ZeroDivisionError
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pwlu import reference
 
 
-class Start(NamedTuple):
+class InitialFunction(NamedTuple):
     """A function, its kinks (a knot on each lets a unit equal it there), its slopes far out where known, and its name.
 
     ``channels``: more than 1 if the function differs from channel to channel. It then takes x of the shape (C, J).
@@ -42,35 +42,35 @@ def _identity(x: Tensor) -> Tensor:
 
 
 _SELU_SCALE = 1.0507009873554805
-STARTS: dict[str, Start] = {
-    "relu": Start(F.relu, (0.0,), (0.0, 1.0)),
-    "relu6": Start(F.relu6, (0.0, 6.0), (0.0, 0.0)),
-    "leaky_relu": Start(F.leaky_relu, (0.0,), (0.01, 1.0)),
-    "elu": Start(F.elu, (), (0.0, 1.0)),
-    "celu": Start(F.celu, (), (0.0, 1.0)),
-    "selu": Start(F.selu, (0.0,), (0.0, _SELU_SCALE)),
-    "gelu": Start(F.gelu, (), (0.0, 1.0)),
-    "silu": Start(F.silu, (), (0.0, 1.0)),
-    "swish": Start(F.silu, (), (0.0, 1.0)),
-    "mish": Start(F.mish, (), (0.0, 1.0)),
-    "softplus": Start(F.softplus, (), (0.0, 1.0)),
-    "hardswish": Start(F.hardswish, (-3.0, 3.0), (0.0, 1.0)),
-    "hardsigmoid": Start(F.hardsigmoid, (-3.0, 3.0), (0.0, 0.0)),
-    "hardtanh": Start(F.hardtanh, (-1.0, 1.0), (0.0, 0.0)),
-    "softsign": Start(F.softsign, (), (0.0, 0.0)),
-    "logsigmoid": Start(F.logsigmoid, (), (1.0, 0.0)),
-    "softshrink": Start(F.softshrink, (-0.5, 0.5), (1.0, 1.0)),
-    "tanhshrink": Start(F.tanhshrink, (), (1.0, 1.0)),
-    "sigmoid": Start(torch.sigmoid, (), (0.0, 0.0)),
-    "tanh": Start(torch.tanh, (), (0.0, 0.0)),
-    "identity": Start(_identity, (), (1.0, 1.0)),
+INITIAL_FUNCTIONS: dict[str, InitialFunction] = {
+    "relu": InitialFunction(F.relu, (0.0,), (0.0, 1.0)),
+    "relu6": InitialFunction(F.relu6, (0.0, 6.0), (0.0, 0.0)),
+    "leaky_relu": InitialFunction(F.leaky_relu, (0.0,), (0.01, 1.0)),
+    "elu": InitialFunction(F.elu, (), (0.0, 1.0)),
+    "celu": InitialFunction(F.celu, (), (0.0, 1.0)),
+    "selu": InitialFunction(F.selu, (0.0,), (0.0, _SELU_SCALE)),
+    "gelu": InitialFunction(F.gelu, (), (0.0, 1.0)),
+    "silu": InitialFunction(F.silu, (), (0.0, 1.0)),
+    "swish": InitialFunction(F.silu, (), (0.0, 1.0)),
+    "mish": InitialFunction(F.mish, (), (0.0, 1.0)),
+    "softplus": InitialFunction(F.softplus, (), (0.0, 1.0)),
+    "hardswish": InitialFunction(F.hardswish, (-3.0, 3.0), (0.0, 1.0)),
+    "hardsigmoid": InitialFunction(F.hardsigmoid, (-3.0, 3.0), (0.0, 0.0)),
+    "hardtanh": InitialFunction(F.hardtanh, (-1.0, 1.0), (0.0, 0.0)),
+    "softsign": InitialFunction(F.softsign, (), (0.0, 0.0)),
+    "logsigmoid": InitialFunction(F.logsigmoid, (), (1.0, 0.0)),
+    "softshrink": InitialFunction(F.softshrink, (-0.5, 0.5), (1.0, 1.0)),
+    "tanhshrink": InitialFunction(F.tanhshrink, (), (1.0, 1.0)),
+    "sigmoid": InitialFunction(torch.sigmoid, (), (0.0, 0.0)),
+    "tanh": InitialFunction(torch.tanh, (), (0.0, 0.0)),
+    "identity": InitialFunction(_identity, (), (1.0, 1.0)),
 }
-STARTS = {name: start._replace(name=name) for name, start in STARTS.items()}
+INITIAL_FUNCTIONS = {name: start._replace(name=name) for name, start in INITIAL_FUNCTIONS.items()}
 
 
-def find_start(init: "str | Callable[[Tensor], Tensor] | Start") -> Start:
+def find_initial_function(init: "str | Callable[[Tensor], Tensor] | InitialFunction") -> InitialFunction:
     """The start of that name; a function that is none of ours is taken as it is, without kinks."""
-    if isinstance(init, Start):
+    if isinstance(init, InitialFunction):
         return init
     if isinstance(init, nn.Module):
         raise ValueError(f"pwlu: init must be a name or a function, not a module: write 'silu' or F.silu, not {init}")
@@ -78,11 +78,11 @@ def find_start(init: "str | Callable[[Tensor], Tensor] | Start") -> Start:
         raise ValueError(f"pwlu: init must be a name such as 'relu' or a function of a tensor, not {init!r}")
     if not isinstance(init, str):
         same = F.relu if init is torch.relu else init
-        known = next((start for start in STARTS.values() if start.function is same), None)
-        return known or Start(init, name=getattr(init, "__name__", repr(init)))
-    if init not in STARTS:
-        raise ValueError(f"pwlu: init {init!r} is not known. Write one of {', '.join(STARTS)}, or pass a function")
-    return STARTS[init]
+        known = next((start for start in INITIAL_FUNCTIONS.values() if start.function is same), None)
+        return known or InitialFunction(init, name=getattr(init, "__name__", repr(init)))
+    if init not in INITIAL_FUNCTIONS:
+        raise ValueError(f"pwlu: init {init!r} is not known. Write one of {', '.join(INITIAL_FUNCTIONS)}, or pass a function")
+    return INITIAL_FUNCTIONS[init]
 
 
 def fit_bounds(bounds: tuple[float, float], intervals: int, kinks: tuple[float, ...], init: object) -> tuple[float, float]:
@@ -118,12 +118,14 @@ def fit_bounds(bounds: tuple[float, float], intervals: int, kinks: tuple[float, 
     return fitted
 
 
-def start_error(start: Start, bounds: tuple[float, float], intervals: int, between: tuple[float, float] = (-100, 100)) -> float:
+def initial_error(
+    start: InitialFunction, bounds: tuple[float, float], intervals: int, between: tuple[float, float] = (-100, 100)
+) -> float:
     """Return the largest difference between a unit at its start and the function, for x between two numbers, in float64."""
     return float(_start_errors(start, [bounds], intervals, between)[0])
 
 
-def best_bounds(start: Start, intervals: int, bounds: tuple[float, float] | None = None) -> tuple[float, float]:
+def best_bounds(start: InitialFunction, intervals: int, bounds: tuple[float, float] | None = None) -> tuple[float, float]:
     """Bounds with which a unit comes close to the function everywhere: (-3, 3) if that is exact, else the best of a grid.
 
     Given bounds are only widened, where a kink lies outside.
@@ -136,16 +138,16 @@ def best_bounds(start: Start, intervals: int, bounds: tuple[float, float] | None
         if bounds is not None:
             raise
         return _searched(start, intervals)
-    return fitted if bounds is not None or start_error(start, fitted, intervals) < 1e-6 else _searched(start, intervals)
+    return fitted if bounds is not None or initial_error(start, fitted, intervals) < 1e-6 else _searched(start, intervals)
 
 
-def enough_intervals(start: Start, least: int, tolerance: float, bounds: tuple[float, float] | None = None) -> int:
+def enough_intervals(start: InitialFunction, least: int, tolerance: float, bounds: tuple[float, float] | None = None) -> int:
     """Return a number of intervals, `least` or more, with which a unit starts within the tolerance of the function.
 
     It grows by a half at a time, up to 512, where it stays if that is not enough.
     """
     intervals = least
-    while intervals < 512 and start_error(start, best_bounds(start, intervals, bounds), intervals) > tolerance:
+    while intervals < 512 and initial_error(start, best_bounds(start, intervals, bounds), intervals) > tolerance:
         intervals = min(512, intervals + (intervals + 1) // 2)
     return intervals
 
@@ -154,7 +156,7 @@ _COARSE = (0.25, 0.5, *map(float, range(1, 11)), 12.0, 16.0, 24.0, 32.0, 48.0, 6
 _FOUND: dict[Any, tuple[float, float]] = {}  # functions are many, but of few values
 
 
-def _searched(start: Start, intervals: int) -> tuple[float, float]:
+def _searched(start: InitialFunction, intervals: int) -> tuple[float, float]:
     """Return the bounds with the smallest error: the best of a coarse grid, then of a fine one around it."""
     with torch.no_grad():
         values = start.function(_places((-100, 100)).expand(start.channels, -1))
@@ -173,7 +175,7 @@ def _around(bound: float) -> list[float]:
     return [low + (high - low) * n / steps for n in range(steps + 1)]
 
 
-def _best(start: Start, intervals: int, lefts: Sequence[float], rights: Sequence[float]) -> tuple[float, float]:
+def _best(start: InitialFunction, intervals: int, lefts: Sequence[float], rights: Sequence[float]) -> tuple[float, float]:
     choices = [(start.kinks[0], start.kinks[1])] if len(start.kinks) == 2 else []
     for left, right in itertools.product(lefts, rights):
         with contextlib.suppress(ValueError):  # such bounds and kinks do not go together
@@ -190,13 +192,13 @@ def _places(between: tuple[float, float]) -> Tensor:
 
 
 def _start_errors(
-    start: Start, choices: Sequence[tuple[float, float]], intervals: int, between: tuple[float, float] = (-100, 100)
+    start: InitialFunction, choices: Sequence[tuple[float, float]], intervals: int, between: tuple[float, float] = (-100, 100)
 ) -> Tensor:
     """Of each choice of bounds."""
     x = _places(between)
     left, right = torch.tensor(choices, dtype=torch.float64, device="cpu").repeat_interleave(start.channels, 0).T
     with torch.no_grad():
-        units = (left, right, *start_parameters(start, left, right, intervals))
+        units = (left, right, *initial_parameters(start, left, right, intervals))
         y = reference.forward(x[:, None].expand(-1, len(left)), *units, channel_dim=1)
         expected = start.function(x.expand(start.channels, -1)).T.repeat(1, len(choices))
     return (y - expected).abs().amax(0).view(-1, start.channels).amax(1)
@@ -211,7 +213,7 @@ def far_slopes(function: Callable[[Tensor], Tensor]) -> tuple[float, float] | No
     return (round(left, 5), round(right, 5)) if settled else None  # of NaN and infinity, too
 
 
-def start_parameters(start: Start, left: Tensor, right: Tensor, intervals: int) -> tuple[Tensor, Tensor, Tensor]:
+def initial_parameters(start: InitialFunction, left: Tensor, right: Tensor, intervals: int) -> tuple[Tensor, Tensor, Tensor]:
     """Heights and outer slopes of units with these bounds (C,) that begin as the function, with its own slopes far out."""
     heights, left_slope, right_slope = reference.start(start.function, left, right, intervals)
     if start.slopes is not None:

@@ -82,7 +82,7 @@ def test_movement():
         act.heights[1, 5] += 0.5
         act.heights[2] = 0.0
     (unit,) = describe(act)
-    start = pwlu.reference.unpack(act.start_weight(), act.intervals).heights[0]
+    start = pwlu.reference.unpack(act.initial_weight(), act.intervals).heights[0]
     span = float(start.max() - start.min())
     assert unit.movement[1] == pytest.approx(0.5 / span, rel=1e-4)
     assert unit.movement[2] == pytest.approx(float(start.abs().max()) / span, rel=1e-4)

@@ -11,7 +11,7 @@ from torch import nn
 import pwlu
 from pwlu import reference
 from pwlu.baselines import APL, NAMES, PAU, FReLU, PReLU, rational
-from pwlu.initial_functions import STARTS, find_start
+from pwlu.initial_functions import INITIAL_FUNCTIONS, find_initial_function
 
 LAYOUTS = ("NCHW", "channels_last", "NHWC", "sliced", "BTC", "vector", "empty")
 
@@ -277,7 +277,7 @@ def test_starts():
 def test_pau_starts_as_a_fit(name, error):
     act = PAU(name, dtype=torch.float64)
     x = torch.linspace(-10, 10, 20001, dtype=torch.float64)
-    off, near = (act(x) - STARTS[name].function(x)).detach().abs(), x.abs() <= 3
+    off, near = (act(x) - INITIAL_FUNCTIONS[name].function(x)).detach().abs(), x.abs() <= 3
     assert off[near].max() < error
     assert off[near].max() == pytest.approx(act.start_error, rel=0.02)
     assert off.max() < 0.6  # it does not run away where it is nearly without weight
@@ -289,18 +289,18 @@ def test_pau_starts_as_a_fit(name, error):
             for change in (1e-3, -1e-3):
                 with torch.no_grad():
                     parameter[i] += change
-                    assert (weight * (act(x) - STARTS[name].function(x)) ** 2).mean().item() > loss * (1 - 1e-3)
+                    assert (weight * (act(x) - INITIAL_FUNCTIONS[name].function(x)) ** 2).mean().item() > loss * (1 - 1e-3)
                     parameter[i] -= change
 
 
 def test_every_start_has_a_fit():
-    for name, start in STARTS.items():
+    for name, start in INITIAL_FUNCTIONS.items():
         fitted = rational.fit(start)
         assert fitted.error < 0.08, name
         for once, again in zip(fitted, rational.fit.__wrapped__(start), strict=True):
             assert again == pytest.approx(once, abs=1e-7)  # libraries may add up in another order each time
         assert max(map(abs, fitted.numerator + fitted.denominator)) < 10
-    assert rational.fit(find_start(torch.relu)) is rational.fit(STARTS["relu"])
+    assert rational.fit(find_initial_function(torch.relu)) is rational.fit(INITIAL_FUNCTIONS["relu"])
     assert PAU(lambda x: x / (1 + x.abs())).start_error < 0.01
     with pytest.raises(ValueError, match="PAU: log must be finite between -10 and 10 to start as it"):
         PAU(torch.log)

@@ -12,8 +12,8 @@ from torch import nn
 
 import pwlu
 from pwlu.analysis.curves import curves_of
-from pwlu.conversion.kinds import ARGUMENTS, prelu_start
-from pwlu.initial_functions import STARTS
+from pwlu.conversion.kinds import ARGUMENTS, prelu_function
+from pwlu.initial_functions import INITIAL_FUNCTIONS
 
 
 class QuickGELU(nn.Module):
@@ -241,7 +241,7 @@ def test_realign_keeps_the_slope_of_each_channel():
 
 
 def test_a_start_for_other_channels():
-    start = prelu_start(torch.tensor([0.1, 0.2]))
+    start = prelu_function(torch.tensor([0.1, 0.2]))
     assert pwlu.PWLU(2, init=start).left_slope.tolist() == pytest.approx([0.1, 0.2])
     with pytest.raises(ValueError, match="PWLU: init='prelu' has 2 functions, for channels=2 alone"):
         pwlu.PWLU(4, init=start)
@@ -420,7 +420,13 @@ def test_other_activations():
 
 def test_every_start_is_a_kind():
     """And a kind that is no start has one made of its arguments."""
-    assert set(STARTS) - {"identity", "swish"} == set(ARGUMENTS) - {"prelu", "rrelu", "threshold", "clamp", "hardshrink"}
+    assert set(INITIAL_FUNCTIONS) - {"identity", "swish"} == set(ARGUMENTS) - {
+        "prelu",
+        "rrelu",
+        "threshold",
+        "clamp",
+        "hardshrink",
+    }
 
 
 # Taking it back.

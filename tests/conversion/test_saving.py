@@ -61,7 +61,7 @@ def assert_the_same(found, expected, x=X):
         assert repr(a) == repr(b)
         assert a.bounds == b.bounds
         assert (a.weight.dtype, a.training) == (b.weight.dtype, b.training)
-        assert torch.equal(a.start_weight(), b.start_weight())
+        assert torch.equal(a.initial_weight(), b.initial_weight())
 
 
 @pytest.mark.parametrize("options", [{}, {"granularity": "layer"}, {"init": "relu"}, {"where": lambda site: "2" in site.name}])
@@ -128,7 +128,7 @@ def test_a_start_of_your_own(tmp_path):
     assert same(fresh.state_dict().values(), model.state_dict().values())
     unit = units(fresh)[0]
     assert "Wavy" in repr(unit)
-    torch.testing.assert_close(unit.start_weight(), units(model)[0].start_weight(), rtol=0, atol=2.0**-50)
+    torch.testing.assert_close(unit.initial_weight(), units(model)[0].initial_weight(), rtol=0, atol=2.0**-50)
     pwlu.save(fresh, tmp_path / "again")
     copy.deepcopy(fresh)
 

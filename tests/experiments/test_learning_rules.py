@@ -10,7 +10,7 @@ from lab_helpers import batches_of, one_thread, task_of, trainer_of
 from torch import nn
 
 import pwlu
-from pwlu.initial_functions import find_start
+from pwlu.initial_functions import find_initial_function
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 sys.path.insert(0, str(EXPERIMENTS))
@@ -150,7 +150,7 @@ def test_implicit_bend():
 
 def test_the_start_function_is_free_of_penalty():
     table, layers = tables()
-    silu = find_start("silu")
+    silu = find_initial_function("silu")
     start = functions.started(table, silu)
     vectors, values = functions.bending(N)
     close(functions.implicit_bend(start, torch.full((len(table), 1), 5.0), vectors, values, silu), start)

@@ -9,7 +9,7 @@ from networks import data, network, of_units, same, train, units, values
 from torch import nn
 
 import pwlu
-from pwlu.initial_functions import Start
+from pwlu.initial_functions import InitialFunction
 from pwlu.learning.realignment import Realigned
 from pwlu.reference import Blocks
 
@@ -157,7 +157,7 @@ def test_a_channel_to_one_side_goes_on_as_the_start_does_there():
 
 def test_a_start_with_slopes_of_its_own_has_chords_after_realignment():
     """ReLU far to the right has two slopes of 1, whatever its own far out are."""
-    model = Bare(1, init=Start(F.relu, (0.0,), (0.0, 1.0), "mine"))
+    model = Bare(1, init=InitialFunction(F.relu, (0.0,), (0.0, 1.0), "mine"))
     trained(model, batches_of([lambda z: 50 + z]))
     assert model.act.left_slope.item() == pytest.approx(1.0, rel=2.0**-20)
 

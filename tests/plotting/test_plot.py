@@ -19,7 +19,7 @@ from torch import nn
 
 import pwlu
 from pwlu.analysis.alignment import Alignment, UnitAlignment, alignment
-from pwlu.initial_functions import STARTS
+from pwlu.initial_functions import INITIAL_FUNCTIONS
 from pwlu.module import units_of
 from pwlu.plotting.alignment import plot_alignment
 from pwlu.plotting.functions import plot_functions
@@ -107,7 +107,7 @@ def test_the_start_is_behind(init, start):
         x, y = (torch.tensor(values) for values in line.get_data())
         assert torch.equal(y, start(x))
         assert line.get_zorder() < min(other.get_zorder() for other in axis.lines if other is not line)
-    assert set(STARTS[init].kinks) <= set(x.tolist())
+    assert set(INITIAL_FUNCTIONS[init].kinks) <= set(x.tolist())
 
 
 def test_different_starts():

@@ -20,7 +20,7 @@ from pwlu.report import charts
 from pwlu.report.encoding import growth, halves, shares
 from pwlu.report.gallery import gallery
 from pwlu.report.page import page
-from pwlu.report.run_data import read_evidence
+from pwlu.report.run_data import read_run_data
 from pwlu.report.shape_table import shape_table
 
 
@@ -81,7 +81,7 @@ def test_names_are_not_html(tmp_path):
     model = Odd()
     pwlu.convert_(model, torch.rand(1, 3, 8, 8))
     functions = functions_of(model)
-    html = page(read_evidence(write_run(tmp_path / "run", functions, alignment=inputs_of(functions), device="<i>")))
+    html = page(read_run_data(write_run(tmp_path / "run", functions, alignment=inputs_of(functions), device="<i>")))
     assert "<b>" not in html
     assert "<i>&lt;" not in html
     assert "&lt;/script&gt;&lt;b&gt;" in html
@@ -95,7 +95,7 @@ def test_the_table_of_shapes(tmp_path):
     first, second = functions.values()
     first["heights"] = torch.stack([x.abs(), x, x.relu(), x.relu(), x.relu(), x.relu()])
     second["heights"] = x.expand(4, 9).clone()
-    html = page(read_evidence(write_run(tmp_path / "run", functions, alignment=inputs_of(functions))))
+    html = page(read_run_data(write_run(tmp_path / "run", functions, alignment=inputs_of(functions))))
     assert (
         "<p>Of all functions <strong>10 %</strong> are V-shaped. In layer 1 (1) <strong>17 %</strong> are nearly linear, that "
         "is at most 5 % off a straight line, in the others 100 %. (The paper finds V shapes often, and a first layer that is "
@@ -120,7 +120,7 @@ def test_two_shares_of_inputs_outside(tmp_path):
     first, second = aligned.units
     first.outside, first.count = [0.5] * 6, [9000] * 6
     second.outside, second.count = [0.0] * 4, [1000] * 4
-    html = page(read_evidence(write_run(tmp_path / "run", functions, alignment=aligned)))
+    html = page(read_run_data(write_run(tmp_path / "run", functions, alignment=aligned)))
     assert f"{100 * 0.5 * 54 / 58:.2f} % of inputs lie outside of the bounds, where every input counts once" in html
     cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr><th scope=\"row\">.*?</tr>", html)]
     assert cells[2][11] == "30.0"
@@ -143,7 +143,7 @@ def test_shapes_that_are_not_known(tmp_path):
     path = write_run(tmp_path / "run", functions, alignment=inputs_of(functions), init="same")
     for snapshot in (path / "snapshots").iterdir():
         snapshot.unlink()
-    html = page(read_evidence(path))
+    html = page(read_run_data(path))
     assert "Of all functions <strong>0 %</strong> are V-shaped. In layer 1 (1) <strong>an unknown share</strong> are" in html
     cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr><th scope=\"row\">.*?</tr>", html)]
     assert cells[0] == ["6", *["-"] * 8, "0", "-", "10.0", "0.0", "0.50"]
@@ -260,9 +260,9 @@ def test_functions_learn_after_phase_one(functions, tmp_path, step, learned):
     for snapshot in (path / "snapshots").iterdir():
         if int(snapshot.stem.removeprefix("step-")) > step:
             snapshot.unlink()
-    evidence = read_evidence(path)
-    assert (evidence.learned, evidence.ended) == (learned, False)
-    assert ("10 learned functions" in page(evidence)) == learned
+    run = read_run_data(path)
+    assert (run.learned, run.ended) == (learned, False)
+    assert ("10 learned functions" in page(run)) == learned
 
 
 def test_iterations_may_end_in_the_middle_of_an_epoch(functions, tmp_path, capsys):
@@ -477,9 +477,9 @@ def test_starts_that_stood_there_before(functions, tmp_path):
     first = functions_of(small_network())
     first["3"]["heights"] += torch.rand(4, 9)
     RunFolder(path).write_tensors("snapshots/step-00000000.pt", first)
-    evidence = read_evidence(path)
-    assert evidence.starts == {"1": "relu"}
-    assert [layer["start"] for layer in gallery(evidence)["layers"]] == ["relu", None]
+    run = read_run_data(path)
+    assert run.starts == {"1": "relu"}
+    assert [layer["start"] for layer in gallery(run)["layers"]] == ["relu", None]
 
 
 def test_a_layer_wise_unit_has_the_inputs_of_all_channels(tmp_path):
@@ -488,8 +488,8 @@ def test_a_layer_wise_unit_has_the_inputs_of_all_channels(tmp_path):
     for unit in aligned:
         unit.low, unit.high = [-4.0, 0.0], [0.0, 4.0]
         unit.histogram = [[100] * 32, [300] * 16 + [0] * 16]
-    evidence = read_evidence(write_run(tmp_path / "run", functions, epochs=1, alignment=aligned, granularity="layer"))
-    data = gallery(evidence)
+    run = read_run_data(write_run(tmp_path / "run", functions, epochs=1, alignment=aligned, granularity="layer"))
+    data = gallery(run)
     content = zlib.decompress(base64.b64decode(data["bytes"]))
     low, high = torch.frombuffer(bytearray(content[-36:-32]), dtype=torch.float16).tolist()
     assert (low, high) == (-4, 4)
@@ -499,17 +499,17 @@ def test_a_layer_wise_unit_has_the_inputs_of_all_channels(tmp_path):
 
 def test_what_does_not_fit_is_left_out(run):
     """First moments between the first and the last, then the distributions of inputs."""
-    evidence = read_evidence(run)
-    whole = gallery(evidence)
+    run = read_run_data(run)
+    whole = gallery(run)
     size = len(whole["bytes"])
     assert whole["left_out"] == []
     assert [moment["step"] for moment in whole["moments"]] == [0, 10, 20, 30, 40]
-    some = gallery(evidence, limit=size - 100)
+    some = gallery(run, limit=size - 100)
     assert len(some["bytes"]) <= size - 100
     assert [moment["step"] for moment in some["moments"]] in ([0, 10, 30, 40], [0, 20, 40])
     assert some["left_out"] == [f"{5 - len(some['moments'])} of 5 snapshots"]
     assert some["bars"] == 32
-    least = gallery(evidence, limit=10)
+    least = gallery(run, limit=10)
     assert [moment["step"] for moment in least["moments"]] == [0, 40]
     assert least["left_out"] == ["3 of 5 snapshots", "the distributions of inputs"]
     assert least["bars"] == 0

@@ -10,7 +10,7 @@ from report_page_helpers import functions_of, grown, inputs_of, small_network, w
 from pwlu import reference
 from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.report.page import page
-from pwlu.report.run_data import read_evidence
+from pwlu.report.run_data import read_run_data
 
 pytestmark = pytest.mark.skipif(executable() is None, reason=MISSING)
 
@@ -46,7 +46,7 @@ def run(tmp_path_factory):
 
 def written(path):
     """The page beside what it was made from."""
-    (path / "report.html").write_text(page(read_evidence(path)))
+    (path / "report.html").write_text(page(read_run_data(path)))
     return path / "report.html"
 
 
@@ -114,14 +114,14 @@ def test_other_runs(window, tmp_path, kind):
 
 def test_what_the_script_reads_is_what_was_saved(tab, run):
     """Functions of all moments, and y at many x, as the reference has it."""
-    evidence = read_evidence(run)
+    run = read_run_data(run)
     x = torch.linspace(-5, 5, 101, dtype=torch.float64)
     script = f"Promise.resolve({LAYERS}).then(layers => layers.map(layer => layer.bounds.map((_, moment) => Array.from("
     script += "{length: layer.channels}, (_, channel) => { const unit = unitOf(layer, channel, moment);"
     script += f"return [unit.left, unit.right, {x.tolist()}.map(x => String(valueAt(unit, x)))]; }}))))"
     found = tab.value(script)
-    for layer, name in zip(found, evidence.functions, strict=True):
-        for place, (moment, functions) in enumerate(zip(layer, evidence.moments.values(), strict=True)):
+    for layer, name in zip(found, run.functions, strict=True):
+        for place, (moment, functions) in enumerate(zip(layer, run.moments.values(), strict=True)):
             last = place == len(layer) - 1
             unit = [functions[name][key].double() for key in ("left", "right", "heights", "left_slope", "right_slope")]
             for channel, (left, right, values) in enumerate(moment):

@@ -8,7 +8,7 @@ from report_page_helpers import data_of, functions_of, grown, inputs_of, write_r
 
 import pwlu
 from pwlu.report.page import page
-from pwlu.report.run_data import read_evidence
+from pwlu.report.run_data import read_run_data
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def written(tmp_path_factory):
     pwlu.convert_(model, torch.rand(1, 3, 64, 64))
     functions = grown(functions_of(model), 0.3)
     path = write_run(tmp_path_factory.mktemp("runs") / "run", functions, epochs=5, alignment=inputs_of(functions), wild=True)
-    (path / "report.html").write_text(page(read_evidence(path)))
+    (path / "report.html").write_text(page(read_run_data(path)))
     return path / "report.html"
 
 

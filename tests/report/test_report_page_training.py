@@ -9,7 +9,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pwlu.lab.training import loop
-from pwlu.report.run_data import read_evidence
+from pwlu.report.run_data import read_run_data
 
 
 def snapshots_of(folder):
@@ -39,20 +39,20 @@ def test_snapshots_are_small(tmp_path):
 def test_no_snapshots(tmp_path, capsys):
     folder = short_run(tmp_path, "--snapshots", 0)
     assert not (folder.path / "snapshots").exists()
-    assert list(read_evidence(folder.path).moments) == [3 * STEPS_AN_EPOCH]
+    assert list(read_run_data(folder.path).moments) == [3 * STEPS_AN_EPOCH]
     assert train("--snapshots", -1, "--runs", tmp_path) == 2
     assert "--snapshots must be at least 0, not -1" in capsys.readouterr().err
 
 
 def test_a_real_run_is_read(tmp_path):
     """Nothing that a report wants is missing from what a training writes."""
-    evidence = read_evidence(short_run(tmp_path).path)
-    assert evidence.notes == []
-    assert list(evidence.moments) == [STEPS_AN_EPOCH * epoch for epoch in range(4)]
-    assert evidence.realigned_after == STEPS_AN_EPOCH
-    assert evidence.starts == dict.fromkeys(("2", "5", "8"), "relu")
-    assert [unit.name for unit in evidence.alignment] == ["2", "5", "8"]
-    assert all(unit.histogram for unit in evidence.alignment)
+    run = read_run_data(short_run(tmp_path).path)
+    assert run.notes == []
+    assert list(run.moments) == [STEPS_AN_EPOCH * epoch for epoch in range(4)]
+    assert run.realigned_after == STEPS_AN_EPOCH
+    assert run.starts == dict.fromkeys(("2", "5", "8"), "relu")
+    assert [unit.name for unit in run.alignment] == ["2", "5", "8"]
+    assert all(unit.histogram for unit in run.alignment)
 
 
 def pictures_of(folder):

@@ -80,7 +80,7 @@ def read_part(root, part="train", with_masks=True):
 
 
 def scenes_of(part, flip=False):
-    return detection_images.Scenes(part, 1, flip, torch.device("cpu"), 0)
+    return detection_images.DetectionImages(part, 1, flip, torch.device("cpu"), 0)
 
 
 def write_objects(root, train=8, val=5):

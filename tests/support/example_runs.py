@@ -21,7 +21,7 @@ RESULT = {
 }
 
 
-def canned_run(
+def example_run(
     folder, accuracy=None, recipe="cifar100/resnet18", result=None, environment=None, epochs_done=2, iou=(), **changes
 ):
     """Write a run folder; without an accuracy the run is not finished. ``iou``: of each channel of its only PWLU."""

@@ -41,7 +41,7 @@ def run(arguments, die_at=None, die_writing=None, often=False):
 
     def mortal_write(folder, name, content):
         if die_writing and name.startswith(die_writing):
-            with files.appearing(folder.path / name) as file:
+            with files.atomic_write(folder.path / name) as file:
                 file.write_bytes(content[: len(content) // 2])
                 die()
         write(folder, name, content)

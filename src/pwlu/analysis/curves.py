@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pwlu import functional, reference
 from pwlu.analysis.alignment import Alignment, UnitAlignment
-from pwlu.initial_functions import Start, find_start
+from pwlu.initial_functions import InitialFunction, find_initial_function
 from pwlu.module import require_units
 
 _PARAMETERS = ("left", "right", "heights", "left_slope", "right_slope")
@@ -22,7 +22,7 @@ class Curves(NamedTuple):
     heights: Tensor
     left_slope: Tensor
     right_slope: Tensor
-    start: Start | None
+    start: InitialFunction | None
 
     @property
     def channels(self) -> int:
@@ -63,7 +63,7 @@ def curves_of(model: Any, caller: str) -> dict[str, Curves]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}: expected a model, or the parameters of its PWLUs by name, not {type(model).__name__}")
     units = require_units(caller, model)
-    starts = {name: find_start(unit.init) for name, unit in units.items()}
+    starts = {name: find_initial_function(unit.init) for name, unit in units.items()}
     return {name: _drawn(unit.blocks(), starts[name] if starts[name].channels == 1 else None) for name, unit in units.items()}
 
 
@@ -94,7 +94,7 @@ def inputs_of(units: Mapping[str, Curves], alignment: Alignment | None, caller: 
     return inputs
 
 
-def _drawn(parameters: Iterable[Tensor], start: Start | None) -> Curves:
+def _drawn(parameters: Iterable[Tensor], start: InitialFunction | None) -> Curves:
     left, right, heights, left_slope, right_slope = (p.detach().to("cpu", torch.float64) for p in parameters)
     return Curves(left, right, heights, left_slope, right_slope, start)
 
@@ -104,7 +104,7 @@ def _saved(name: str, values: Any, caller: str) -> Curves:
         raise TypeError(f"{caller}: {name!r} must be a dictionary of parameters, not {type(values).__name__}")
     if missing := [key for key in _PARAMETERS if key not in values]:
         raise ValueError(f"{caller}: {name!r} has no {', '.join(missing)}. It must have {', '.join(_PARAMETERS)}")
-    start = find_start(values["init"]) if "init" in values else None
+    start = find_initial_function(values["init"]) if "init" in values else None
     curves = _drawn((torch.as_tensor(values[key]) for key in _PARAMETERS), start)
     rows = curves.heights.shape[:1]  # none if it is a number: the check says so
     try:

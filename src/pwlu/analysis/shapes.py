@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pwlu import reference
 from pwlu.analysis.alignment import Alignment, UnitAlignment
 from pwlu.analysis.curves import Curves, curves_of, inputs_of
-from pwlu.initial_functions import start_parameters
+from pwlu.initial_functions import initial_parameters
 from pwlu.text import columns
 
 STEPS = 256
@@ -232,7 +232,7 @@ def _movement(curves: Curves) -> Tensor:
     if curves.start is None:
         return torch.full_like(curves.left, torch.nan)
     with torch.no_grad():
-        start = start_parameters(curves.start, curves.left, curves.right, curves.heights.shape[1] - 1)[0]
+        start = initial_parameters(curves.start, curves.left, curves.right, curves.heights.shape[1] - 1)[0]
     scale = torch.stack([h.amax(1) - h.amin(1) for h in (curves.heights, start)]).amax(0)
     distance = (curves.heights - start).abs().amax(1)
     return torch.where(distance == 0, 0.0, distance / scale)

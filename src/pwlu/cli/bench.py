@@ -17,7 +17,7 @@ from pwlu.text import columns, install
 
 if TYPE_CHECKING:
     from pwlu.lab.inference.benchmark import Contender
-    from pwlu.lab.inference.trained_network import Trained
+    from pwlu.lab.inference.trained_network import TrainedNetwork
 
 BATCH = {"cpu": 8}  # of other devices 64: fewer images would not keep them busy
 
@@ -96,7 +96,7 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _title(trained: "Trained", batch: int) -> str:
+def _title(trained: "TrainedNetwork", batch: int) -> str:
     settings = trained.settings
     part = ", the backbone alone" if trained.detects else ""
     return (
@@ -134,7 +134,7 @@ def _table(found: "list[Contender]", batch: int) -> list[str]:
     return [*lines[:2], *(f"{line}  {contender.why}".rstrip() for line, contender in zip(lines[2:], found, strict=True))]
 
 
-def _notes(trained: "Trained", rounds: int, calls: int) -> list[str]:
+def _notes(trained: "TrainedNetwork", rounds: int, calls: int) -> list[str]:
     each = f"{calls} calls" if calls > 1 else "a call"
     notes = [f"Medians, p20 and p80 of {rounds} rounds, {each} in each. x ReLU: times that of ReLU in the same runtime."]
     if trained.settings.activation == "relu":

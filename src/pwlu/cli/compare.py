@@ -64,11 +64,11 @@ def _compare(options: argparse.Namespace) -> int:
     comparisons, asked = _asked(options)
     if options.dry_run:
         return 0
-    from pwlu.lab.compare.comparison import bring_about, title
+    from pwlu.lab.compare.comparison import complete_runs, title
     from pwlu.lab.compare.subprocesses import ended_by_signals
 
     with ended_by_signals():
-        failures = bring_about(asked, options.runs, options.results, options.jobs)
+        failures = complete_runs(asked, options.runs, options.results, options.jobs)
     _show(comparisons, options.results)
     if failures:
         print(f"\n{len(failures)} of {len(asked)} runs failed:", file=sys.stderr)
@@ -84,13 +84,13 @@ def _in_step(options: argparse.Namespace) -> int:
     from pwlu.lab.runs.processes import joined
 
     with joined(options.device) as processes:
-        comparisons, asked = _asked(options, silent=not processes.first)
+        comparisons, asked = _asked(options, silent=not processes.is_main)
         if options.dry_run:
             return 0
         from pwlu.lab.compare.comparison import bring_about_in_step
 
         bring_about_in_step(asked, options.runs, options.results, processes)
-        if processes.first:
+        if processes.is_main:
             _show(comparisons, options.results)
     return 0
 
@@ -161,7 +161,7 @@ def _show(comparisons: list[Comparison], results: Path) -> None:
         text = f"# {compared.recipe}: {compared.stem}\n\n{table.markdown()}\n"
         print(f"\n{text}")
         if table.measured:
-            folder = place(results, next(iter(compared.cells.values())))
+            folder = place(results, next(iter(compared.experiments.values())))
             folder.mkdir(parents=True, exist_ok=True)
             stem = folder / compared.stem
             drawn = _draw([table], Path(f"{stem}.png"))

@@ -16,7 +16,7 @@ from pwlu.version import __version__
 
 if TYPE_CHECKING:
     from pwlu.lab.inference.preprocessing import Preprocessing
-    from pwlu.lab.inference.trained_network import Trained
+    from pwlu.lab.inference.trained_network import TrainedNetwork
 
 SUFFIXES = {".onnx": "standard operators of ONNX, for ONNX Runtime and others", ".pt2": "for torch.export.load"}
 
@@ -112,7 +112,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--opset and --form are for ONNX: leave them out, or write {options.file.with_suffix('.onnx')}")
 
 
-def _part(trained: "Trained", backbone: bool) -> "Trained":
+def _part(trained: "TrainedNetwork", backbone: bool) -> "TrainedNetwork":
     """The whole, or of a detector its backbone."""
     if backbone and not trained.detects:
         raise UserError(f"{trained.path} is a run of {trained.settings.recipe}, which is no detector: leave --backbone out")
@@ -127,7 +127,7 @@ def _part(trained: "Trained", backbone: bool) -> "Trained":
     )
 
 
-def _simplified(trained: "Trained", tolerance: float) -> str:
+def _simplified(trained: "TrainedNetwork", tolerance: float) -> str:
     if not units_of(trained.network):
         raise UserError(f"{trained.path} is a run of {trained.settings.activation}, without PWLUs: leave --simplify out")
     try:
@@ -136,7 +136,7 @@ def _simplified(trained: "Trained", tolerance: float) -> str:
         raise UserError(f"--simplify {tolerance:g}: {error}") from None
 
 
-def _metadata(trained: "Trained", expected: "Preprocessing") -> dict[str, str]:
+def _metadata(trained: "TrainedNetwork", expected: "Preprocessing") -> dict[str, str]:
     """For the file: what a program needs to know of it."""
     settings, folder = trained.settings, RunFolder(trained.path)
     known = {name: json.dumps(values) for name in ("mean", "std") if (values := getattr(expected, name))}
@@ -154,7 +154,7 @@ def _metadata(trained: "Trained", expected: "Preprocessing") -> dict[str, str]:
     } | known
 
 
-def _output(trained: "Trained", expected: "Preprocessing") -> str:
+def _output(trained: "TrainedNetwork", expected: "Preprocessing") -> str:
     if trained.detects:
         return f"the output is the maps of the pyramid, for a detector of {trained.classes} classes"
     names = f": {', '.join(expected.names[:10])}{', ...' if len(expected.names) > 10 else ''}" if expected.names else ""

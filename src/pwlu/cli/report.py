@@ -37,14 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the page, and say what it cannot show."""
     from pwlu.report.page import page
-    from pwlu.report.run_data import read_evidence
+    from pwlu.report.run_data import read_run_data
     from pwlu.report.side_by_side import compared
 
     output = options.output or options.runs[0] / NAME
     try:
         if output.is_dir():
             raise UserError(f"-o must be a file, not the folder {output}. Write -o {output / NAME}")
-        runs, baseline = ([read_evidence(path) for path in paths] for paths in (options.runs, options.baseline))
+        runs, baseline = ([read_run_data(path) for path in paths] for paths in (options.runs, options.baseline))
         beside = compared(runs, baseline) if len(runs) > 1 or baseline else None
         content = page(runs[0], beside).encode()
         files.write(output, content)

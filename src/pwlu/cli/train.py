@@ -97,16 +97,16 @@ def _run(options: argparse.Namespace) -> int:
         if RunFolder(path).finished:
             result = read_run(path).result
             assert result is not None
-            if processes.first:
+            if processes.is_main:
                 print(f"{path} is finished: {headline(result, asked.as_dict())}")
             return STATUS if result["diverged"] else 0
         try:
             result = train(asked, path, processes)
         except KeyboardInterrupt:
-            if processes.first:
+            if processes.is_main:
                 print(f"\nstopped. To go on: pwlu train --resume {path}", file=sys.stderr)
             return 130
-        if processes.first:
+        if processes.is_main:
             print(headline(result, asked.as_dict()))
             picture = path / "functions.png"
             drawn = picture.exists() and not result["diverged"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pwlu.initial_functions import Start
+from pwlu.initial_functions import InitialFunction
 from pwlu.text import columns
 
 EXACT = 1e-6  # a start that is no further from what stood there than this equals it to rounding
@@ -41,7 +41,7 @@ class Site:
     parameters: int = 0
     error: float | None = None
     glu: bool = False
-    start: Start | None = field(default=None, repr=False)
+    start: InitialFunction | None = field(default=None, repr=False)
 
 
 @dataclass

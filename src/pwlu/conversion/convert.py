@@ -18,7 +18,7 @@ from pwlu.conversion.sample_runs import Run, Runs
 from pwlu.conversion.sites import Found, Rules, decide, find_sites
 from pwlu.conversion.tracing import Call, stateless_leaf, unshare
 from pwlu.conversion.unreached import unreached
-from pwlu.initial_functions import Start
+from pwlu.initial_functions import InitialFunction
 from pwlu.module import units_of
 from pwlu.text import counted
 
@@ -47,7 +47,7 @@ def convert_(
     intervals: int = 16,
     tolerance: float | None = None,
     granularity: str = "channel",
-    init: str | Callable[[Tensor], Tensor] | Start = "same",
+    init: str | Callable[[Tensor], Tensor] | InitialFunction = "same",
     where: Callable[[Site], bool] | None = None,
     min_positions: int = 2,
 ) -> Report:

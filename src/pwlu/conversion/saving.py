@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from pwlu import checks, reference
 from pwlu.conversion import rewrite
 from pwlu.conversion.convert import check_unwrapped, put_, replaced
-from pwlu.files import appearing
-from pwlu.initial_functions import STARTS, Start, find_start
-from pwlu.learning.realignment import some
+from pwlu.files import atomic_write
+from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction, find_initial_function
 from pwlu.module import PWLU, require_units, units_of, unwrapped
-from pwlu.text import install
+from pwlu.text import abbreviate, install
 from pwlu.version import __version__
 
 FORMAT = 1  # of the conversion
@@ -49,7 +48,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         else:
             tensors[key] = value.detach().clone(memory_format=torch.contiguous_format)
     written = json.dumps({**conversion, "tied": tied})
-    with appearing(path) as partial:
+    with atomic_write(path) as partial:
         safetensors.save_file(tensors, str(partial), {"format": "pt", "pwlu": written})
 
 
@@ -91,8 +90,8 @@ def conversion_of(model: nn.Module) -> dict[str, Any]:
     if strange:
         kinds = ", ".join(sorted({type(model.get_submodule(name)).__name__ for name in strange}))
         raise ValueError(
-            f"save: {some(strange)} ({kinds}) is no PWLU. Save before pwlu.fuse_ and pwlu.simplify_, and call these after "
-            "loading; for other activations save model.state_dict(), and convert with the same to= before it is loaded"
+            f"save: {abbreviate(strange)} ({kinds}) is no PWLU. Save before pwlu.fuse_ and pwlu.simplify_, and call these "
+            "after loading; for other activations save model.state_dict(), and convert with the same to= before it is loaded"
         )
     edits = {
         f"{name}.{edit.child}" if name else edit.child: edit
@@ -117,12 +116,12 @@ class _Unit(NamedTuple):
 
 
 def _row(name: str, unit: PWLU, edit: rewrite.Edit | None) -> dict[str, Any]:
-    start = find_start(unit.init)
-    if STARTS.get(start.name) == start:
+    start = find_initial_function(unit.init)
+    if INITIAL_FUNCTIONS.get(start.name) == start:
         init: Any = start.name
     else:  # a function of the user's: its lines between the knots
         rows = torch.cat(
-            [block.reshape(unit.channels, -1) for block in reference.unpack(unit.start_weight(), unit.intervals)], 1
+            [block.reshape(unit.channels, -1) for block in reference.unpack(unit.initial_weight(), unit.intervals)], 1
         )
         rows = rows[:1] if bool((rows == rows[0]).all()) else rows
         init = {"name": start.name, "lines": rows.tolist()}
@@ -205,7 +204,11 @@ def _made(row: dict[str, Any], model: nn.Module, again: bool) -> _Unit:
     left, right = row["bounds"]
     unit.bounds = float(left), float(right)
     init = row["init"]
-    unit.init = find_start(init).name if isinstance(init, str) else Start(_Lines(init["lines"]), name=str(init["name"]))
+    unit.init = (
+        find_initial_function(init).name
+        if isinstance(init, str)
+        else InitialFunction(_Lines(init["lines"]), name=str(init["name"]))
+    )
     unit.reset_parameters()
     edit = None if again else row["edit"]  # where there is a PWLU, its call was rewritten already
     if edit is not None:
@@ -240,7 +243,7 @@ def _check_shapes(model: nn.Module, new: dict[str, PWLU], found: dict[str, tuple
     ]
     if wrong:
         raise ValueError(
-            f"load_into: the file does not fit {type(model).__name__}: {some(wrong)}. Make the model as it was when it "
+            f"load_into: the file does not fit {type(model).__name__}: {abbreviate(wrong)}. Make the model as it was when it "
             "was saved"
         )
 

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from pwlu import checks, ops, reference
 from pwlu.deferred_norm import is_compiled
-from pwlu.learning.realignment import some
 from pwlu.module import PWLU, units_of
+from pwlu.text import abbreviate
 
 
 class FusedPWLU(nn.Module):
@@ -90,7 +90,8 @@ def fuse_(model: nn.Module) -> list[str]:
         raise TypeError(f"fuse_: {', '.join(strange)} is of a subclass of PWLU, whose forward may do more than the table can")
     if still := [name for name, unit in units.items() if unit.statistics.is_unfinished()]:
         warnings.warn(
-            f"fuse_: {some(still)} ended in Phase I and learned nothing. Train past realign_at steps of pwlu.TwoPhase first",
+            f"fuse_: {abbreviate(still)} ended in Phase I and learned nothing. "
+            "Train past realign_at steps of pwlu.TwoPhase first",
             stacklevel=3,
         )
     tables = {name: _tables(unit) for name, unit in units.items()}  # all that can fail comes before the first change

@@ -126,7 +126,7 @@ def export_onnx(
     if units_of(written):
         fuse_(written)
     units = write_as_(written, form)
-    with files.appearing(target) as file:
+    with files.atomic_write(target) as file:
         _write(written, inputs, file, opset, dynamic_batch)
         alone = _units(onnx, runtime, file, plain, units, inputs, dynamic_batch)
         operators = finish(onnx, file, opset, metadata or {})

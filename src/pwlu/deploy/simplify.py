@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from pwlu import checks, reference
 from pwlu.baselines import PReLU
 from pwlu.deploy.fitting import PLAIN, Fit, fit
-from pwlu.initial_functions import find_start, fit_bounds
-from pwlu.learning.realignment import some
+from pwlu.initial_functions import find_initial_function, fit_bounds
 from pwlu.module import PWLU, require_units
-from pwlu.text import columns, counted
+from pwlu.text import abbreviate, columns, counted
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FSDPModule", "FullyShardedDataParallel", "OptimizedModule"}
 
@@ -151,7 +150,7 @@ def simplify_(
     chosen = {name: unit for name, unit in units.items() if where is None or where(name, unit)}
     fits = {name: _fit(unit, tolerance, replace) for name, unit in chosen.items()}  # all that can fail, before any change
     if not fits:
-        raise ValueError(f"simplify_: where said False to all of {some([name or 'the model' for name in units])}")
+        raise ValueError(f"simplify_: where said False to all of {abbreviate([name or 'the model' for name in units])}")
     return Simplification(type(model).__name__, tolerance, [_carry_out(name, units[name], fits[name]) for name in fits])
 
 
@@ -188,15 +187,17 @@ def _checked(caller: str, model: nn.Module) -> dict[str, PWLU]:
         if wrapper := _WRAPPERS.intersection(parent.__name__ for parent in type(module).__mro__):
             raise ValueError(f"{caller}: the model is wrapped, by {min(wrapper)}, which holds its parameters. Unwrap it first")
     if strange := [name for name, unit in units.items() if type(unit) is not PWLU]:
-        raise TypeError(f"{caller}: {some(strange)} is of a subclass of PWLU, whose forward may do more than is seen here")
+        raise TypeError(
+            f"{caller}: {abbreviate(strange)} is of a subclass of PWLU, whose forward may do more than is seen here"
+        )
     if empty := [name for name, unit in units.items() if unit.weight.is_meta]:
-        raise ValueError(f"{caller}: {some(empty)} is on the meta device and has no values. Load the weights first")
+        raise ValueError(f"{caller}: {abbreviate(empty)} is on the meta device and has no values. Load the weights first")
     if any(unit.phase for unit in units.values()):
         gc.collect()  # a controller whose optimizer is gone does not matter
     if taken := [name for name, unit in units.items() if unit.phase]:
         raise RuntimeError(
-            f"{caller}: {some(taken)} has a TwoPhase, whose optimizer trains the parameters that are to go. After training, "
-            f"call its remove() first; until then, take a copy: pwlu.{caller}(copy.deepcopy(model), ...)"
+            f"{caller}: {abbreviate(taken)} has a TwoPhase, whose optimizer trains the parameters that are to go. After "
+            f"training, call its remove() first; until then, take a copy: pwlu.{caller}(copy.deepcopy(model), ...)"
         )
     return units
 
@@ -211,7 +212,7 @@ def _carry_out(name: str, unit: PWLU, plan: Fit) -> Simplified:
     if plan.became == "fewer":
         left, right, heights = plan.parameters
         _set(unit, left, right, heights)
-        start = find_start(unit.init)
+        start = find_initial_function(unit.init)
         with contextlib.suppress(ValueError):  # too few intervals to begin anew as that exactly
             unit.bounds = fit_bounds(unit.bounds, unit.intervals, start.kinks, start.name)
     elif plan.became in PLAIN:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from pwlu.module import PWLU, plain_weight, units_of
+from pwlu.module import PWLU, units_of, weight_parameter
 
 
 def freeze_(model: nn.Module, frozen: bool = True) -> list[str]:
@@ -23,4 +23,4 @@ def freeze_(model: nn.Module, frozen: bool = True) -> list[str]:
 def take_gradients(units: Iterable[PWLU]) -> None:
     """Remove the gradients of units, so that an optimizer leaves them as they are."""
     for unit in units:
-        plain_weight(unit).grad = None
+        weight_parameter(unit).grad = None

@@ -1,15 +1,15 @@
 """Realignment: the bounds of every unit go where its inputs are, and its function back to the start."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from pwlu import reference
-from pwlu.initial_functions import find_start
+from pwlu.initial_functions import find_initial_function
 from pwlu.module import PWLU, units_of
 from pwlu.reference import Blocks
+from pwlu.text import abbreviate
 
 
 class Realigned(NamedTuple):
@@ -35,7 +35,7 @@ def realign_(model: nn.Module) -> list[Realigned]:
         raise ValueError(f"realign_: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)")
     if done := [name for name, unit in units.items() if unit.statistics.realigned]:
         raise RuntimeError(
-            f"realign_: {some(done)} had its Phase I already; realigning again would undo what was learned. "
+            f"realign_: {abbreviate(done)} had its Phase I already; realigning again would undo what was learned. "
             "To begin anew: call reset_parameters() on the units."
         )
     if not any(unit.statistics.updates.any() for unit in units.values()):
@@ -57,7 +57,7 @@ def _realign(name: str, unit: PWLU) -> Realigned:
     stored = [bound.to(unit.weight.dtype).to(reference.compute_dtype(unit.weight)) for bound in (left, right)]
     usable &= (stored[1] - stored[0]).isfinite()  # as it will be computed
     left, right = torch.where(usable, left, old.left), torch.where(usable, right, old.right)
-    new = Blocks(left, right, *reference.start(find_start(unit.init).function, left, right, unit.intervals))
+    new = Blocks(left, right, *reference.start(find_initial_function(unit.init).function, left, right, unit.intervals))
     moves = Blocks(*((usable[:, None] if still.ndim == 2 else usable) & ~still for still in held))
     unit.assign(**{n: torch.where(m, v, o) for n, m, v, o in zip(Blocks._fields, moves, new, old, strict=True)})
     statistics.realigned.fill_(True)
@@ -74,8 +74,3 @@ def _held(unit: PWLU) -> Blocks:
     if scale is None or not unit.weight.requires_grad:
         scale = torch.full((unit.channels * (unit.intervals + 5),), float(unit.weight.requires_grad))
     return reference.unpack(scale.cpu() == 0, unit.intervals)
-
-
-def some(names: Sequence[str]) -> str:
-    """The first names of a list, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

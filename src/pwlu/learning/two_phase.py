@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pwlu.learning.freezing import take_gradients
-from pwlu.learning.realignment import Realigned, realign_, some
-from pwlu.module import PWLU, plain_weight, units_of, whole, write
+from pwlu.learning.realignment import Realigned, realign_
+from pwlu.module import PWLU, full_values, units_of, weight_parameter, write_weight
 from pwlu.statistics import InputStatistics, advance_
-from pwlu.text import counted
+from pwlu.text import abbreviate, counted
 
 
 def _join(optimizer: Optimizer, units: Iterable[PWLU]) -> None:
@@ -220,7 +220,7 @@ class TwoPhase:
     @torch.no_grad()
     def _copy_to(self, copy: list[PWLU]) -> None:
         for unit, other in zip(self._units.values(), copy, strict=True):
-            write(other, whole(unit.weight))
+            write_weight(other, full_values(unit.weight))
             for buffer, state in zip(other.statistics.buffers(), unit.statistics.buffers(), strict=True):
                 buffer.copy_(state)
 
@@ -249,8 +249,8 @@ class TwoPhase:
             gc.collect()
         if taken := [name for name, unit in self._units.items() if unit.phase]:
             raise RuntimeError(
-                f"TwoPhase: {some(taken)} has a TwoPhase already. Keep that one, which works as long as its optimizer does, "
-                "or call its remove() first."
+                f"TwoPhase: {abbreviate(taken)} has a TwoPhase already. Keep that one, which works as long as its optimizer "
+                "does, or call its remove() first."
             )
 
     def _check_even(self, optimizer: Optimizer) -> None:
@@ -280,8 +280,8 @@ class TwoPhase:
         if names and any(bool(statistics.pool.any()) for statistics in self._statistics):
             self._warned = True
             warnings.warn(
-                f"TwoPhase: a step of another optimizer ({type(optimizer).__name__}) that holds {some(names)} does not count, "
-                "so Phase I will not end. Call remove() of this TwoPhase, and make one for the new optimizer: "
+                f"TwoPhase: a step of another optimizer ({type(optimizer).__name__}) that holds {abbreviate(names)} does not "
+                "count, so Phase I will not end. Call remove() of this TwoPhase, and make one for the new optimizer: "
                 "pwlu.TwoPhase(model, optimizer, realign_at=...)",
                 stacklevel=4,
             )
@@ -310,7 +310,7 @@ class TwoPhase:
         """Realignment writes every weight, so each must be a parameter of its own."""
         owners: dict[int, str] = {}
         for name, unit in self._units.items():
-            weight = plain_weight(unit)
+            weight = weight_parameter(unit)
             if (other := owners.setdefault(id(weight), name)) != name:
                 raise ValueError(
                     f"TwoPhase: {other} and {name} share one weight, but each has bounds where its own inputs are. Share the "
@@ -323,8 +323,8 @@ class TwoPhase:
         missing = list(dict.fromkeys(name for name, p in wanted if id(p) not in held))
         if missing:
             raise ValueError(
-                f"TwoPhase: the optimizer does not hold the parameters of {some(missing)}. Make it after pwlu.convert_ (and "
-                "after fully_shard): torch.optim.SGD(pwlu.parameter_groups(model, lr=...), ...). If they are split over "
+                f"TwoPhase: the optimizer does not hold the parameters of {abbreviate(missing)}. Make it after pwlu.convert_ "
+                "(and after fully_shard): torch.optim.SGD(pwlu.parameter_groups(model, lr=...), ...). If they are split over "
                 "several optimizers, put all PWLU parameters of a model into one, or make one TwoPhase for each part of it."
             )
 

@@ -3,11 +3,10 @@
 Figures are objects of their own (no pyplot): they can be drawn without a display and in threads. ``figure.savefig(path)``.
 """
 
-import difflib
 import math
 from typing import TYPE_CHECKING, Any
 
-from pwlu.text import install
+from pwlu.text import install, nearest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +51,7 @@ def require_matplotlib(caller: str) -> None:
 def require_known(caller: str, what: str, name: Any, known: list[str]) -> None:
     """An error that lists the names there are, unless this is one of them."""
     if name not in known:
-        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
+        near = nearest(str(name), known)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         names = ", ".join(map(repr, known[:_MOST_NAMED])) + (", ..." if len(known) > _MOST_NAMED else "")
         raise ValueError(f"{caller}: {what} {name!r} is not known. {hint}There {f'are {names}' if known else 'is none'}")

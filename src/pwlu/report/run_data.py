@@ -12,7 +12,7 @@ from torch import Tensor
 from pwlu.analysis.alignment import Alignment
 from pwlu.analysis.curves import curves_of
 from pwlu.analysis.shapes import Shapes, describe
-from pwlu.initial_functions import STARTS, start_parameters
+from pwlu.initial_functions import INITIAL_FUNCTIONS, initial_parameters
 from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.run_folder import RunFolder, no_run, tensors
 
@@ -21,7 +21,7 @@ FILES = ("config.json", "environment.json", "metrics.jsonl", "result.json", "fun
 
 
 @dataclass
-class Evidence:
+class RunData:
     """All that is known of a run.
 
     ``moments``: the functions in the course of training, by the number of steps; infinity for the end, if nothing says how many
@@ -90,7 +90,7 @@ class Evidence:
         return max(1, round(epochs * self.steps_per_epoch))
 
 
-def read_evidence(path: Path) -> Evidence:
+def read_run_data(path: Path) -> RunData:
     """Read a run folder, finished or not, or what ``pwlu compare`` keeps of one."""
     if not any((path / name).exists() for name in (*FILES, "snapshots")):
         raise no_run(path, "config.json", "metrics.jsonl")
@@ -121,7 +121,7 @@ def read_evidence(path: Path) -> Evidence:
     config = found("config.json", lambda _: folder.config())
     if config is not None and "recipe" not in config:
         raise UserError(f"{path / 'config.json'} does not hold the settings of a run: it names no recipe")
-    evidence = Evidence(
+    run = RunData(
         path,
         config or {},
         found("environment.json", lambda _: folder.environment()) or {},
@@ -136,21 +136,21 @@ def read_evidence(path: Path) -> Evidence:
                 f"snapshots/{snapshot.name} is left out: its name must have the number of a step, as step-00000098.pt."
             )
         elif (functions := found(f"snapshots/{snapshot.name}", saved)) is not None:
-            evidence.moments[int(number)] = functions
-    end = evidence.metrics[-1]["step"] if evidence.metrics else math.inf
+            run.moments[int(number)] = functions
+    end = run.metrics[-1]["step"] if run.metrics else math.inf
     last = found("functions.pt", saved)
     if last is not None:
-        evidence.moments = {step: old for step, old in evidence.moments.items() if step < end} | {end: last}
-    evidence.ended = last is not None or (folder.finished and end in evidence.moments)
-    strange = [step for step, old in evidence.moments.items() if not _alike(old, evidence.functions)]
+        run.moments = {step: old for step, old in run.moments.items() if step < end} | {end: last}
+    run.ended = last is not None or (folder.finished and end in run.moments)
+    strange = [step for step, old in run.moments.items() if not _alike(old, run.functions)]
     for step in strange:
         notes.append(f"The snapshot of step {step} is of other units than the last functions, and is left out.")
-        del evidence.moments[step]
-    evidence.alignment = found("inputs.json", measured) or found("alignment.json", measured)
-    evidence.damaged = list(notes)
-    _describe(evidence)
-    evidence.notes += _missing(evidence)
-    return evidence
+        del run.moments[step]
+    run.alignment = found("inputs.json", measured) or found("alignment.json", measured)
+    run.damaged = list(notes)
+    _describe(run)
+    run.notes += _missing(run)
+    return run
 
 
 def _alike(first: Functions, second: Functions) -> bool:
@@ -159,40 +159,37 @@ def _alike(first: Functions, second: Functions) -> bool:
     return sizes[0] == sizes[1]
 
 
-def _describe(evidence: Evidence) -> None:
-    functions = evidence.functions
+def _describe(run: RunData) -> None:
+    functions = run.functions
     if not functions:
         return
-    evidence.starts = _starts(evidence)
-    named = {
-        name: dict(unit) | ({"init": evidence.starts[name]} if name in evidence.starts else {})
-        for name, unit in functions.items()
-    }
+    run.starts = _starts(run)
+    named = {name: dict(unit) | ({"init": run.starts[name]} if name in run.starts else {}) for name, unit in functions.items()}
     try:
-        evidence.shapes = describe(named, evidence.alignment)
+        run.shapes = describe(named, run.alignment)
     except ValueError as error:
-        evidence.notes.append(f"The alignment does not fit the functions and is left out: {error}")
-        evidence.alignment = None
-        evidence.shapes = describe(named)
+        run.notes.append(f"The alignment does not fit the functions and is left out: {error}")
+        run.alignment = None
+        run.shapes = describe(named)
 
 
-def _starts(evidence: Evidence) -> dict[str, str]:
+def _starts(run: RunData) -> dict[str, str]:
     """By name: config.json has it; if units began as what stood there before, the functions before the first step tell."""
-    init = evidence.config.get("init")
-    if init in STARTS:
-        return dict.fromkeys(evidence.functions, init)
+    init = run.config.get("init")
+    if init in INITIAL_FUNCTIONS:
+        return dict.fromkeys(run.functions, init)
     starts: dict[str, str] = {}
-    for name, curves in curves_of(evidence.moments[0], "starts").items() if 0 in evidence.moments else ():
-        for start in STARTS.values():
-            heights, *_ = start_parameters(start, curves.left, curves.right, curves.heights.shape[1] - 1)
+    for name, curves in curves_of(run.moments[0], "starts").items() if 0 in run.moments else ():
+        for start in INITIAL_FUNCTIONS.values():
+            heights, *_ = initial_parameters(start, curves.left, curves.right, curves.heights.shape[1] - 1)
             if torch.allclose(heights, curves.heights, rtol=1e-5, atol=1e-6):
                 starts.setdefault(name, start.name)
     return starts
 
 
-def _missing(evidence: Evidence) -> list[str]:
+def _missing(run: RunData) -> list[str]:
     """What the page cannot show, a sentence each."""
-    notes, config, path = [], evidence.config, evidence.path
+    notes, config, path = [], run.config, run.path
     learned = config.get("activation", "pwlu") == "pwlu"
 
     def without(name: str, consequence: str) -> str:
@@ -200,23 +197,23 @@ def _missing(evidence: Evidence) -> list[str]:
         return consequence[0].upper() + consequence[1:] if there else f"There is no {name}: {consequence}"
 
     if not RunFolder(path).finished:
-        done = f"{evidence.progress} epochs are done" if evidence.metrics else "it has no result.json"
+        done = f"{run.progress} epochs are done" if run.metrics else "it has no result.json"
         notes.append(f"The run is not finished: {done}.")
     if not config:
         notes.append(without("config.json", "the settings are not known."))
-    if not evidence.metrics:
+    if not run.metrics:
         notes.append("No epoch is known: there are no curves to show.")
     if not learned:
         notes.append(f"The activation is {config['activation']}: there are no PWLUs, so there are no functions to show.")
-    elif not evidence.functions:
+    elif not run.functions:
         notes.append(without("functions.pt", "the functions cannot be shown, nor is there a snapshot to show instead."))
-    elif evidence.alignment is None:
+    elif run.alignment is None:
         notes.append(without("alignment.json", "shapes are those between the bounds, whatever the inputs are."))
-    elif not any(unit.histogram for unit in evidence.alignment):
+    elif not any(unit.histogram for unit in run.alignment):
         notes.append(without("inputs.json", "of the inputs, the 5 % and 95 % quantiles are shown, not the distribution."))
-    if evidence.functions and not evidence.ended:
-        what = "" if evidence.learned else ", when they had not begun to learn"
-        notes.append(f"The functions are those of step {max(evidence.moments):,}{what}.")
-    elif len(evidence.moments) == 1:
+    if run.functions and not run.ended:
+        what = "" if run.learned else ", when they had not begun to learn"
+        notes.append(f"The functions are those of step {max(run.moments):,}{what}.")
+    elif len(run.moments) == 1:
         notes.append("No earlier snapshot can be shown: the functions are as they are in the end, not as they grew.")
     return notes

@@ -12,7 +12,7 @@ from pwlu.lab.recipes import catalog, experiment
 from pwlu.lab.recipes.metrics import TITLES
 from pwlu.lab.recipes.settings import UserError
 from pwlu.report.charts import Line, lines
-from pwlu.report.run_data import Evidence
+from pwlu.report.run_data import RunData
 from pwlu.text import counted
 
 _LOOKS = ("first", "third", "fourth")  # of lines, one after the other; the baseline is "second"
@@ -24,7 +24,7 @@ class Group:
     """Runs of one experiment, which differ in their seeds alone."""
 
     name: str
-    runs: list[Evidence]
+    runs: list[RunData]
 
     def values(self, metric: str) -> list[float]:
         """Return what the finished ones measured."""
@@ -127,7 +127,7 @@ class Compared:
         return f'<th scope="row"><i>{number}</i> {escape(group.name)}</th>{cells_}'
 
 
-def compared(runs: Sequence[Evidence], baseline: Sequence[Evidence]) -> Compared:
+def compared(runs: Sequence[RunData], baseline: Sequence[RunData]) -> Compared:
     """Put runs into groups of one experiment each, or say why they cannot be compared."""
     first = runs[0]
     for run in (*runs, *baseline):
@@ -151,12 +151,12 @@ def compared(runs: Sequence[Evidence], baseline: Sequence[Evidence]) -> Compared
     return Compared(metric, groups, bases[0] if bases else None)
 
 
-def _shared(runs: Sequence[Evidence]) -> set[str]:
+def _shared(runs: Sequence[RunData]) -> set[str]:
     """Return the names of settings that are the same in all runs."""
     return {name for name in runs[0].config if all(run.config.get(name) == runs[0].config[name] for run in runs)}
 
 
-def _grouped(runs: Iterable[Evidence], shared: set[str]) -> list[Group]:
+def _grouped(runs: Iterable[RunData], shared: set[str]) -> list[Group]:
     groups: dict[str, Group] = {}
     for run in runs:
         name = _name(run, shared)
@@ -168,7 +168,7 @@ def _grouped(runs: Iterable[Evidence], shared: set[str]) -> list[Group]:
     return list(groups.values())
 
 
-def _name(run: Evidence, shared: set[str]) -> str:
+def _name(run: RunData, shared: set[str]) -> str:
     """Return the activation, and what differs from the recipe and between runs; its folder if the settings are not known."""
     try:
         settings = catalog.settings(**run.config)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from example_runs import LIGHT, canned_run, files_in
+from example_runs import LIGHT, example_run, files_in
 
 from pwlu.cli import main, train
 from pwlu.lab.compare import comparison, subprocesses
@@ -113,15 +113,15 @@ ARGUMENTS = ["compare", "digits", "--acts", "relu,pwlu", "--seeds", "2"]
 def staged(folder, **accuracies):
     """Runs for the actor to bring out: relu0=..., pwlu1=..."""
     for name, accuracy in accuracies.items():
-        canned_run(
+        example_run(
             folder / "stage" / f"{name[:-1]}-seed{name[-1]}", accuracy, "digits", activation=name[:-1], seed=int(name[-1])
         )
 
 
 def test_only_what_is_missing_is_run(here, acted, capsys):
-    canned_run(here / "results" / "digits" / "any-name", 90.0, "digits", activation="relu", data="/of/another/machine")
-    canned_run(here / "runs" / "other-name", 92.0, "digits", activation="pwlu")
-    canned_run(here / "runs" / "stopped", None, "digits", activation="relu", seed=1, intervals=8, epochs_done=3)
+    example_run(here / "results" / "digits" / "any-name", 90.0, "digits", activation="relu", data="/of/another/machine")
+    example_run(here / "runs" / "other-name", 92.0, "digits", activation="pwlu")
+    example_run(here / "runs" / "stopped", None, "digits", activation="relu", seed=1, intervals=8, epochs_done=3)
     staged(here, pwlu1=94.0)
     (here / "stage" / "result.json").write_text((here / "runs" / "other-name" / "result.json").read_text())
     assert main([*ARGUMENTS, "--dry-run"]) == 0
@@ -219,8 +219,8 @@ def test_a_run_that_another_process_finished_in_the_meantime(here, acted, capsys
     open_log = subprocesses.open_log
 
     def slowly(path):
-        canned_run(here / "runs" / "theirs", 92.0, "digits")
-        canned_run(here / "results" / "digits" / "pwlu-seed0", 92.0, "digits")
+        example_run(here / "runs" / "theirs", 92.0, "digits")
+        example_run(here / "results" / "digits" / "pwlu-seed0", 92.0, "digits")
         return open_log(path)
 
     monkeypatch.setattr(comparison, "open_log", slowly)
@@ -232,7 +232,7 @@ def test_a_run_that_another_process_finished_in_the_meantime(here, acted, capsys
 
 
 def test_results_that_were_cut_short_do_not_count(here, acted, capsys):
-    canned_run(here / "results" / "digits" / "pwlu-seed0", None, "digits")
+    example_run(here / "results" / "digits" / "pwlu-seed0", None, "digits")
     staged(here, pwlu0=91.0)
     assert main(["compare", "digits", "--acts", "pwlu", "--seeds", "1"]) == 0
     assert "| PWLU | 91.00 (1) |" in capsys.readouterr().out
@@ -241,7 +241,7 @@ def test_results_that_were_cut_short_do_not_count(here, acted, capsys):
 def test_several_recipes(here, acted, capsys):
     for recipe in ("cifar100/resnet18", "cifar100/mobilenet_v2"):
         for activation, accuracy in (("relu", 70.0), ("pwlu", 71.5)):
-            canned_run(here / "runs" / f"{recipe}-{activation}", accuracy, recipe, activation=activation, holdout=5000)
+            example_run(here / "runs" / f"{recipe}-{activation}", accuracy, recipe, activation=activation, holdout=5000)
     command = [
         "compare",
         "cifar100/resnet18",
@@ -319,7 +319,7 @@ def test_stopped_by_hand(here, capsys, monkeypatch):
     def stopped(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(comparison, "bring_about", stopped)
+    monkeypatch.setattr(comparison, "complete_runs", stopped)
     assert main(ARGUMENTS) == 130
     assert "stopped. What is finished is kept: the same command goes on" in capsys.readouterr().err
 

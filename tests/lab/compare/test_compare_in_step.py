@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from example_runs import canned_run
+from example_runs import example_run
 
 import pwlu
 from pwlu.cli import main
@@ -28,7 +28,7 @@ def by_two(folder, *arguments):
 def test_two_processes(tmp_path, monkeypatch, capsys):
     """What was begun goes on where it lies, what is missing is trained, and then both are finished."""
     begun = tmp_path / "runs" / "begun"
-    canned_run(begun, None, "digits", activation="pwlu", epochs=2, realign_epochs=1.0, epochs_done=0)
+    example_run(begun, None, "digits", activation="pwlu", epochs=2, realign_epochs=1.0, epochs_done=0)
     done = by_two(tmp_path, *COMMAND, "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 runs: 0 finished, 1 stopped, 1 missing") == 1

@@ -3,14 +3,14 @@
 import csv
 
 import pytest
-from example_runs import canned_run
+from example_runs import example_run
 
 from pwlu.lab.compare import paper
 from pwlu.lab.compare.comparison import flags
 from pwlu.lab.compare.presets import comparison
 from pwlu.lab.compare.table import Table
 from pwlu.lab.recipes.catalog import RECIPES, settings
-from pwlu.lab.recipes.metrics import said
+from pwlu.lab.recipes.metrics import format_metrics
 from pwlu.lab.runs.results import find_runs
 
 NUCLEI = "nuclei/maskrcnn_resnet18_fpn"
@@ -28,7 +28,7 @@ def runs(tmp_path):
     for seed, (relu, pwlu) in enumerate([((30.0, 20.0), (32.0, 23.0)), ((34.0, 22.0), (34.0, 23.0))]):
         for activation, (box, mask) in (("relu", relu), ("pwlu", pwlu)):
             result = ON | {"box_ap": box, "mask_ap": mask}
-            canned_run(tmp_path / f"{activation}{seed}", 0.0, NUCLEI, result, activation=activation, seed=seed)
+            example_run(tmp_path / f"{activation}{seed}", 0.0, NUCLEI, result, activation=activation, seed=seed)
     return tmp_path
 
 
@@ -51,7 +51,7 @@ def test_boxes_and_masks(runs):
 
 def test_boxes_alone(tmp_path):
     recipe = "coco/retinanet_resnet50_fpn"
-    canned_run(tmp_path / "a", 0.0, recipe, ON | {"box_ap": 37.0}, activation="relu")
+    example_run(tmp_path / "a", 0.0, recipe, ON | {"box_ap": 37.0}, activation="relu")
     lines = made(tmp_path, recipe, "relu,swish").markdown().splitlines()
     assert lines[2] == "| ReLU | 37.00 (1) |  | 2 | 1,234,567 | 37.06 |  |"
     assert lines[3] == "| Swish | not measured yet |  |  |  | 37.82 | +0.76 |"
@@ -76,7 +76,7 @@ def test_csv(runs):
 
 
 def test_a_result_without_masks_is_not_one_of_mask_rcnn(tmp_path):
-    canned_run(tmp_path / "a", 0.0, NUCLEI, ON | {"box_ap": 37.0})
+    example_run(tmp_path / "a", 0.0, NUCLEI, ON | {"box_ap": 37.0})
     _, (complaint,) = find_runs(tmp_path)
     assert "result.json does not say mask_ap. Copy it again" in complaint
 
@@ -92,8 +92,8 @@ def test_the_paper():
 
 
 def test_words():
-    assert said({"accuracy": 71.339, "test_loss": 1.0}) == "accuracy 71.34 %"
-    assert said({"box_ap": 39.06, "best_box_ap": 40.0, "mask_ap": 35.3}) == "box AP 39.06, mask AP 35.30"
+    assert format_metrics({"accuracy": 71.339, "test_loss": 1.0}) == "accuracy 71.34 %"
+    assert format_metrics({"box_ap": 39.06, "best_box_ap": 40.0, "mask_ap": 35.3}) == "box AP 39.06, mask AP 35.30"
 
 
 def test_flags_say_it_all():

@@ -5,14 +5,14 @@ import math
 import re
 
 import pytest
-from example_runs import canned_run
+from example_runs import example_run
 
 from pwlu.cli import main
 from pwlu.lab.compare import paper
 from pwlu.lab.compare.presets import PRESETS, comparison
 from pwlu.lab.compare.table import Table
 from pwlu.lab.recipes import catalog
-from pwlu.lab.recipes.experiment import cell, identity, label, method
+from pwlu.lab.recipes.experiment import experiment_key, label, method, run_key
 from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.results import find_runs
 
@@ -29,13 +29,13 @@ def made(root, what="relu,pwlu", recipe=RESNET, **changes):
 def three(tmp_path):
     """Three seeds each of two activations, and in between what belongs to neither row."""
     for seed, accuracy in enumerate((70.0, 71.0, 75.0)):  # mean 72, squared deviations 4 + 1 + 9
-        canned_run(tmp_path / f"a{seed}", accuracy, activation="relu", seed=seed)
+        example_run(tmp_path / f"a{seed}", accuracy, activation="relu", seed=seed)
     for seed, accuracy in enumerate((74.0, 74.5, 75.5)):
-        canned_run(tmp_path / f"b{seed}", accuracy, activation="pwlu", seed=seed, result={"seconds_per_epoch": 2.5 + seed})
-    canned_run(tmp_path / "c", 10.0, activation="pwlu", seed=3, epochs=29)
-    canned_run(tmp_path / "d", 10.0, activation="pwlu", seed=4, holdout=5000)
-    canned_run(tmp_path / "e", 10.0, activation="pwlu", seed=5, recipe="cifar100/mobilenet_v2")
-    canned_run(tmp_path / "f", activation="pwlu", seed=6)
+        example_run(tmp_path / f"b{seed}", accuracy, activation="pwlu", seed=seed, result={"seconds_per_epoch": 2.5 + seed})
+    example_run(tmp_path / "c", 10.0, activation="pwlu", seed=3, epochs=29)
+    example_run(tmp_path / "d", 10.0, activation="pwlu", seed=4, holdout=5000)
+    example_run(tmp_path / "e", 10.0, activation="pwlu", seed=5, recipe="cifar100/mobilenet_v2")
+    example_run(tmp_path / "f", activation="pwlu", seed=6)
     return tmp_path
 
 
@@ -67,18 +67,18 @@ def test_labels(changes, name):
 
 def test_the_same_experiment():
     settings = catalog.settings(RESNET, seed=1)
-    assert identity(settings) == identity(settings.replace(data="/elsewhere", channels_last=True, realign_epochs=2.0))
-    assert identity(settings) != identity(settings.replace(seed=2))
-    assert cell(settings) == cell(settings.replace(seed=2))
-    assert cell(settings) != cell(settings.replace(intervals=8))
+    assert run_key(settings) == run_key(settings.replace(data="/elsewhere", channels_last=True, realign_epochs=2.0))
+    assert run_key(settings) != run_key(settings.replace(seed=2))
+    assert experiment_key(settings) == experiment_key(settings.replace(seed=2))
+    assert experiment_key(settings) != experiment_key(settings.replace(intervals=8))
     relu = settings.replace(activation="relu")
-    assert identity(relu) == identity(relu.replace(intervals=8, unit_lr=0.1))
-    assert identity(relu) != identity(relu.replace(weight_decay=1e-4))
+    assert run_key(relu) == run_key(relu.replace(intervals=8, unit_lr=0.1))
+    assert run_key(relu) != run_key(relu.replace(weight_decay=1e-4))
 
 
 def test_presets():
     assert list(PRESETS["activations"]) == ["ReLU", "PReLU", "Swish", "APL", "PAU", "FReLU", "PWLU"]
-    labels = {name: [label(s) for s in comparison(RESNET, name, {}).cells.values()] for name in PRESETS}
+    labels = {name: [label(s) for s in comparison(RESNET, name, {}).experiments.values()] for name in PRESETS}
     assert labels["intervals"] == [
         "relu",
         "pwlu-intervals-4",
@@ -121,7 +121,7 @@ def test_what_cannot_be_compared(recipe, what, changes, text):
 def test_the_paper_has_every_row_of_its_tables():
     for name in set(PRESETS) - {"improvements", "smoothing", "detection"}:  # which are ours
         for network in ("resnet18", "mobilenet_v3_small"):
-            for settings in comparison(f"cifar100/{network}", name, {"epochs": 60, "ema": 0.999}).cells.values():
+            for settings in comparison(f"cifar100/{network}", name, {"epochs": 60, "ema": 0.999}).experiments.values():
                 assert 67 < paper.value("accuracy", network, method(settings)) < 73
     settings = catalog.settings(RESNET)
     assert paper.value("accuracy", "resnet18", method(settings.replace(init="silu"))) is None
@@ -170,11 +170,11 @@ def test_markdown(three):
 
 def test_median_iou(tmp_path):
     """Beside two rows that have some; of one row it would compare nothing."""
-    canned_run(tmp_path / "a", 70.0, activation="relu")
-    canned_run(tmp_path / "b0", 71.0, iou=(0.1, 0.5, 0.9, math.nan))
-    canned_run(tmp_path / "b1", 71.0, seed=1, iou=(0.1, 0.3, 0.4, 0.6))
+    example_run(tmp_path / "a", 70.0, activation="relu")
+    example_run(tmp_path / "b0", 71.0, iou=(0.1, 0.5, 0.9, math.nan))
+    example_run(tmp_path / "b1", 71.0, seed=1, iou=(0.1, 0.3, 0.4, 0.6))
     assert "IOU" not in made(tmp_path).markdown()
-    canned_run(tmp_path / "c", 72.0, fix_init=3.0, iou=(0.05, 0.1, 0.1))
+    example_run(tmp_path / "c", 72.0, fix_init=3.0, iou=(0.05, 0.1, 0.1))
     table = made(tmp_path, "bounds")
     lines = table.markdown().splitlines()
     assert lines[0].startswith("|  | accuracy, % | gain over ReLU | median IOU | s/epoch | parameters |")
@@ -191,19 +191,19 @@ def test_median_iou(tmp_path):
 
 
 def test_one_run_has_no_deviation(tmp_path):
-    canned_run(tmp_path / "a", 60.0, recipe="digits", activation="relu", epochs=60)
-    canned_run(tmp_path / "b", 59.0, recipe="digits", epochs=60)
+    example_run(tmp_path / "a", 60.0, recipe="digits", activation="relu", epochs=60)
+    example_run(tmp_path / "b", 59.0, recipe="digits", epochs=60)
     text = made(tmp_path, recipe="digits", epochs=60).markdown()
     assert "| PWLU | 59.00 (1) | -1.00 | 2 | 1,234,567 |\n" in text  # and no paper, which has no such network
     assert "`digits` with `--epochs 60`; 60 epochs" in text
 
 
 def test_what_is_missing_or_went_wrong_is_said(tmp_path):
-    canned_run(tmp_path / "a", 70.0, activation="relu", environment={"side_by_side": 4})
-    canned_run(tmp_path / "b", 71.0, activation="swish", environment={"side_by_side": 2, "device": "Another"})
+    example_run(tmp_path / "a", 70.0, activation="relu", environment={"side_by_side": 4})
+    example_run(tmp_path / "b", 71.0, activation="swish", environment={"side_by_side": 2, "device": "Another"})
     for seed in (0, 1):
         result = {"diverged": not seed, "parameters": 100 + seed}
-        canned_run(tmp_path / f"c{seed}", 1.0 + 70 * seed, activation="apl", seed=seed, result=result)
+        example_run(tmp_path / f"c{seed}", 1.0 + 70 * seed, activation="apl", seed=seed, result=result)
     text = made(tmp_path, "relu,swish,apl,pwlu").markdown()
     assert "| ReLU | 70.00 (1) |  | 2 (4 side by side) |" in text
     assert "| APL | 36.00 ± 49.50 (2, 1 diverged) | -34.00 | 2 (1 side by side) | 100 and 101 |" in text
@@ -216,7 +216,7 @@ def test_what_is_missing_or_went_wrong_is_said(tmp_path):
 
 
 def test_runs_that_shared_the_device_alike(tmp_path):
-    canned_run(tmp_path / "a", 70.0, activation="relu", environment={"side_by_side": 4})
+    example_run(tmp_path / "a", 70.0, activation="relu", environment={"side_by_side": 4})
     text = made(tmp_path).markdown()
     assert "; 4 runs shared the device; " in text
     assert "side by side" not in text
@@ -230,8 +230,8 @@ def test_held_out_images_are_another_table(three):
 
 def test_a_run_counts_once(tmp_path):
     for name in ("pwlu-seed0", "pwlu-seed0-2"):
-        canned_run(tmp_path / name, 70.0)
-    canned_run(tmp_path / "pwlu-seed1", 71.0, seed=1, realign_epochs=2.0)
+        example_run(tmp_path / name, 70.0)
+    example_run(tmp_path / "pwlu-seed1", 71.0, seed=1, realign_epochs=2.0)
     assert [run.path.name for run in made(tmp_path, "pwlu").rows[0].runs] == ["pwlu-seed0", "pwlu-seed1"]
 
 
@@ -295,7 +295,7 @@ def test_a_page(three, capsys):
     assert main([*command, "--check"]) == main(command) == 0
     assert "is up to date" in capsys.readouterr().out
     assert page.stat().st_mtime_ns == stamp
-    canned_run(three / "more", 80.0, seed=3)
+    example_run(three / "more", 80.0, seed=3)
     assert main([*command, "--check"]) == 1
     assert main(command) == 0
     assert "(4)" in page.read_text()

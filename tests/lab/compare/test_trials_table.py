@@ -1,10 +1,10 @@
 """Tables of everything that was tried."""
 
 import pytest
-from example_runs import canned_run
+from example_runs import example_run
 
 from pwlu.cli import main
-from pwlu.lab.compare.trials_table import listing
+from pwlu.lab.compare.trials_table import trials_table
 from pwlu.lab.runs.results import find_runs
 
 RESNET, MOBILE = "cifar100/resnet18", "cifar100/mobilenet_v3_small"
@@ -13,21 +13,21 @@ RESNET, MOBILE = "cifar100/resnet18", "cifar100/mobilenet_v3_small"
 def made(root, recipes, **changes):
     runs, complaints = find_runs(root)
     assert not complaints
-    return listing(recipes, changes, runs)
+    return trials_table(recipes, changes, runs)
 
 
 @pytest.fixture
 def tried(tmp_path):
     for seed in (1, 0):
         result = {"train_loss": 1.0 + seed, "test_loss": 2.0}
-        canned_run(tmp_path / f"a{seed}", 60.0 + seed, seed=seed, holdout=5000, result=result)
-    canned_run(tmp_path / "b", 61.5, RESNET, activation="relu", holdout=5000)
-    canned_run(tmp_path / "c", 62.5, MOBILE, activation="relu", holdout=5000, environment={"device": "Another"})
-    canned_run(tmp_path / "d", 63.0, MOBILE, holdout=5000, curvature=0.001, granularity="layer")
-    canned_run(tmp_path / "e", 1.0, MOBILE, holdout=5000, curvature=0.5, result={"diverged": True, "train_loss": None})
-    canned_run(tmp_path / "f", 99.0, RESNET)  # on test images
-    canned_run(tmp_path / "g", 99.0, "digits", holdout=5000)
-    canned_run(tmp_path / "h", None, RESNET, holdout=5000, lr=0.1)  # not finished
+        example_run(tmp_path / f"a{seed}", 60.0 + seed, seed=seed, holdout=5000, result=result)
+    example_run(tmp_path / "b", 61.5, RESNET, activation="relu", holdout=5000)
+    example_run(tmp_path / "c", 62.5, MOBILE, activation="relu", holdout=5000, environment={"device": "Another"})
+    example_run(tmp_path / "d", 63.0, MOBILE, holdout=5000, curvature=0.001, granularity="layer")
+    example_run(tmp_path / "e", 1.0, MOBILE, holdout=5000, curvature=0.5, result={"diverged": True, "train_loss": None})
+    example_run(tmp_path / "f", 99.0, RESNET)  # on test images
+    example_run(tmp_path / "g", 99.0, "digits", holdout=5000)
+    example_run(tmp_path / "h", None, RESNET, holdout=5000, lr=0.1)  # not finished
     return tmp_path
 
 
@@ -56,7 +56,7 @@ def test_settings_that_are_asked_for_are_not_repeated(tried):
 def test_detectors_have_no_loss_on_other_images(tmp_path):
     recipe = "nuclei/retinanet_resnet18_fpn"
     for name, act in (("a", "relu"), ("b", "swish")):
-        canned_run(tmp_path / name, 0.0, recipe, activation=act, result={"box_ap": 25.0, "train_loss": 0.5})
+        example_run(tmp_path / name, 0.0, recipe, activation=act, result={"box_ap": 25.0, "train_loss": 0.5})
         text = (tmp_path / name / "result.json").read_text()
         (tmp_path / name / "result.json").write_text(text.replace('"test_loss": 0.5, ', ""))
     text = made(tmp_path, [recipe])

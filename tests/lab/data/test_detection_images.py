@@ -77,7 +77,7 @@ def test_unreadable_images_to_measure_on(tmp_path, monkeypatch, in_memory):
     (tmp_path / "images" / "103.png").unlink()
     task = task_of(RETINA, tmp_path)
     assert measured(task)["unreadable_measured_images"] == 2
-    monkeypatch.setattr(Processes, "total", lambda _, here: here + 10)  # of others
+    monkeypatch.setattr(Processes, "all_reduce", lambda _, here: here + 10)  # of others
     assert measured(task)["unreadable_measured_images"] == 12
 
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from pwlu.lab.data import image_folder
-from pwlu.lab.data.image_file import Unreadable, picture
+from pwlu.lab.data.image_file import Unreadable, read_image
 from pwlu.lab.recipes.settings import UserError
 
 GREY = np.arange(0, 256, dtype=np.uint8).reshape(8, 32)
@@ -20,7 +20,7 @@ def path(tmp_path):
 
 
 def pixels(path):
-    image = picture(path)
+    image = read_image(path)
     assert image.mode == "RGB"
     found = np.asarray(image)
     assert (found == found[..., :1]).all()
@@ -54,7 +54,7 @@ def test_grey_of_16_bits_in_32(path):
 def test_numbers_of_unknown_range(path, dtype):
     Image.fromarray(GREY.astype(dtype)).save(path, "TIFF")
     with pytest.raises(Unreadable, match="its numbers have 32 bits, and no known range: save it with 8 or 16 bits"):
-        picture(path)
+        read_image(path)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
@@ -63,7 +63,7 @@ def test_half_an_image(path, kind, dtype):
     Image.fromarray(GREY.astype(dtype)).save(path, kind)
     path.write_bytes(path.read_bytes()[:-150])
     with pytest.raises(Unreadable):
-        picture(path)
+        read_image(path)
 
 
 def test_an_image_at_a_fraction_of_a_byte(path):
@@ -73,17 +73,17 @@ def test_an_image_at_a_fraction_of_a_byte(path):
     place = content.index(struct.pack("<H", 273), struct.unpack("<I", content[4:8])[0])
     path.write_bytes(content[: place + 2] + struct.pack("<H", 11) + content[place + 4 :])
     with pytest.raises(Unreadable, match="cannot be interpreted as an integer"):
-        picture(path)
+        read_image(path)
 
 
 def test_no_image(path):
     with pytest.raises(Unreadable, match="No such file"):
-        picture(path)
+        read_image(path)
     path.write_text("no image")
     with pytest.raises(Unreadable, match="cannot identify image file"):
-        picture(path)
+        read_image(path)
     with pytest.raises(Unreadable):
-        picture(f"{path}\0")
+        read_image(f"{path}\0")
 
 
 def test_a_camera_that_was_turned(path):
@@ -106,7 +106,7 @@ def root(tmp_path):
 
 
 def batch(root):
-    train, _, _ = image_folder.folders(root, torch.device("cpu"), 32, "none", 0)
+    train, _, _ = image_folder.load_image_folder(root, torch.device("cpu"), 32, "none", 0)
     return next(train.batches([torch.tensor([0])]))
 
 

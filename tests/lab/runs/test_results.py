@@ -4,14 +4,14 @@ import json
 import re
 
 import pytest
-from example_runs import LIGHT, canned_run, files_in
+from example_runs import LIGHT, example_run, files_in
 
 from pwlu.lab.runs import results
 from pwlu.lab.runs.results import find_runs, keep, read_run
 
 
 def test_light_files_are_kept(tmp_path):
-    canned_run(tmp_path / "runs" / "a", 70.0, granularity="layer", seed=2, data="/of/this/machine", device="cuda:1")
+    example_run(tmp_path / "runs" / "a", 70.0, granularity="layer", seed=2, data="/of/this/machine", device="cuda:1")
     run = read_run(tmp_path / "runs" / "a")
     kept = keep(run, tmp_path / "results")
     assert kept == tmp_path / "results" / "cifar100" / "resnet18" / "pwlu-layer-seed2"
@@ -30,13 +30,13 @@ def test_light_files_are_kept(tmp_path):
 
 
 def test_held_out_runs_are_kept_apart(tmp_path):
-    canned_run(tmp_path / "a", 70.0, holdout=5000)
+    example_run(tmp_path / "a", 70.0, holdout=5000)
     kept = keep(read_run(tmp_path / "a"), tmp_path / "results")
     assert kept == tmp_path / "results" / "cifar100" / "resnet18" / "held-out" / "pwlu-holdout-5000-seed0"
 
 
 def test_a_copy_is_complete_or_not_there(tmp_path, monkeypatch):
-    canned_run(tmp_path / "a", 70.0)
+    example_run(tmp_path / "a", 70.0)
 
     def full_disk(*_):
         assert find_runs(tmp_path / "results") == ([], [])
@@ -50,20 +50,20 @@ def test_a_copy_is_complete_or_not_there(tmp_path, monkeypatch):
 
 def test_what_is_not_known_of_a_setting_is_as_the_recipe_has_it(tmp_path):
     """So it is for settings that were added after a run was made."""
-    settings = canned_run(tmp_path / "a", 70.0)
+    settings = example_run(tmp_path / "a", 70.0)
     (tmp_path / "a" / "config.json").write_text(json.dumps({"recipe": settings.recipe, "seed": 0}))
     assert read_run(tmp_path / "a").settings == settings
 
 
 def test_half_written_folders_are_named(tmp_path):
     assert find_runs(tmp_path / "nowhere") == find_runs(tmp_path) == ([], [])
-    canned_run(tmp_path / "good", 70.0)
-    canned_run(tmp_path / ".partial-x" / "run", 70.0)
+    example_run(tmp_path / "good", 70.0)
+    example_run(tmp_path / ".partial-x" / "run", 70.0)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "a.txt").touch()
     (tmp_path / "empty").mkdir()
     for name in ("no-config", "cut-off", "other", "no-accuracy", "no-environment", "gone"):
-        canned_run(tmp_path / name, 70.0)
+        example_run(tmp_path / name, 70.0)
     (tmp_path / "no-config" / "config.json").unlink()
     (tmp_path / "cut-off" / "result.json").write_text('{"accuracy": 7')
     (tmp_path / "other" / "config.json").write_text('{"recipe": "digits", "colour": 3}')

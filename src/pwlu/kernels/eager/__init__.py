@@ -125,9 +125,9 @@ def _open(found: Path) -> None:
     """Open the library, which registers its kernels: they go before those of Python."""
     global library
     opened = ctypes.CDLL(str(found))
-    if not hasattr(opened, "pwlu_learn_gpu"):
+    if not hasattr(opened, "pwlu_register_gpu"):
         raise OSError(f"{found.name} is no library of pwlu")
-    opened.pwlu_learn_gpu.argtypes = [_KEY, ctypes.POINTER(Launch), ctypes.POINTER(Launch), ctypes.c_int64, ctypes.c_void_p]
+    opened.pwlu_register_gpu.argtypes = [_KEY, ctypes.POINTER(Launch), ctypes.POINTER(Launch), ctypes.c_int64, ctypes.c_void_p]
     library = opened
 
 
@@ -202,11 +202,11 @@ def state() -> str:
 
 
 def new(key: tuple[Any, ...]) -> bool:
-    """Whether there is something to learn: see :func:`learn_gpu`."""
+    """Whether there is something to register: see :func:`register_gpu`."""
     return library is not None and key not in _known
 
 
-def learn_gpu(key: tuple[Any, ...], first: Launch, second: Launch | None, splits: int, launch: Any) -> None:
+def register_gpu(key: tuple[Any, ...], first: Launch, second: Launch | None, splits: int, launch: Any) -> None:
     """A launch, or two of which the second finishes what the first left in so many splits; `launch`: the driver's function.
 
     `key`: what, index of the device, types of x and of the parameters, intervals, outer, channels, inner, aligned.
@@ -216,15 +216,15 @@ def learn_gpu(key: tuple[Any, ...], first: Launch, second: Launch | None, splits
     _known.add(key)
     what, index, dtype, kind, *numbers = key
     words = _KEY(_WHATS.index(what), index, _TYPES[dtype], _TYPES[kind], *numbers)
-    library.pwlu_learn_gpu(words, first, second, splits, ctypes.cast(launch, ctypes.c_void_p))
+    library.pwlu_register_gpu(words, first, second, splits, ctypes.cast(launch, ctypes.c_void_p))
 
 
-def learn_cpu(kernel: object, parallel: Any, functions: list[Any]) -> None:
+def register_cpu(kernel: object, parallel: Any, functions: list[Any]) -> None:
     """The functions of ``cpu.c``: forward, lookup, backward, moments."""
     global _of_cpu
     if library is not None and _of_cpu is not kernel:
         addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in (parallel, *functions)]
-        library.pwlu_learn_cpu((ctypes.c_void_p * len(addresses))(*addresses))
+        library.pwlu_register_cpu((ctypes.c_void_p * len(addresses))(*addresses))
         _of_cpu = kernel
 
 

@@ -144,7 +144,7 @@ bool is_ordinary(const Tensor& tensor) {
 bool is_ordinary(const MaybeTensor& tensor) { return !tensor || is_ordinary(*tensor); }
 
 template <class... Tensors>
-bool ordinary(const Tensors&... tensors) {
+bool is_plain(const Tensors&... tensors) {
   return within(c10::impl::tls_local_dispatch_key_set().included_, kOrdinaryModes) && (... && is_ordinary(tensors));
 }
 
@@ -165,7 +165,7 @@ variable_list gradients(const Tensor& grad, const Tensor& x, const Tensor& weigh
   variable_list found(2);
   if (grad.defined() && (s.need_input || learns)) {  // else what follows has none to give
     Gradients both;
-    if (ordinary(grad, x, weight) && !at::GradMode::is_enabled()) {  // it is enabled if a second derivative is wanted
+    if (is_plain(grad, x, weight) && !at::GradMode::is_enabled()) {  // it is enabled if a second derivative is wanted
       const at::AutoDispatchBelowADInplaceOrView guard;
       both = ::backward(grad, x, weight, s.intervals, s.channel_dim, s.need_input, learns);
     } else {
@@ -268,13 +268,13 @@ Tensor differentiable(const Tensor& x, const Tensor& weight, int64_t intervals, 
 
 Tensor autograd_forward(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim) {
   static const auto python = find<Forward>("pwlu_python::differentiate_forward");
-  if (!ordinary(x, weight)) return python.call(x, weight, intervals, channel_dim);
+  if (!is_plain(x, weight)) return python.call(x, weight, intervals, channel_dim);
   return differentiable(x, weight, intervals, channel_dim, false, [&] { return forward(x, weight, intervals, channel_dim); });
 }
 
 Tensor autograd_observe(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim, Tensor pool) {
   static const auto python = find<Observe>("pwlu_python::differentiate_observe");
-  if (!ordinary(x, weight, pool)) return python.call(x, weight, intervals, channel_dim, pool);
+  if (!is_plain(x, weight, pool)) return python.call(x, weight, intervals, channel_dim, pool);
   return differentiable(x, weight, intervals, channel_dim, true,
                         [&] { return observe(x, weight, intervals, channel_dim, pool); });
 }
@@ -282,7 +282,7 @@ Tensor autograd_observe(const Tensor& x, const Tensor& weight, int64_t intervals
 Gradients autograd_backward(const Tensor& grad, const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim,
                             bool need_input, bool need_weight) {
   static const auto python = find<Backward>("pwlu_python::differentiate_backward");
-  if (!ordinary(grad, x, weight) || torch::autograd::compute_requires_grad(grad, x, weight))
+  if (!is_plain(grad, x, weight) || torch::autograd::compute_requires_grad(grad, x, weight))
     return python.call(grad, x, weight, intervals, channel_dim, need_input, need_weight);
   const at::AutoDispatchBelowADInplaceOrView guard;
   return backward(grad, x, weight, intervals, channel_dim, need_input, need_weight);
@@ -291,7 +291,7 @@ Gradients autograd_backward(const Tensor& grad, const Tensor& x, const Tensor& w
 Tensor autograd_lookup(const Tensor& x, const Tensor& left, const Tensor& inv_step, const Tensor& slopes, const Tensor& offsets,
                        int64_t channel_dim) {
   static const auto python = find<Lookup>("pwlu_python::differentiate_lookup");  // a derivative of it is an error
-  if (!ordinary(x, left, inv_step, slopes, offsets) ||
+  if (!is_plain(x, left, inv_step, slopes, offsets) ||
       torch::autograd::compute_requires_grad(x, left, inv_step, slopes, offsets))
     return python.call(x, left, inv_step, slopes, offsets, channel_dim);
   const at::AutoDispatchBelowADInplaceOrView guard;
@@ -313,7 +313,7 @@ variable_list norm_gradients(const Tensor& grad, const std::array<Tensor, 6>& sa
   const auto& [x, residual, gamma, beta, weight, norm] = saved;
   variable_list found(5);
   if (grad.defined()) {
-    if (ordinary(grad, x, residual, weight) && !at::GradMode::is_enabled()) {
+    if (is_plain(grad, x, residual, weight) && !at::GradMode::is_enabled()) {
       const at::AutoDispatchBelowADInplaceOrView guard;
       const auto [grad_z, sums, grad_weight] = norm_backward(grad, x, maybe(residual), norm, weight, s.intervals);
       const MaybeTensor used = s.training ? MaybeTensor(sums) : MaybeTensor();
@@ -407,7 +407,7 @@ Tensor autograd_norm_act(const Tensor& x, const MaybeTensor& residual, const May
   const auto all = [&](auto call) {
     return call(x, residual, gamma, beta, weight, intervals, running_mean, running_var, batches, factor, eps, training, pool);
   };
-  if (!ordinary(x, residual, gamma, beta, weight, running_mean, running_var, batches, pool))
+  if (!is_plain(x, residual, gamma, beta, weight, running_mean, running_var, batches, pool))
     return all([&](const auto&... a) { return python.call(a...); });
   const auto plain = [](const MaybeTensor& tensor) { return tensor ? *tensor : Tensor(); };
   const std::array<Tensor, 5> inputs{x, plain(residual), plain(gamma), plain(beta), weight};
@@ -435,7 +435,7 @@ struct Part<Result(Args...), kServe> {
     static const auto python = find<Result(Args...)>(name);
     const auto tensors = std::tuple_cat(tensor_of(args)...);
     const bool plain = std::apply(
-        [](const auto&... t) { return ordinary(t...) && !torch::autograd::compute_requires_grad(t...); }, tensors);
+        [](const auto&... t) { return is_plain(t...) && !torch::autograd::compute_requires_grad(t...); }, tensors);
     if (!plain) return python.call(args...);
     const at::AutoDispatchBelowADInplaceOrView guard;
     return kServe(args...);
@@ -489,7 +489,7 @@ TORCH_LIBRARY_IMPL(pwlu, AutogradCUDA, m) { differentiate(m); }
 
 extern "C" {
 
-void pwlu_learn_gpu(const int64_t* key, const Launch* first, const Launch* second, int64_t splits, LaunchKernel by) {
+void pwlu_register_gpu(const int64_t* key, const Launch* first, const Launch* second, int64_t splits, LaunchKernel by) {
   Key known;
   std::copy(key, key + known.size(), known.begin());
   std::unique_lock lock(learning);
@@ -497,7 +497,7 @@ void pwlu_learn_gpu(const int64_t* key, const Launch* first, const Launch* secon
   plans[known] = Plan{*first, second ? *second : Launch{}, splits};
 }
 
-void pwlu_learn_cpu(const CpuKernel* kernel) {
+void pwlu_register_cpu(const CpuKernel* kernel) {
   std::unique_lock lock(learning);
   cpu_kernel = *kernel;
 }

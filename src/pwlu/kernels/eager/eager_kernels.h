@@ -84,7 +84,7 @@ struct Problem {
 };
 
 // Nothing if it is not certain that a kernel can have these as they are. `parameters`: one of those tensors; all are of its type.
-std::optional<Problem> understand(const Tensor& x, const Tensor& parameters, int64_t channels, int64_t intervals,
+std::optional<Problem> problem_of(const Tensor& x, const Tensor& parameters, int64_t channels, int64_t intervals,
                                   int64_t channel_dim) {
   if (channels < 1 || intervals < 1 || !x.numel() || parameters.device() != x.device()) return std::nullopt;
   int64_t inner = x.numel();
@@ -101,13 +101,13 @@ std::optional<Problem> understand(const Tensor& x, const Tensor& parameters, int
   return Problem{dtype, kind, x.numel() / (channels * inner), channels, inner, intervals};
 }
 
-std::optional<Problem> understand(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim) {
+std::optional<Problem> problem_of(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim) {
   if (intervals < 1 || weight.dim() != 1 || weight.numel() % (intervals + 5)) return std::nullopt;
   if (!weight.is_contiguous() || !weight.const_data_ptr()) return std::nullopt;
-  return understand(x, weight, weight.numel() / (intervals + 5), intervals, channel_dim);
+  return problem_of(x, weight, weight.numel() / (intervals + 5), intervals, channel_dim);
 }
 
-std::optional<Problem> understand(const Tensor& x, const Tables& tables, int64_t channel_dim) {
+std::optional<Problem> problem_of(const Tensor& x, const Tables& tables, int64_t channel_dim) {
   const Tensor &one = *tables[0], &wide = *tables[2];
   if (one.dim() != 1 || wide.dim() != 2) return std::nullopt;
   for (size_t i = 0; i < 4; ++i) {
@@ -116,7 +116,7 @@ std::optional<Problem> understand(const Tensor& x, const Tables& tables, int64_t
     if (table.scalar_type() != one.scalar_type() || !table.is_contiguous() || !table.const_data_ptr()) return std::nullopt;
   }
   if (one.size(0) != wide.size(0)) return std::nullopt;
-  return understand(x, one, one.size(0), wide.size(1) - 2, channel_dim);
+  return problem_of(x, one, one.size(0), wide.size(1) - 2, channel_dim);
 }
 
 struct Arguments {
@@ -212,7 +212,7 @@ std::optional<Tensor> run_map(What what, const Tensor& x, const Problem& p, Argu
 
 std::optional<Tensor> run_forward(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim,
                                   const Tensor* pool = nullptr) {
-  const auto p = understand(x, weight, intervals, channel_dim);
+  const auto p = problem_of(x, weight, intervals, channel_dim);
   if (!p) return std::nullopt;
   const Tensor y = at::empty_like(x);  // x is dense: so it has the same strides
   Arguments arguments(x, nullptr, y);
@@ -228,7 +228,7 @@ std::optional<Tensor> run_forward(const Tensor& x, const Tensor& weight, int64_t
 }
 
 std::optional<Tensor> run_lookup(const Tensor& x, const Tables& tables, int64_t channel_dim) {
-  const auto p = understand(x, tables, channel_dim);
+  const auto p = problem_of(x, tables, channel_dim);
   if (!p) return std::nullopt;
   const Tensor y = at::empty_like(x);
   Arguments arguments(x, nullptr, y);
@@ -240,7 +240,7 @@ std::optional<Tensor> run_lookup(const Tensor& x, const Tables& tables, int64_t 
 std::optional<std::tuple<Tensor, Tensor>> run_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                                        int64_t intervals, int64_t channel_dim, bool need_input,
                                                        bool need_weight) {
-  const auto p = understand(x, weight, intervals, channel_dim);
+  const auto p = problem_of(x, weight, intervals, channel_dim);
   if (!p || grad.scalar_type() != p->dtype || grad.device() != x.device() || grad.sizes() != x.sizes()) return std::nullopt;
   if (grad.strides() != x.strides() || !grad.const_data_ptr()) return std::nullopt;
   const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };

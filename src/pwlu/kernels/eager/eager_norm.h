@@ -37,10 +37,10 @@ void changed(std::initializer_list<const MaybeTensor*> tensors) {
 }
 
 // x and a norm as kernels see them; nothing if Python has to look at it.
-std::optional<Problem> understand_norm(const Tensor& x, const MaybeTensor& residual, const Tensor& norm, const Tensor& weight,
+std::optional<Problem> norm_problem_of(const Tensor& x, const MaybeTensor& residual, const Tensor& norm, const Tensor& weight,
                                        int64_t intervals) {
   if (!on_gpu(x) || x.dim() < 2 || x.scalar_type() == at::kDouble || !is_like(residual, x)) return std::nullopt;
-  const auto p = understand(x, weight, intervals, 1);
+  const auto p = problem_of(x, weight, intervals, 1);
   if (!p || p->channels != x.size(1) || !fits(norm, x, {4, p->channels})) return std::nullopt;
   return p;
 }
@@ -57,7 +57,7 @@ std::optional<Tensor> run_normalization(const Tensor& x, const MaybeTensor& gamm
   if (!fits(batches, x, {}, at::kLong) || !fits(pool, x, {3, channels})) return std::nullopt;
   if (!training && !(running_mean && running_var)) return std::nullopt;
   const Tensor norm = at::empty({4, channels}, x.options().dtype(at::kFloat));
-  const auto p = understand(x, norm, channels, 1, 1);
+  const auto p = problem_of(x, norm, channels, 1, 1);
   if (!p) return std::nullopt;
   Arguments a;
   a.addresses[3] = address(gamma), a.addresses[4] = address(beta);
@@ -78,7 +78,7 @@ std::optional<Tensor> run_normalization(const Tensor& x, const MaybeTensor& gamm
 
 std::optional<Tensor> run_norm_forward(const Tensor& x, const MaybeTensor& residual, const Tensor& norm, const Tensor& weight,
                                        int64_t intervals, const MaybeTensor& pool) {
-  const auto p = understand_norm(x, residual, norm, weight, intervals);
+  const auto p = norm_problem_of(x, residual, norm, weight, intervals);
   if (!p || !fits(pool, x, {3, p->channels})) return std::nullopt;
   const Tensor y = at::empty_like(x);
   Arguments a(x, nullptr, y);
@@ -93,7 +93,7 @@ std::optional<Tensor> run_norm_forward(const Tensor& x, const MaybeTensor& resid
 
 std::optional<NormGradients> run_norm_backward(const Tensor& grad, const Tensor& x, const MaybeTensor& residual,
                                                const Tensor& norm, const Tensor& weight, int64_t intervals) {
-  const auto p = understand_norm(x, residual, norm, weight, intervals);
+  const auto p = norm_problem_of(x, residual, norm, weight, intervals);
   if (!p || !is_like(grad, x)) return std::nullopt;
   const Tensor grad_z = residual ? at::empty_like(x) : at::empty({0}, x.options());
   const Tensor sums = at::empty({3, p->channels}, norm.options()), grad_weight = at::empty_like(weight);
@@ -109,7 +109,7 @@ std::optional<NormGradients> run_norm_backward(const Tensor& grad, const Tensor&
 
 std::optional<Tensor> run_norm_input(const Tensor& grad, const Tensor& x, const Tensor& norm, const Tensor& weight,
                                      int64_t intervals, const MaybeTensor& sums, double count, bool of_z) {
-  const auto p = understand_norm(x, std::nullopt, norm, weight, intervals);
+  const auto p = norm_problem_of(x, std::nullopt, norm, weight, intervals);
   if (!p || !is_like(grad, x) || !fits(sums, x, {3, p->channels})) return std::nullopt;
   const Tensor grad_x = at::empty_like(x);
   Arguments a(x, &grad, grad_x);

@@ -11,8 +11,8 @@ from typing import Any
 
 from pwlu.lab.compare.presets import Comparison
 from pwlu.lab.compare.subprocesses import Child, open_log, side_by_side
-from pwlu.lab.recipes.experiment import essential, identity, label, run_name
-from pwlu.lab.recipes.metrics import said
+from pwlu.lab.recipes.experiment import essential, label, run_key, run_name
+from pwlu.lab.recipes.metrics import format_metrics
 from pwlu.lab.recipes.settings import Settings, UserError, flag
 from pwlu.lab.runs.environment import SIDE_BY_SIDE
 from pwlu.lab.runs.processes import Processes
@@ -23,9 +23,9 @@ from pwlu.lab.training.loop import begin, train
 
 def wanted(comparisons: Iterable[Comparison], seeds: int) -> list[Settings]:
     """The runs of all comparisons, each once. Those of seed 0 come first: when time runs out, rows have as many runs."""
-    cells = [settings for comparison in comparisons for settings in comparison.cells.values()]
-    runs = [essential(settings.replace(seed=seed)) for seed in range(seeds) for settings in cells]
-    return list({identity(settings): settings for settings in runs}.values())
+    experiments = [settings for comparison in comparisons for settings in comparison.experiments.values()]
+    runs = [essential(settings.replace(seed=seed)) for seed in range(seeds) for settings in experiments]
+    return list({run_key(settings): settings for settings in runs}.values())
 
 
 def title(settings: Settings) -> str:
@@ -42,7 +42,7 @@ class Found:
 
     def of(self, settings: Settings) -> Run | None:
         """The run of the same experiment and seed."""
-        return self.runs.get(identity(settings))
+        return self.runs.get(run_key(settings))
 
     def finished(self, settings: Settings) -> Run | None:
         """The same, if it came to its end."""
@@ -59,7 +59,7 @@ def find(*roots: Path) -> Found:
         for run in runs:
             other = found.of(run.settings)
             if other is None or (other.result is None and (run.result is not None or run.epochs > other.epochs)):
-                found.runs[identity(run.settings)] = run
+                found.runs[run_key(run.settings)] = run
     return found
 
 
@@ -71,7 +71,7 @@ class Failure:
     why: str
 
 
-def bring_about(asked: list[Settings], runs: Path, results: Path, jobs: int) -> list[Failure]:
+def complete_runs(asked: list[Settings], runs: Path, results: Path, jobs: int) -> list[Failure]:
     """Do what is missing, `jobs` at a time, and keep the light files of each run as soon as it is finished.
 
     A run that fails does not stop the others, unless a second one fails with the same words.
@@ -92,15 +92,15 @@ def bring_about_in_step(asked: list[Settings], runs: Path, results: Path, proces
     Whatever goes wrong ends the comparison; started again, it goes on there.
     """
     plan: list[tuple[int, str]] = []  # the number of a run, and the folder in which it goes on: the first process decides
-    if processes.first:
+    if processes.is_main:
         made = find(runs)
         for settings in _missing(asked, runs, results):
             stopped = made.of(settings)
             plan.append((asked.index(settings), str(stopped.path) if stopped else ""))
-    for number, stopped_in in json.loads(processes.agree(json.dumps(plan)) or ""):
+    for number, stopped_in in json.loads(processes.broadcast_text(json.dumps(plan)) or ""):
         path = Path(stopped_in) if stopped_in else begin(runs, asked[number], processes, again=True)
         result = train(asked[number], path, processes)
-        if processes.first:
+        if processes.is_main:
             keep(read_run(path), results)
             print(f"{title(asked[number])}: {_measured(result)}", flush=True)
 
@@ -119,7 +119,7 @@ def _missing(asked: list[Settings], runs: Path, results: Path) -> list[Settings]
 
 
 def _measured(result: dict[str, Any]) -> str:
-    return said(result) + (", diverged" if result["diverged"] else "")
+    return format_metrics(result) + (", diverged" if result["diverged"] else "")
 
 
 class _Work:

@@ -1,6 +1,5 @@
 """What to compare: the paper's comparison and its ablations, as rows of data."""
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ from pwlu import baselines
 from pwlu.lab.recipes import catalog
 from pwlu.lab.recipes.experiment import spelled
 from pwlu.lab.recipes.settings import Settings, UserError, flag
+from pwlu.text import nearest
 
 BASELINE = "ReLU"
 TITLES = {
@@ -61,7 +61,7 @@ PRESETS: dict[str, Rows] = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rows of one table: ``cells`` has what each is called, and the settings of its runs but for the seed.
+    """The rows of one table: ``experiments`` has what each is called, and the settings of its runs but for the seed.
 
     ``changes``: what was changed of the recipe, for all rows. ``name``: of the preset.
     """
@@ -69,7 +69,7 @@ class Comparison:
     recipe: str
     name: str
     changes: dict[str, Any]
-    cells: dict[str, Settings]
+    experiments: dict[str, Settings]
 
     @property
     def stem(self) -> str:
@@ -97,8 +97,8 @@ def comparison(recipe: str, text: str, changes: dict[str, Any]) -> Comparison:
     for setting in changes:
         if setting in varied:
             raise UserError(f"{flag(setting)} is what the comparison {name!r} varies: leave it out")
-    cells = {title: catalog.settings(recipe, **changes | change) for title, change in compared.items()}
-    return Comparison(recipe, name, changes, cells)
+    experiments = {title: catalog.settings(recipe, **changes | change) for title, change in compared.items()}
+    return Comparison(recipe, name, changes, experiments)
 
 
 def _find(text: str) -> tuple[str, Rows]:
@@ -115,7 +115,7 @@ def _find(text: str) -> tuple[str, Rows]:
 
 def _unknown(name: str, alone: bool) -> str:
     known = [*baselines.NAMES, *(PRESETS if alone else ())]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = nearest(name, known)
     return (
         f"there is no activation{' and no preset' if alone else ''} {name!r}."
         + (f" Did you mean {near[0]}?" if near else "")

@@ -10,7 +10,6 @@ stays as it is.
 """
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,10 +17,11 @@ from typing import Any
 
 from pwlu.lab.compare.presets import comparison
 from pwlu.lab.compare.table import Table
-from pwlu.lab.compare.trials_table import listing
+from pwlu.lab.compare.trials_table import trials_table
 from pwlu.lab.recipes import catalog
 from pwlu.lab.recipes.settings import Settings, UserError
 from pwlu.lab.runs.results import Run
+from pwlu.text import nearest
 
 _END = "<!-- end of table -->"
 _MARKER = re.compile(r"<!--\s*(table|runs|end of table)\b(.*?)-->")
@@ -72,7 +72,7 @@ def _made(kind: str, text: str, runs: list[Run]) -> str:
     recipes = [word for word in words if "=" not in word]
     for recipe in recipes:
         catalog.find(recipe)
-    return listing(recipes, dict(_change(word) for word in words if "=" in word), runs)
+    return trials_table(recipes, dict(_change(word) for word in words if "=" in word), runs)
 
 
 def _change(word: str) -> tuple[str, Any]:
@@ -81,7 +81,7 @@ def _change(word: str) -> tuple[str, Any]:
     kinds = {name: kind for name, kind in kinds.items() if name not in ("activation", "seed")}
     name = name.replace("-", "_")
     if name not in kinds:
-        near = difflib.get_close_matches(name, kinds, n=1)
+        near = nearest(name, kinds)
         raise UserError(
             f"{word!r} changes no setting." + (f" Did you mean {near[0]}=...?" if near else f" There are {', '.join(kinds)}")
         )

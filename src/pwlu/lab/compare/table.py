@@ -11,7 +11,7 @@ from typing import Any
 from pwlu.lab.compare import paper
 from pwlu.lab.compare.presets import BASELINE, Comparison
 from pwlu.lab.recipes import catalog
-from pwlu.lab.recipes.experiment import cell, label, method, short
+from pwlu.lab.recipes.experiment import experiment_key, label, method, short
 from pwlu.lab.recipes.metrics import TITLES
 from pwlu.lab.recipes.settings import Settings, flag
 from pwlu.lab.runs.results import Run
@@ -89,10 +89,10 @@ class Table:
         found: dict[Any, dict[int, Run]] = {}
         for run in runs:
             if run.result is not None:
-                found.setdefault(cell(run.settings), {}).setdefault(run.settings.seed, run)
+                found.setdefault(experiment_key(run.settings), {}).setdefault(run.settings.seed, run)
         self.rows = [
-            Row(title, settings, [run for _, run in sorted(found.get(cell(settings), {}).items())])
-            for title, settings in comparison.cells.items()
+            Row(title, settings, [run for _, run in sorted(found.get(experiment_key(settings), {}).items())])
+            for title, settings in comparison.experiments.items()
         ]
         self.metrics = catalog.find(comparison.recipe).metrics
         self.measured = [row for row in self.rows if row.runs]

@@ -18,7 +18,7 @@ _LOSSES = {"train_loss": "training loss", "test_loss": "loss"}
 Cell = list[dict[str, Any]]  # the results of an experiment in order of seeds
 
 
-def listing(recipes: Sequence[str], changes: dict[str, Any], runs: Iterable[Run]) -> str:
+def trials_table(recipes: Sequence[str], changes: dict[str, Any], runs: Iterable[Run]) -> str:
     """Markdown: a row an experiment, and for each recipe what every seed measured, with the means of the losses.
 
     Args:

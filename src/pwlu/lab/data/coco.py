@@ -173,8 +173,8 @@ def read(path: Path, with_masks: bool) -> Part:
         by_image: dict[int, list[tuple[int, bool, Any]]] = {number: [] for number in images}
         lost: list[tuple[int, bool, Any]] = []
         for row in content["annotations"]:
-            crowd = bool(row.get("iscrowd")) and whole(row, "iscrowd") != 0
-            by_image.get(whole(row, "image_id"), lost).append((whole(row, "category_id"), crowd, row))
+            crowd = bool(row.get("iscrowd")) and integer(row, "iscrowd") != 0
+            by_image.get(integer(row, "image_id"), lost).append((integer(row, "category_id"), crowd, row))
     except (OSError, LookupError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} does not hold annotations as COCO writes them: {error!r}") from None
     except ValueError as error:
@@ -215,7 +215,7 @@ def read(path: Path, with_masks: bool) -> Part:
     )
 
 
-def whole(row: Any, name: str) -> int:
+def integer(row: Any, name: str) -> int:
     """A whole number of a row of a file, also if it stands there as text."""
     value = row.get(name)
     try:
@@ -242,14 +242,14 @@ def _numbered(content: Any, what: str) -> dict[int, Any]:
     """Rows of the file by their numbers."""
     rows: dict[int, Any] = {}
     for row in content[what]:
-        if (number := whole(row, "id")) in rows:
+        if (number := integer(row, "id")) in rows:
             raise ValueError(f"two of its {what} have the number {number}")
         rows[number] = row
     return rows
 
 
 def _size(row: Any) -> tuple[int, int]:
-    height, width = whole(row, "height"), whole(row, "width")
+    height, width = integer(row, "height"), integer(row, "width")
     if min(height, width) < 1 or max(height, width) > _MOST_PIXELS:
         raise ValueError(f"height and width must be from 1 to {_MOST_PIXELS:,}, not {height} and {width}, in {_shown(row)}")
     return height, width

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pwlu.lab.data import keyed_random
 from pwlu.lab.data.cifar import cifar100
-from pwlu.lab.data.image_folder import Folder, folders
+from pwlu.lab.data.image_folder import Folder, load_image_folder
 from pwlu.lab.data.images import Images, in_memory
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import Settings, UserError
@@ -61,7 +61,7 @@ def held_out(train: Any, count: int) -> tuple[Any, Any]:
 
 
 def _from_files(settings: Settings, device: torch.device) -> tuple[Folder, Folder, list[str]]:
-    return folders(Path(settings.data), device, settings.pixels, settings.augmentation, settings.readers)
+    return load_image_folder(Path(settings.data), device, settings.pixels, settings.augmentation, settings.readers)
 
 
 def _digits(_: Path) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[str]]:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from pwlu.lab.data import keyed_random
 from pwlu.lab.data.coco import Part
-from pwlu.lab.data.image_file import Unreadable, picture
+from pwlu.lab.data.image_file import Unreadable, read_image
 from pwlu.lab.data.masks import painted
 
 IN_MEMORY = 2**31  # bytes of images: what needs more is read from files again and again
@@ -52,7 +52,7 @@ class _Scenes(Dataset):
         """uint8 (3, height, width). One that cannot be read, or is not of the size that its annotations are for, is black."""
         height, width = self.part.sizes[index].tolist()
         try:
-            pixels = np.array(picture(self.part.folder / self.part.names[index]))
+            pixels = np.array(read_image(self.part.folder / self.part.names[index]))
         except Unreadable:
             pixels = np.empty((0, 0, 3))
         image = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
@@ -88,7 +88,7 @@ def _mirrored(image: Tensor, target: dict[str, Tensor]) -> tuple[Tensor, dict[st
     return image.flip(-1), target | changed
 
 
-class Scenes:
+class DetectionImages:
     """A part of a data set: prepared by worker processes, and given out on the device."""
 
     def __init__(self, part: Part, first_label: int, flip: bool, device: torch.device, workers: int) -> None:

@@ -12,7 +12,7 @@ class Unreadable(Exception):
     """No image, half of one, too large a one, or one whose numbers have no known range."""
 
 
-def picture(path: str | Path) -> Image.Image:
+def read_image(path: str | Path) -> Image.Image:
     """An image in mode RGB, or an error of :class:`Unreadable`.
 
     Pillow takes what is above 255 for 255: grey of 16 bits, as microscopes give it, would be white. It is divided by 257, so

@@ -12,7 +12,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import InterpolationMode
 
 from pwlu.lab.data import keyed_random
-from pwlu.lab.data.image_file import Unreadable, picture
+from pwlu.lab.data.image_file import Unreadable, read_image
 from pwlu.lab.data.images import Batch
 from pwlu.lab.recipes.settings import UserError
 
@@ -29,7 +29,7 @@ class _Files(Dataset):
         index, keys = item
         path, label = self.folder.samples[self.numbers[index]]
         try:
-            image = picture(path)
+            image = read_image(path)
         except Unreadable as error:
             raise UserError(
                 f"the image {path} cannot be read: {error}. Replace it, in all copies of the data set alike, then go on with "
@@ -81,7 +81,9 @@ class Folder:
             raise
 
 
-def folders(root: Path, device: torch.device, pixels: int, augmentation: str, workers: int) -> tuple[Folder, Folder, list[str]]:
+def load_image_folder(
+    root: Path, device: torch.device, pixels: int, augmentation: str, workers: int
+) -> tuple[Folder, Folder, list[str]]:
     """Training and test images under `root`/train/CLASS and `root`/val/CLASS, and the names of the classes."""
     parts = []
     for name in ("train", "val"):

@@ -17,7 +17,7 @@ from pwlu.deploy.fuse import fuse_
 from pwlu.lab.compare.presets import BASELINE, TITLES
 from pwlu.lab.inference.shipping import session, write_onnx
 from pwlu.lab.inference.timing import interleaved, percentiles
-from pwlu.lab.inference.trained_network import Trained
+from pwlu.lab.inference.trained_network import TrainedNetwork
 from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.progress import Progress
 from pwlu.module import units_of
@@ -48,7 +48,7 @@ class Contender:
         return f"{self.runtime}, {self.activation}"
 
 
-def with_relu(trained: Trained) -> nn.Module:
+def with_relu(trained: TrainedNetwork) -> nn.Module:
     """A copy with ReLU at every place where the run put its activation, and with its weights.
 
     In place, as the authors of networks have their modules, for anything else would make ReLU look slower than it is; where
@@ -60,7 +60,9 @@ def with_relu(trained: Trained) -> nn.Module:
     return network
 
 
-def measured(trained: Trained, device: torch.device, batch: int, rounds: int, compiled: bool) -> tuple[list[Contender], int]:
+def measured(
+    trained: TrainedNetwork, device: torch.device, batch: int, rounds: int, compiled: bool
+) -> tuple[list[Contender], int]:
     """Time all ways to run the network, in turns; return them, and how many calls a measurement was.
 
     Args:
@@ -98,7 +100,7 @@ def measured(trained: Trained, device: torch.device, batch: int, rounds: int, co
     return found, inner
 
 
-def _networks(trained: Trained) -> dict[str, nn.Module]:
+def _networks(trained: TrainedNetwork) -> dict[str, nn.Module]:
     """ReLU first, what one would ship last."""
     networks = {BASELINE: with_relu(trained)}
     if trained.settings.activation == "relu":

@@ -8,7 +8,7 @@ from torchvision.datasets.folder import find_classes
 
 from pwlu.lab.data import datasets
 from pwlu.lab.data.image_folder import MEAN, STD
-from pwlu.lab.inference.trained_network import Trained
+from pwlu.lab.inference.trained_network import TrainedNetwork
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import UserError
 
@@ -34,7 +34,7 @@ class Preprocessing:
         return f"{self.image}, pixels from 0 to 1, minus {mean}, divided by {std}"
 
 
-def preprocessing(trained: Trained, data: Path | None = None) -> Preprocessing:
+def preprocessing(trained: TrainedNetwork, data: Path | None = None) -> Preprocessing:
     """What the network of a run expects.
 
     Args:
@@ -73,7 +73,7 @@ def _of_files(root: Path) -> Known:
         raise UserError(f"there are no classes at {root / 'train'}") from None
 
 
-def _of_memory(trained: Trained, root: Path) -> Known:
+def _of_memory(trained: TrainedNetwork, root: Path) -> Known:
     data = datasets.load(trained.settings.replace(data=str(root), holdout=0), torch.device("cpu"))
     mean, std = (tuple((values / 255).tolist()) for values in (data.train.mean, data.train.std))
     return mean, std, tuple(data.classes)

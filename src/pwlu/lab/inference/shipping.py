@@ -119,7 +119,7 @@ def _write_plain(network: nn.Module, sample: Tensor, path: Path, opset: int, met
             network, (sample,), opset_version=opset, dynamo=True, dynamic_shapes=({0: "batch"},), verbose=False
         )
     assert program is not None
-    with files.appearing(path) as file:
+    with files.atomic_write(path) as file:
         program.save(file)
         operators = finish(onnx, file, opset, metadata)
         run = session(file)

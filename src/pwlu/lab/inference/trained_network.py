@@ -22,7 +22,7 @@ WEIGHTS = "model.pt"
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedNetwork:
     """A trained network: on the CPU, in float32, in evaluation mode.
 
     ``shape``: of an image, (C, H, W). ``classes``: how many. ``sites``: the names of the activations that the run put in, with
@@ -45,14 +45,14 @@ class Trained:
         """Random numbers in the place of normalised images, (batch, C, H, W)."""
         return torch.randn(batch, *self.shape, generator=torch.Generator().manual_seed(0))
 
-    def backbone(self) -> "Trained":
+    def backbone(self) -> "TrainedNetwork":
         """Of a detector: the ResNet with its feature pyramid, which makes a dictionary of maps from a tensor of images."""
         own = "backbone."
         sites = {name.removeprefix(own): was for name, was in self.sites.items() if name.startswith(own)}
         return dataclasses.replace(self, network=self.network.get_submodule("backbone"), sites=sites)
 
 
-def load(path: Path) -> Trained:
+def load(path: Path) -> TrainedNetwork:
     """The network of the run in that folder, or an error that says what is there instead, and what would do."""
     if not (path / "config.json").exists():
         raise no_run(path, "config.json", WEIGHTS)
@@ -61,32 +61,32 @@ def load(path: Path) -> Trained:
     if folder.finished and (result := folder.result()).get("diverged"):
         raise UserError(f"{path} has no trained network. {described(result, settings.as_dict())}")
     state = _weights(folder, settings)
-    row = find(settings.recipe)
+    recipe = find(settings.recipe)
     try:
-        classes, channels = (_sizes_of_detector if row.detects else _sizes_of_classifier)(row, settings, state)
-        network, sample = _new(row, settings, classes, channels)
+        classes, channels = (_sizes_of_detector if recipe.detects else _sizes_of_classifier)(recipe, settings, state)
+        network, sample = _new(recipe, settings, classes, channels)
         report = put_activations(network, sample, settings)
         network.load_state_dict(state)
     except (LookupError, RuntimeError) as error:
         why = str(error).strip().splitlines()
         raise folder.unreadable(
-            f"{folder.path / WEIGHTS} does not hold the weights of the network that config.json describes, {row.network} with "
-            f"{settings.activation}: {' '.join(line.strip() for line in why[:2])}"
+            f"{folder.path / WEIGHTS} does not hold the weights of the network that config.json describes, {recipe.network} "
+            f"with {settings.activation}: {' '.join(line.strip() for line in why[:2])}"
         ) from None
     sites = {site.name: site.was for site in report.converted}
-    return Trained(folder.path, settings, network.eval(), (channels, settings.pixels, settings.pixels), classes, sites)
+    return TrainedNetwork(folder.path, settings, network.eval(), (channels, settings.pixels, settings.pixels), classes, sites)
 
 
-def _new(row: Recipe, settings: Settings, classes: int, channels: int) -> tuple[nn.Module, Any]:
+def _new(recipe: Recipe, settings: Settings, classes: int, channels: int) -> tuple[nn.Module, Any]:
     """The network as it was before training, and what it was called with to find its activations."""
     # of a task these two methods need no more than this; a whole one would read the data set
     kinds = range(classes)
-    known: Any = SimpleNamespace(settings=settings, row=row, data=SimpleNamespace(classes=kinds, channels=channels))
-    if not row.detects:
+    known: Any = SimpleNamespace(settings=settings, recipe=recipe, data=SimpleNamespace(classes=kinds, channels=channels))
+    if not recipe.detects:
         return Classification.network(known), Classification.sample(known)
     from pwlu.lab.tasks.detection import Detection
 
-    known.classes, known.first_label = kinds, int(row.network.startswith("maskrcnn"))
+    known.classes, known.first_label = kinds, int(recipe.network.startswith("maskrcnn"))
     return Detection.network(known), Detection.sample(known)
 
 
@@ -119,19 +119,19 @@ def _without_weights(folder: RunFolder, settings: Settings) -> str:
     return f"{folder.path} is not finished: it stands {epochs}. Go on with pwlu train --resume {folder.path}"
 
 
-def _sizes_of_classifier(row: Recipe, settings: Settings, state: dict[str, Tensor]) -> tuple[int, int]:
+def _sizes_of_classifier(recipe: Recipe, settings: Settings, state: dict[str, Tensor]) -> tuple[int, int]:
     """Classes and channels of an image: what the last layer makes, and what the first one takes."""
     with torch.device("meta"):
-        layers = networks.build(row.network, 1, 3, settings.width, row.small, settings.norm).named_modules()
+        layers = networks.build(recipe.network, 1, 3, settings.width, recipe.small, settings.norm).named_modules()
         kinds = {name: type(module) for name, module in layers}
     first = next(name for name, kind in kinds.items() if kind is nn.Conv2d)
     last = next(name for name, kind in reversed(kinds.items()) if kind is nn.Linear)
     return state[f"{last}.weight"].shape[0], state[f"{first}.weight"].shape[1]
 
 
-def _sizes_of_detector(row: Recipe, _: Settings, state: dict[str, Tensor]) -> tuple[int, int]:
+def _sizes_of_detector(recipe: Recipe, _: Settings, state: dict[str, Tensor]) -> tuple[int, int]:
     """Mask R-CNN has a class more, for the background; RetinaNet has all of them for each anchor, and 4 edges likewise."""
-    if row.network.startswith("maskrcnn"):
+    if recipe.network.startswith("maskrcnn"):
         return state["roi_heads.box_predictor.cls_score.bias"].numel() - 1, 3
     edges = state["head.regression_head.bbox_reg.bias"].numel()
     return 4 * state["head.classification_head.cls_logits.bias"].numel() // edges, 3

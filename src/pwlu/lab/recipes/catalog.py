@@ -1,11 +1,11 @@
 """The recipes: a row of data each."""
 
 import dataclasses
-import difflib
 from dataclasses import dataclass
 from typing import Any
 
 from pwlu.lab.recipes.settings import Settings, UserError, check
+from pwlu.text import nearest
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def find(name: str) -> Recipe:
     """Return the recipe of that name, or an error that suggests the three nearest."""
     if name in RECIPES:
         return RECIPES[name]
-    first, second, third = difflib.get_close_matches(name, RECIPES, n=3, cutoff=0)
+    first, second, third = nearest(name, RECIPES, most=3, cutoff=0)
     raise UserError(
         f"there is no recipe {name!r}. Did you mean {first}, {second} or {third}? pwlu train --help lists all {len(RECIPES)}"
     )

@@ -32,14 +32,14 @@ def essential(settings: Settings) -> Settings:
     return settings.replace(**{name: getattr(recipe, name) for name in idle})
 
 
-def identity(settings: Settings) -> Hashable:
+def run_key(settings: Settings) -> Hashable:
     """Equal for two runs of the same experiment with the same seed."""
     return tuple(essential(settings).identity().items())
 
 
-def cell(settings: Settings) -> Hashable:
+def experiment_key(settings: Settings) -> Hashable:
     """Equal for two runs of the same experiment, whatever their seeds."""
-    return identity(settings.replace(seed=0))
+    return run_key(settings.replace(seed=0))
 
 
 def differences(settings: Settings) -> dict[str, Any]:

@@ -22,36 +22,36 @@ class Processes:
     device: torch.device
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this process speaks and writes for all."""
         return self.rank == 0
 
-    def total(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """The sum over all processes."""
         if self.count > 1:
             dist.all_reduce(values)
         return values
 
-    def spread(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """What the first process has, written over what the others have."""
         if self.count > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Until all processes are here."""
         if self.count > 1:
             dist.barrier()
 
-    def together(self, items: list[Any]) -> list[Any]:
+    def gather(self, items: list[Any]) -> list[Any]:
         """The items of all processes, in the order of their numbers, for the first; the others get their own back."""
         if self.count == 1:
             return items
-        parts: list[Any] | None = [None] * self.count if self.first else None
+        parts: list[Any] | None = [None] * self.count if self.is_main else None
         dist.gather_object(items, parts)
         return items if parts is None else [item for part in parts for item in part]
 
-    def agree(self, text: str | None) -> str | None:
+    def broadcast_text(self, text: str | None) -> str | None:
         """What the first process says, told to all."""
         told = [text]
         if self.count > 1:

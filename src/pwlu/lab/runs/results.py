@@ -91,7 +91,7 @@ def keep(run: Run, results: Path) -> Path:
     """Copy what is to be kept of a finished run. The folder appears when it is complete."""
     parent = place(results, run.settings)
     target = parent / f"{label(run.settings)}-seed{run.settings.seed}"
-    with files.explained(target):
+    with files.explain_errors(target):
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=parent) as partial:
             copy = Path(partial) / "run"

@@ -185,7 +185,7 @@ class RunFolder:
         """Write a file, as a whole or not at all; on a full disk, say how far the run has come."""
         target = self.path / name
         try:
-            with files.explained(target):
+            with files.explain_errors(target):
                 target.parent.mkdir(exist_ok=True)
             files.write(target, content)
         except files.CannotWrite as error:

@@ -44,8 +44,8 @@ class Classification(ImageTask):
 
     def network(self) -> nn.Module:
         """The architecture with new weights, and with its own activations."""
-        row, s = self.row, self.settings
-        return networks.build(row.network, len(self.data.classes), self.data.channels, s.width, row.small, s.norm)
+        recipe, s = self.recipe, self.settings
+        return networks.build(recipe.network, len(self.data.classes), self.data.channels, s.width, recipe.small, s.norm)
 
     def sample(self) -> Tensor:
         """What the network is called with, for :func:`pwlu.convert_`."""
@@ -97,7 +97,7 @@ class Classification(ImageTask):
             right = (outputs.argmax(1) == labels).sum()
             sums += torch.stack([losses, right.double(), right.new_tensor(len(labels)).double()])
         model.train()
-        loss, right_answers, count = self.processes.total(sums).tolist()
+        loss, right_answers, count = self.processes.all_reduce(sums).tolist()
         return {"test_loss": loss / count, "accuracy": 100 * right_answers / count}
 
     def files(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ from faster_coco_eval import COCO, COCOeval_faster
 from faster_coco_eval import mask as rle
 from torch import Tensor
 
-from pwlu.lab.data.coco import Part, numbers, whole
+from pwlu.lab.data.coco import Part, integer, numbers
 from pwlu.lab.data.masks import run_lengths
 from pwlu.lab.recipes.settings import UserError
 from pwlu.text import counted
@@ -156,7 +156,7 @@ def _detection(row: Any, kinds: Sequence[str]) -> dict[str, Any]:
     for name in ("image_id", "category_id", "score", *(_FIELDS[kind] for kind in kinds)):
         if row.get(name) is None:
             raise ValueError(f"there is no {name}")
-    detection: dict[str, Any] = {"image_id": whole(row, "image_id"), "category_id": whole(row, "category_id")}
+    detection: dict[str, Any] = {"image_id": integer(row, "image_id"), "category_id": integer(row, "category_id")}
     (detection["score"],) = _numbers("score", [row["score"]], 1)
     if "box" in kinds:
         detection["bbox"] = _numbers("bbox", row["bbox"], 4)

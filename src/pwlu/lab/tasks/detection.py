@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pwlu.lab.data import coco, keyed_random
 from pwlu.lab.data.datasets import held_out
-from pwlu.lab.data.detection_images import Scene, Scenes
+from pwlu.lab.data.detection_images import DetectionImages, Scene
 from pwlu.lab.models import detectors
 from pwlu.lab.recipes.settings import Settings, UserError
 from pwlu.lab.runs.processes import Processes
@@ -38,9 +38,9 @@ class Detection(ImageTask):
 
     def __init__(self, settings: Settings, processes: Processes) -> None:
         super().__init__(settings, processes)
-        self.detector = self.row.network.partition("_")[0]
+        self.detector = self.recipe.network.partition("_")[0]
         self._check_settings()
-        self.kinds = ("box", "mask") if "mask_ap" in self.row.metrics else ("box",)
+        self.kinds = ("box", "mask") if "mask_ap" in self.recipe.metrics else ("box",)
         train, test = coco.load(Path(settings.data), with_masks="mask" in self.kinds)
         self.measured_on = "validation images"
         if settings.holdout:
@@ -71,9 +71,9 @@ class Detection(ImageTask):
         if s.pixels < 64:
             raise UserError(f"--pixels {s.pixels} leaves nothing of the coarser maps of a detector: write 64 or more")
 
-    def _scenes(self, part: coco.Part) -> Scenes:
+    def _scenes(self, part: coco.Part) -> DetectionImages:
         s = self.settings
-        return Scenes(part, self.first_label, s.augmentation == "flip", self.processes.device, s.readers)
+        return DetectionImages(part, self.first_label, s.augmentation == "flip", self.processes.device, s.readers)
 
     def _notes(self) -> list[str]:
         names = ", ".join(list(self.classes.values())[:100])
@@ -93,8 +93,8 @@ class Detection(ImageTask):
 
     def network(self) -> nn.Module:
         """The detector with new weights, and with its own activations."""
-        s, row = self.settings, self.row
-        return detectors.build(row.network, len(self.classes), s.pixels, s.width, s.norm, row.anchors, row.detections)
+        s, recipe = self.settings, self.recipe
+        return detectors.build(recipe.network, len(self.classes), s.pixels, s.width, s.norm, recipe.anchors, recipe.detections)
 
     def sample(self) -> Any:
         """Two images with an object each, for :func:`pwlu.convert_`: batch norm needs more than a map of one pixel."""
@@ -187,15 +187,15 @@ class Detection(ImageTask):
             for index, each in zip(indices, found, strict=True):
                 rows += coco_evaluation.detections(int(part.image_ids[index]), each, list(self.classes), self.first_label)
         model.train()
-        rows = self.processes.together(rows)
-        unreadable = int(self.processes.total(torch.tensor(unreadable, device=self.processes.device)))
+        rows = self.processes.gather(rows)
+        unreadable = int(self.processes.all_reduce(torch.tensor(unreadable, device=self.processes.device)))
         self.rows, values = rows, dict[str, float]()
-        if self.processes.first:
+        if self.processes.is_main:
             for kind in self.kinds:
-                values |= coco_evaluation.average_precision(part, rows, kind, self.row.detections)
+                values |= coco_evaluation.average_precision(part, rows, kind, self.recipe.detections)
             if unreadable:
                 values[UNREADABLE] = unreadable
-        return json.loads(self.processes.agree(json.dumps(values)) or "")
+        return json.loads(self.processes.broadcast_text(json.dumps(values)) or "")
 
     def files(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, bytes]:
         """What was detected, if it is to be saved."""

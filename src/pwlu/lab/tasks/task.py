@@ -64,7 +64,7 @@ class ImageTask(ABC):
     """Of a :class:`Task`, what is the same for every data set of images: types, and which images come in which step."""
 
     def __init__(self, settings: Settings, processes: Processes) -> None:
-        self.settings, self.processes, self.row = settings, processes, find(settings.recipe)
+        self.settings, self.processes, self.recipe = settings, processes, find(settings.recipe)
         self.dtype = torch.float64 if settings.precision == "float64" else torch.float32
         self.layout = torch.channels_last if settings.channels_last else torch.contiguous_format
 

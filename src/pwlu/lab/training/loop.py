@@ -12,7 +12,7 @@ import torch
 
 from pwlu.analysis.alignment import alignment, without_histograms
 from pwlu.lab.recipes.catalog import find
-from pwlu.lab.recipes.experiment import identity, run_name
+from pwlu.lab.recipes.experiment import run_key, run_name
 from pwlu.lab.recipes.settings import Settings, UserError
 from pwlu.lab.runs.divergence import divergence
 from pwlu.lab.runs.environment import environment
@@ -46,7 +46,7 @@ def begin(runs: Path, settings: Settings, processes: Processes, again: bool = Fa
         again: make one even if there is a run with the same settings, under a name with the next number.
     """
     made, wrong = "", ""
-    if processes.first:
+    if processes.is_main:
         try:
             if not again:
                 _refuse_a_second(runs, settings)
@@ -54,9 +54,9 @@ def begin(runs: Path, settings: Settings, processes: Processes, again: bool = Fa
             RunFolder(Path(made)).write_json("config.json", settings.as_dict())
         except UserError as error:
             wrong = str(error)
-    if wrong := processes.agree(wrong) or "":  # else the others would wait for the first
+    if wrong := processes.broadcast_text(wrong) or "":  # else the others would wait for the first
         raise UserError(wrong)
-    return Path(processes.agree(made) or "")
+    return Path(processes.broadcast_text(made) or "")
 
 
 def _refuse_a_second(runs: Path, settings: Settings) -> None:
@@ -64,7 +64,7 @@ def _refuse_a_second(runs: Path, settings: Settings) -> None:
     for path in sorted(runs.glob(f"{glob.escape(run_name(settings))}*")):
         folder = RunFolder(path)
         try:
-            same = identity(folder.settings()) == identity(settings)
+            same = run_key(folder.settings()) == run_key(settings)
             done = len(folder.metrics())
         except UserError:  # that one is none of ours
             continue
@@ -79,11 +79,11 @@ def train(settings: Settings, path: Path, processes: Processes) -> dict[str, Any
     folder = RunFolder(path)
     if settings.channels_last is None:
         settings = settings.replace(channels_last=processes.device.type == "cuda")
-    with folder.held() if processes.first else nullcontext():
+    with folder.held() if processes.is_main else nullcontext():
         try:
             loop = _Loop(settings, folder, processes)
         except UserError:
-            if processes.first:
+            if processes.is_main:
                 folder.remove_if_bare()
             raise
         return loop.run()
@@ -108,7 +108,7 @@ class _Loop:
         self._begin()
         title = f"{self.settings.recipe} {self.settings.activation}, seed {self.settings.seed}"
         self.board = self._tensorboard()
-        self.progress = Progress(title, self.total, self.number, silent=not self.processes.first)
+        self.progress = Progress(title, self.total, self.number, silent=not self.processes.is_main)
         for note in self.task.notes:
             self.progress.say(note)
         try:
@@ -130,12 +130,12 @@ class _Loop:
                     f"the newest checkpoint of {self.folder.path} does not fit what config.json describes: {error!r:.200}",
                     "Put back what was there, or start a new run without --resume",
                 ) from None
-        if self.processes.first:
+        if self.processes.is_main:
             if state is None:
                 self.folder.write_json("environment.json", environment(self.processes))
                 self._snapshot()
             self.folder.forget_metrics_after(self.number)
-        self.processes.wait()
+        self.processes.barrier()
         self.last = next(reversed(self.folder.metrics()), None)
         known, done = self.last["step"] if self.last else 0, self.number
         if known != (done if done == self.total else done // self.task.steps_per_epoch * self.task.steps_per_epoch):
@@ -155,7 +155,7 @@ class _Loop:
         self.number, self.seconds = state["step"], state["seconds"]
         self.first_loss = state.get("first_loss")
         self.sound += state.get("sound", self.number % self.task.steps_per_epoch)
-        if self.processes.first:  # the sums are those of all processes
+        if self.processes.is_main:  # the sums are those of all processes
             self.sums = state["sums"]
 
     def _epoch(self, epoch: int) -> None:
@@ -175,16 +175,16 @@ class _Loop:
                 self._checkpoint(self.seconds + time.monotonic() - begin)
         row: dict[str, Any] = {"epoch": epoch + 1, "step": self.number} | _rounded(self._summary())
         if row["loss"] is None:
-            row["diverged_at"] = epoch * steps + min(self.processes.together([self.sound.item()])) + 1
+            row["diverged_at"] = epoch * steps + min(self.processes.gather([self.sound.item()])) + 1
         self.seconds += time.monotonic() - begin  # ._summary() has waited for the device
-        self.processes.spread(self.trainer.measured.buffers())  # on CPUs, each has batch statistics of its own
+        self.processes.broadcast(self.trainer.measured.buffers())  # on CPUs, each has batch statistics of its own
         if (epoch + 1) % self.settings.measure_every == 0 or self.number == self.total or row["loss"] is None:
             row |= _rounded(self.task.measure(self.trainer.measured, self.trainer.autocast()))
         phases = self.trainer.phases
         began_in = 1 if phases and epoch * steps < phases.realign_at else 2
         row |= {"lr": self.trainer.schedule.get_last_lr()[0], "phase": began_in}
         row |= _rounded({"seconds": self.seconds, "images_per_second": self._done() * self.settings.batch / self.seconds})
-        if self.processes.first:
+        if self.processes.is_main:
             self.folder.add_metrics(row)
             if self._turn(epoch, self.settings.snapshots):
                 self._snapshot()
@@ -198,16 +198,16 @@ class _Loop:
 
     def _summary(self) -> dict[str, float]:
         """Return what the sums of all processes say."""
-        return self.task.summary(self.processes.total(self.sums.clone()))
+        return self.task.summary(self.processes.all_reduce(self.sums.clone()))
 
     def _due(self) -> bool:
         """Whether it is time for a checkpoint in the middle of an epoch: the first process decides for all."""
-        late = torch.tensor(float(self.processes.first and time.monotonic() - self.saved_at > SECONDS_BETWEEN_CHECKPOINTS))
-        return bool(self.processes.total(late.to(self.processes.device)))
+        late = torch.tensor(float(self.processes.is_main and time.monotonic() - self.saved_at > SECONDS_BETWEEN_CHECKPOINTS))
+        return bool(self.processes.all_reduce(late.to(self.processes.device)))
 
     def _checkpoint(self, seconds: float) -> None:
-        sums = self.processes.total(self.sums.clone())
-        if self.processes.first:
+        sums = self.processes.all_reduce(self.sums.clone())
+        if self.processes.is_main:
             state = {"trainer": self.trainer.state(), "step": self.number, "sums": sums, "seconds": seconds}
             state |= {"steps_per_epoch": self.task.steps_per_epoch, "first_loss": self.first_loss, "sound": self.sound.item()}
             self.folder.save_checkpoint(self.number, state)
@@ -249,7 +249,7 @@ class _Loop:
         self.progress.say(f"epoch {row['epoch']:3d}/{self.epochs}: {text}, {phase}{speed}")
 
     def _tensorboard(self) -> Any:
-        if not self.settings.tensorboard or not self.processes.first:
+        if not self.settings.tensorboard or not self.processes.is_main:
             return None
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -266,7 +266,7 @@ class _Loop:
             path = self.folder.path / "metrics.jsonl"
             raise UserError(f"{path} is damaged: there is no result to make of it ({error!r}). Start a new run") from None
         files = self.task.files(self.trainer.measured, self.trainer.autocast())
-        if self.processes.first:
+        if self.processes.is_main:
             for name, content in files.items():
                 self.folder.write(name, content)
             aligned = None
@@ -279,7 +279,7 @@ class _Loop:
             sites, notes = str(self.trainer.report), self.task.notes
             write_report(self.folder, self.settings, result, sites, self.trainer.measured, aligned, notes)
             self.folder.write_json("result.json", result)
-        self.processes.wait()
+        self.processes.barrier()
         return result
 
     def _result(self, rows: list[dict[str, Any]]) -> dict[str, Any]:

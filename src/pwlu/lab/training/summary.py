@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from pwlu.analysis.alignment import Alignment
-from pwlu.lab.recipes.metrics import said
+from pwlu.lab.recipes.metrics import format_metrics
 from pwlu.lab.recipes.settings import Settings
 from pwlu.lab.runs.divergence import described
 from pwlu.lab.runs.run_folder import RunFolder
@@ -50,7 +50,7 @@ def headline(result: dict[str, Any], config: dict[str, Any]) -> str:
     if result["diverged"]:
         return described(result, config)
     return (
-        f"{said(result)} on {result['measured_images']:,} {result['measured_on']}, "
+        f"{format_metrics(result)} on {result['measured_images']:,} {result['measured_on']}, "
         f"{result['parameters']:,} parameters, {result['seconds_per_epoch']:.3g} s an epoch"
     )
 

@@ -72,7 +72,7 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[Row]:
     parts = min(PARTS, rounds)
     for part in tqdm(range(parts), desc=f"{name}, timed"):
         share = rounds // parts + (part < rounds % parts)
-        found = interleaved(calls, share, inner, torch.cuda.synchronize if cuda else None)
+        found = interleaved(calls, share, inner=inner, wait=torch.cuda.synchronize if cuda else None)
         for kind in KINDS:
             times[kind] += found[kind]
     for kind in tqdm(KINDS, desc=f"{name}, GPU alone", disable=not cuda):

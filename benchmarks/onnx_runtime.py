@@ -75,7 +75,7 @@ def measured(what: str, calls: dict[str, Callable[[Tensor], Any]], x: Tensor, ro
     """The rows of one input."""
     inner = 1 if x.numel() > 10**6 else 5
     with torch.inference_mode():
-        times = interleaved({name: partial(call, x) for name, call in calls.items()}, rounds, inner)
+        times = interleaved({name: partial(call, x) for name, call in calls.items()}, rounds, inner=inner)
     rows = []
     for name, each in times.items():
         base = percentiles(times[name.partition(",")[0] + ", relu"])["p50_ms"]

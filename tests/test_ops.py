@@ -80,8 +80,8 @@ def test_opcheck_layouts(fmt, device):
 def test_gradcheck_of_every_parameter(shape, dim, channels, device):
     inputs = [(3 * torch.randn(shape, dtype=torch.float64, device=device)).requires_grad_()]
     inputs += [p.requires_grad_() for p in unit(channels, 5, torch.float64, device)]
-    assert torch.autograd.gradcheck(lambda *a: function(*a, dim), inputs)
-    assert torch.autograd.gradgradcheck(lambda *a: function(*a, dim), inputs)
+    assert torch.autograd.gradcheck(lambda *a: function(*a, channel_dim=dim), inputs)
+    assert torch.autograd.gradgradcheck(lambda *a: function(*a, channel_dim=dim), inputs)
 
 
 @pytest.mark.parametrize("wanted", range(2))
@@ -370,7 +370,7 @@ def test_tracing_before_dispatch_sees_the_operator(device):
 def test_vmap_over_inputs_and_units(shape, dim, channels, device):
     x = torch.randn(2, *shape, dtype=torch.float64, device=device)
     stacked = [torch.stack(p) for p in zip(*(unit(channels, 4, torch.float64, device) for _ in range(2)), strict=True)]
-    call = lambda x, *p: function(x, *p, dim)  # noqa: E731
+    call = lambda x, *p: function(x, *p, channel_dim=dim)  # noqa: E731
     expected = torch.stack([call(x[i], *(p[i] for p in stacked)) for i in range(2)])
     torch.testing.assert_close(torch.vmap(call)(x, *stacked), expected)
     one = [p[0] for p in stacked]

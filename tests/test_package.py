@@ -1,8 +1,10 @@
 """The package as a whole: imports, the command line, the build, an installation without a compiler."""
 
 import ast
+import dataclasses
 import graphlib
 import importlib.util
+import inspect
 import os
 import re
 import shlex
@@ -80,9 +82,17 @@ def test_public_names():
     names |= {"realign_", "reference", "warm_up", "activation", "convert_", "restore_", "DEFAULT_KINDS"}
     names |= {"Alignment", "alignment", "plot_alignment", "plot_functions", "plot_improvements"}
     names |= {"Shapes", "curvature", "describe", "export_onnx", "refine_", "simplify_", "tabulate_", "save", "load_into"}
-    names |= {"fuse_norms_", "unfuse_norms_"}
-    assert set(pwlu.__all__) == names
+    names |= {"fuse_norms_", "unfuse_norms_", "Report", "Site"}
+    assert set(pwlu.__all__) == names == set(dir(pwlu))
     assert all(hasattr(pwlu, name) for name in pwlu.__all__)
+
+
+def test_options_are_keywords():
+    """A call with five arguments by position is hard to read: options come by name where there are more than four."""
+    for name in pwlu.__all__:
+        if callable(function := getattr(pwlu, name)) and not dataclasses.is_dataclass(function):
+            taken = inspect.signature(function).parameters.values()
+            assert len(taken) <= 4 or sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in taken) <= 3, name
 
 
 # The command line.

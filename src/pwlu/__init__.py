@@ -11,6 +11,7 @@ from pwlu import functional, reference
 from pwlu.analysis.alignment import Alignment, alignment
 from pwlu.analysis.shapes import Shapes, describe
 from pwlu.baselines import activation
+from pwlu.conversion.conversion_report import Report, Site
 from pwlu.conversion.convert import convert_, restore_
 from pwlu.conversion.fuse_norms import fuse_norms_, unfuse_norms_
 from pwlu.conversion.kinds import DEFAULT_KINDS
@@ -36,7 +37,9 @@ __all__ = [
     "PWLU",
     "Alignment",
     "FusedPWLU",
+    "Report",
     "Shapes",
+    "Site",
     "TwoPhase",
     "__version__",
     "activation",
@@ -64,3 +67,8 @@ __all__ = [
     "unfuse_norms_",
     "warm_up",
 ]
+
+
+def __dir__() -> list[str]:
+    """Show the public names alone: not the modules that importing them brought in."""
+    return __all__

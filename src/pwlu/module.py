@@ -74,6 +74,7 @@ class PWLU(nn.Module):
         channels: int = 1,
         intervals: int = 16,
         bounds: tuple[float, float] = (-3.0, 3.0),
+        *,
         init: str | Callable[[Tensor], Tensor] | InitialFunction = "relu",
         channel_dim: int = 1,
         device: torch.device | str | None = None,
@@ -132,6 +133,7 @@ class PWLU(nn.Module):
 
     def scale_gradients(
         self,
+        *,
         left: float = 1.0,
         right: float = 1.0,
         heights: float = 1.0,
@@ -260,9 +262,9 @@ def require_units(caller: str, model: Any) -> dict[str, PWLU]:
     units = units_of(model)
     if not units:
         fused = any(hasattr(module, "inv_step") for module in model.modules())  # the class is of a file that imports this one
-        first = f"it is fused: call pwlu.{caller} before pwlu.fuse_(model)"
-        hint = first if fused else "convert it first: pwlu.convert_(model, sample)"
-        raise ValueError(f"{caller}: {type(model).__name__} has no PWLU; {hint}")
+        first = "" if caller == "fuse_" else f": call pwlu.{caller} before pwlu.fuse_(model)"
+        hint = f"It is fused already{first}" if fused else "Convert it first: pwlu.convert_(model, sample)"
+        raise ValueError(f"{caller}: {type(model).__name__} has no PWLU. {hint}")
     return units
 
 

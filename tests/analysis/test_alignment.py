@@ -446,12 +446,12 @@ def fused():
 @pytest.mark.parametrize(
     ("model", "batches", "options", "text"),
     [
-        (conv(), [IMAGES], {}, r"alignment: Conv2d has no PWLU; convert it first: pwlu\.convert_\(model, sample\)"),
+        (conv(), [IMAGES], {}, r"alignment: Conv2d has no PWLU. Convert it first: pwlu\.convert_\(model, sample\)"),
         (
             fused(),
             [IMAGES],
             {},
-            r"alignment: Sequential has no PWLU; it is fused: call pwlu\.alignment before pwlu\.fuse_\(model\)",
+            r"alignment: Sequential has no PWLU. It is fused already: call pwlu\.alignment before pwlu\.fuse_\(model\)",
         ),
         ("model", [IMAGES], {}, r"alignment: expected a model, a torch\.nn\.Module, not str: write pwlu\.alignment\(model, "),
         (small(), [], {}, "there was no batch. Is batches a generator that was used before"),

@@ -250,7 +250,7 @@ def test_a_trained_network():
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (nn.Linear(2, 2), "describe: Linear has no PWLU; convert it first"),
+        (nn.Linear(2, 2), "describe: Linear has no PWLU. Convert it first"),
         ({}, "describe: .* the dictionary is empty"),
         ([1], "describe: expected a model, or the parameters of its PWLUs by name, not list"),
         ({"a": {"left": [0.0]}}, "describe: 'a' has no right, heights"),

@@ -132,7 +132,7 @@ def test_heads_of_detectors(detector):
     pytest.importorskip("torchvision")
     from pwlu.lab.models import detectors
 
-    model = detectors.build(f"{detector}_resnet18_fpn", 2, 64, 0.125, "batch", 0.25, 10)
+    model = detectors.build(f"{detector}_resnet18_fpn", 2, pixels=64, width=0.125, norm="batch", anchors=0.25, detections=10)
     image, mask = torch.rand(3, 64, 64), torch.ones(1, 64, 64, dtype=torch.uint8)
     target = {"boxes": torch.tensor([[8.0, 8.0, 40.0, 40.0]]), "labels": torch.tensor([1]), "masks": mask}
     pwlu.convert_(model, ([image] * 2, [target] * 2), to="frelu")

@@ -314,7 +314,7 @@ def test_nothing_to_fuse():
     with pytest.raises(ValueError, match="its output goes to linear"):
         pwlu.fuse_norms_(model, torch.randn(2, 3))
     assert not any(isinstance(m, DeferredNorm) for m in model.modules())
-    with pytest.raises(ValueError, match="has no PWLU; convert it first"):
+    with pytest.raises(ValueError, match=r"has no PWLU. Convert it first"):
         pwlu.fuse_norms_(nn.Sequential(nn.BatchNorm1d(3)), torch.randn(2, 3))
     with pytest.raises(RuntimeError, match="could not be run on the sample in training mode"):
         pwlu.fuse_norms_(nn.Sequential(nn.BatchNorm1d(3), pwlu.PWLU(3)), torch.randn(2, 4))

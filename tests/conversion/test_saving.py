@@ -107,7 +107,9 @@ def test_refined_and_fused(tmp_path):
     for unit in units(model):
         unit.statistics.realigned.fill_(True)
     pwlu.fuse_(model)
-    with pytest.raises(ValueError, match=r"save: Sequential has no PWLU; it is fused: call pwlu.save before pwlu.fuse_"):
+    with pytest.raises(
+        ValueError, match=r"save: Sequential has no PWLU. It is fused already: call pwlu.save before pwlu.fuse_"
+    ):
         pwlu.save(model, tmp_path / "file")
     assert pwlu.load_into(network(), tmp_path / "file")  # it is still there
 
@@ -310,7 +312,7 @@ def test_files_of_others(tmp_path):
 
 
 def test_what_cannot_be_saved(tmp_path):
-    with pytest.raises(ValueError, match=r"save: Linear has no PWLU; convert it first"):
+    with pytest.raises(ValueError, match=r"save: Linear has no PWLU. Convert it first"):
         pwlu.save(nn.Linear(2, 2), tmp_path / "file")
     model = network()
     pwlu.convert_(model, X, where=lambda site: site.name == "2", init="relu", min_positions=1)

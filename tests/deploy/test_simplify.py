@@ -441,10 +441,10 @@ class Mine(pwlu.PWLU):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: nn.Linear(2, 2), r"Linear has no PWLU; convert it first: pwlu.convert_\(model, sample\)"),
+        (lambda: nn.Linear(2, 2), r"Linear has no PWLU. Convert it first: pwlu.convert_\(model, sample\)"),
         (
             lambda: pwlu.fuse_(fused := nn.Sequential(pwlu.PWLU())) and fused,
-            "has no PWLU; it is fused: call pwlu.*_ before pwlu.fuse_",
+            "has no PWLU. It is fused already: call pwlu.*_ before pwlu.fuse_",
         ),
         (lambda: "model", r"_: expected a model, a torch\.nn\.Module, not str: write pwlu\.\w+_\(model, \.\.\.\)"),
         (lambda: nn.Sequential(pwlu.PWLU(), Mine()), "1 is of a subclass of PWLU"),

@@ -316,7 +316,7 @@ def test_warm_up(device, monkeypatch):
     monkeypatch.setattr(cuda.calls, "Loaded", lambda name, *_: pytest.fail(f"{name} is loaded only now"))
     for form in FORMS:
         _, x, parameters, dim = problem(form, torch.bfloat16, device)
-        function(x, *(p.requires_grad_() for p in parameters), dim).sum().backward()
+        function(x, *(p.requires_grad_() for p in parameters), channel_dim=dim).sum().backward()
     assert pwlu.warm_up("cpu") == 1
 
 
@@ -340,8 +340,8 @@ assert torch.equal(y, act(x))
 
 def test_a_thread_that_never_used_cuda(device):
     _, x, parameters, dim = problem("rows", torch.float32, device)
-    expected, results = function(x, *parameters, dim), []
-    worker = threading.Thread(target=lambda: results.append(function(x, *parameters, dim)))
+    expected, results = function(x, *parameters, channel_dim=dim), []
+    worker = threading.Thread(target=lambda: results.append(function(x, *parameters, channel_dim=dim)))
     worker.start()
     worker.join()
     assert torch.equal(results[0], expected)
@@ -357,7 +357,7 @@ def test_a_device_that_is_not_the_current_one():
 def test_tensors_on_two_devices(device):
     _, x, parameters, dim = problem("planes", torch.float32, device)
     with pytest.raises(ValueError, match="heights is on cpu"):
-        function(x, *parameters[:2], parameters[2].cpu(), *parameters[3:], dim)
+        function(x, *parameters[:2], parameters[2].cpu(), *parameters[3:], channel_dim=dim)
     weight, intervals = weight_of(parameters)
     with pytest.raises(ValueError, match="weight is on cpu"):
         ops.forward(x, weight.cpu(), intervals, dim)

@@ -19,7 +19,9 @@ def second_differences(unit, c):
 
 def network():
     """Units of two N, of several channels and of one, that are not where they started."""
-    model = nn.Sequential(pwlu.PWLU(3, 4), pwlu.PWLU(1, 5, (-1.0, 2.0), "silu"), pwlu.PWLU(2, 4, (-0.5, 0.25)), pwlu.PWLU(2, 1))
+    model = nn.Sequential(
+        pwlu.PWLU(3, 4), pwlu.PWLU(1, 5, (-1.0, 2.0), init="silu"), pwlu.PWLU(2, 4, (-0.5, 0.25)), pwlu.PWLU(2, 1)
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.double().parameters():
@@ -55,7 +57,7 @@ class _Penalty(nn.Module):
 
 def test_a_straight_line_has_none_and_relu_has_one_bend():
     """Heights of 0.25 k and bounds of -2 and 2 are exact in binary, and so is all that comes of them."""
-    line = pwlu.PWLU(3, 8, (-2.0, 2.0), torch.positive)
+    line = pwlu.PWLU(3, 8, (-2.0, 2.0), init=torch.positive)
     assert pwlu.curvature(line) == 0
     assert pwlu.curvature(pwlu.PWLU(3, 8, (-2.0, 2.0))) == 3 * 0.5**2
     assert pwlu.curvature(nn.Sequential(line, pwlu.PWLU(1, 8, (0.0, 4.0)))) == 0.5**2  # at the left end

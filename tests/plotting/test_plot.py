@@ -350,8 +350,8 @@ MODEL = nn.Sequential(pwlu.PWLU(3))
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: plot_functions(conv()), r"Conv2d has no PWLU; convert it first: pwlu\.convert_\(model, sample\)"),
-        (lambda: plot_functions(fused()), r"Sequential has no PWLU; it is fused: call pwlu\.plot_functions before"),
+        (lambda: plot_functions(conv()), r"Conv2d has no PWLU. Convert it first: pwlu\.convert_\(model, sample\)"),
+        (lambda: plot_functions(fused()), r"Sequential has no PWLU. It is fused already: call pwlu\.plot_functions before"),
         (lambda: plot_functions(3), "expected a model, or the parameters of its PWLUs by name, not int"),
         (lambda: plot_functions({}), "there are no functions, the dictionary is empty"),
         (lambda: plot_functions({"a": 3}), "'a' must be a dictionary of parameters, not int"),
@@ -411,7 +411,7 @@ MODEL = nn.Sequential(pwlu.PWLU(3))
             r"plot_functions: alignment must be what pwlu\.alignment measured, not list: write alignment=pwlu\.alignment\(",
         ),
         (
-            lambda: plot_functions(nn.ModuleDict({"a": pwlu.PWLU(), "b": pwlu.PWLU()}), "b", alignment=unreached("b")),
+            lambda: plot_functions(nn.ModuleDict({"a": pwlu.PWLU(), "b": pwlu.PWLU()}), layers="b", alignment=unreached("b")),
             "plot_functions: no input reached b when the alignment was measured. Leave the alignment out, or measure it",
         ),
         (

@@ -43,7 +43,7 @@ def maker(
     fixed = None if bounds == "sample" else bounds
     start = find_initial_function("relu" if init == "same" else init)
     start = _usable(start, f"init={start.name}", "channel")
-    PWLU(1, intervals, fixed or (-3.0, 3.0), "identity")  # intervals and bounds are checked before bounds are fitted
+    PWLU(1, intervals, fixed or (-3.0, 3.0), init="identity")  # intervals and bounds are checked before bounds are fitted
     PWLU(1, intervals, fixed or best_bounds(start, intervals), init=start)
     given = start if init != "same" else None
 
@@ -56,7 +56,7 @@ def maker(
         fitted = best_bounds(start, enough, near)
         by_name = start.name if INITIAL_FUNCTIONS.get(start.name) == start else start
         channels = _channels(site, granularity)
-        act = PWLU(channels, enough, fitted, by_name, site.channel_dim, device=call.device, dtype=_wide(call))
+        act = PWLU(channels, enough, fitted, init=by_name, channel_dim=site.channel_dim, device=call.device, dtype=_wide(call))
         if given in (None, site.start):
             site.error = initial_error(start, act.bounds, enough, found.inputs or (-100, 100))
         return act

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from pwlu import checks, ops, reference
 from pwlu.deferred_norm import is_compiled
-from pwlu.module import PWLU, units_of
+from pwlu.module import PWLU, require_units
 from pwlu.text import abbreviate
 
 
@@ -79,13 +79,7 @@ def fuse_(model: nn.Module) -> list[str]:
     The modules stay the same objects, so hooks and other references to them hold. Tables are computed in float64 and
     rounded once. Nothing is cached: a fused model does not follow later changes of weights, it has none.
     """
-    units = units_of(model)
-    if not units:
-        fused = any(isinstance(module, FusedPWLU) for module in model.modules())
-        raise ValueError(
-            f"fuse_: {type(model).__name__} has no PWLU"
-            + (": it is fused already" if fused else ". Put some in first, such as nn.Sequential(..., pwlu.PWLU(64), ...)")
-        )
+    units = require_units("fuse_", model)
     if strange := [name for name, unit in units.items() if type(unit) is not PWLU]:
         raise TypeError(f"fuse_: {', '.join(strange)} is of a subclass of PWLU, whose forward may do more than the table can")
     if still := [name for name, unit in units.items() if unit.statistics.is_unfinished()]:

@@ -31,7 +31,7 @@ def plain_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and of the weight; an empty tensor for one that is not needed."""
     blocks = reference.unpack(weight, intervals)
-    grad_x, grads = reference.backward(grad, x, *blocks, channel_dim, need_input, need_weight)
+    grad_x, grads = reference.backward(grad, x, *blocks, channel_dim, need_input=need_input, need_parameters=need_weight)
     none = x.new_empty(0)
     return none if grad_x is None else _laid_out(x, grad_x), none.clone() if grads is None else reference.pack(*grads)
 

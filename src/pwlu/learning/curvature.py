@@ -6,7 +6,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
-from pwlu.module import gathered, units_of
+from pwlu.module import gathered, require_units
 from pwlu.reference import unpack
 
 
@@ -25,9 +25,7 @@ def curvature(model: nn.Module) -> Tensor:
     Returns:
         A tensor without dimensions, on the device of the first PWLU, with a gradient. Units of one N are computed together.
     """
-    units = units_of(model).values()
-    if not units:
-        raise ValueError(f"curvature: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)")
+    units = require_units("curvature", model).values()
     alike = defaultdict(list)
     for unit in units:
         alike[unit.intervals, unit.weight.device, unit.weight.dtype].append(gathered(unit.weight))

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from pwlu.module import units_of
+from pwlu.module import require_units
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # the first: batch and instance norm
 
@@ -12,6 +12,7 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
 def parameter_groups(
     model: nn.Module,
     lr: float,
+    *,
     weight_decay: float = 0.0,
     lr_factor: float = 1.0,
     norm_weight_decay: float | None = None,
@@ -30,11 +31,7 @@ def parameter_groups(
             the weights. With ReLU their size means little, as ReLU(c x) = c ReLU(x), but decay makes the inputs of a PWLU
             shrink away from its bounds: 0 keeps them there.
     """
-    units = units_of(model)
-    if not units:
-        raise ValueError(
-            f"parameter_groups: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)"
-        )
+    units = require_units("parameter_groups", model)
     of_units = {id(p) for unit in units.values() for p in unit.parameters()}
     groups = grouped(model, of_units, lr, weight_decay, lr_factor, norm_weight_decay)
     return [group | {"name": "pwlu" if group["name"] == "functions" else group["name"]} for group in groups]

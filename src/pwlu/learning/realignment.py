@@ -7,7 +7,7 @@ from torch import nn
 
 from pwlu import reference
 from pwlu.initial_functions import find_initial_function
-from pwlu.module import PWLU, units_of
+from pwlu.module import PWLU, require_units
 from pwlu.reference import Blocks
 from pwlu.text import abbreviate
 
@@ -30,9 +30,7 @@ def realign_(model: nn.Module) -> list[Realigned]:
     that has no statistics, or a sigma of 0, keeps the parameters it has, and so does a unit that was frozen. A frozen block
     (``scale_gradients(left=0)``) keeps its values; the others then fit f between the bounds that result.
     """
-    units = units_of(model)
-    if not units:
-        raise ValueError(f"realign_: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)")
+    units = require_units("realign_", model)
     if done := [name for name, unit in units.items() if unit.statistics.realigned]:
         raise RuntimeError(
             f"realign_: {abbreviate(done)} had its Phase I already; realigning again would undo what was learned. "

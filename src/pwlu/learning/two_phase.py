@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pwlu.learning.freezing import take_gradients
 from pwlu.learning.realignment import Realigned, realign_
-from pwlu.module import PWLU, full_values, units_of, weight_parameter, write_weight
+from pwlu.module import PWLU, full_values, require_units, units_of, weight_parameter, write_weight
 from pwlu.statistics import InputStatistics, advance_
 from pwlu.text import abbreviate, counted
 
@@ -62,14 +62,13 @@ class TwoPhase:
         model: nn.Module,
         optimizer: Optimizer,
         realign_at: int,
+        *,
         copies: nn.Module | Sequence[nn.Module] = (),
         process_group: "dist.ProcessGroup | None" = None,
     ) -> None:
         self.realign_at = _check_steps(realign_at)
         self.model = model
-        self._units = units_of(model)
-        if not self._units:
-            raise ValueError(f"TwoPhase: {type(model).__name__} has no PWLU. Convert it first: pwlu.convert_(model, sample)")
+        self._units = require_units("TwoPhase", model)
         self._statistics = [unit.statistics for unit in self._units.values()]
         if any(isinstance(module, nn.DataParallel) for module in model.modules()):
             raise ValueError(

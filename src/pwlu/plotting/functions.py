@@ -23,6 +23,7 @@ _CHANNELS = "how many to draw, 1 or more, or a list of which, such as [0, 2]"
 
 def plot_functions(
     model: nn.Module | Mapping[str, Mapping[str, Any]],
+    *,
     layers: str | Iterable[str] | None = None,
     channels: int | Sequence[int] = 5,
     alignment: Alignment | None = None,

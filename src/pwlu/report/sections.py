@@ -80,7 +80,7 @@ def curves(run: RunData) -> str:
             if (points := run.points(name))
         ]
         if series:
-            charts.append(f"<figure>{lines(series, 'epoch', titles[group], mark, log=group == 'losses')}</figure>")
+            charts.append(f"<figure>{lines(series, 'epoch', titles[group], mark=mark, log=group == 'losses')}</figure>")
     if not charts:
         return ""
     return f'<div class="pair">{"".join(charts)}</div>' + _epochs(run.metrics)

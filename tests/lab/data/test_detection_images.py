@@ -128,7 +128,7 @@ def test_long_images_are_left_out(with_long_images):
 @pytest.mark.parametrize("name", [MASK, RETINA])
 def test_a_detector_takes_what_is_not_left_out(name):
     """At the smallest of sizes."""
-    model = detectors.build(RECIPES[name].network, 2, 64, 0.125, "batch", 0.25, 2).eval()
+    model = detectors.build(RECIPES[name].network, 2, pixels=64, width=0.125, norm="batch", anchors=0.25, detections=2).eval()
     for shape in ((3, 4, 400), (3, 400, 4), (3, 1, 100), (3, 1, 1)):
         with one_thread(), torch.no_grad():
             assert len(model([torch.rand(shape)])) == 1

@@ -48,7 +48,9 @@ def test_in_float32_under_autocast(device):
 
 def test_detector_uses_it():
     """The same detections as with torchvision's; images of two sizes, scaled on their way in and boxes on their way out."""
-    model = detectors.build("maskrcnn_resnet18_fpn", 3, 96, 0.125, "batch", 0.25, 20).eval()
+    model = detectors.build(
+        "maskrcnn_resnet18_fpn", 3, pixels=96, width=0.125, norm="batch", anchors=0.25, detections=20
+    ).eval()
     model.roi_heads.score_thresh = 0.0
     images = [torch.rand(3, 64, 96), torch.rand(3, 80, 50)]
     with torch.no_grad():

@@ -55,7 +55,7 @@ def test_the_networks_of_the_paper(objects, name):
     """With two detections an image, for the sake of time."""
     row = RECIPES[name]
     assert (row.anchors, row.detections, row.width) == (1, 100, 1)
-    network = detectors.build(row.network, 2, 96, row.width, "batch", row.anchors, 2)
+    network = detectors.build(row.network, 2, pixels=96, width=row.width, norm="batch", anchors=row.anchors, detections=2)
     with one_thread():
         report = pwlu.convert_(network, task_of(name, objects, pixels=96, batch=2).sample())
     assert len(report.converted) == sites_of(row.network)
@@ -235,7 +235,9 @@ def test_rate_and_iterations_follow_the_batch(objects):
 def test_every_detector_detects(name):
     """With new weights, whatever it says; anchors, sizes and numbers are those of the recipe."""
     row = RECIPES[name]
-    model = detectors.build(row.network, 3, 64, 0.125, "batch", row.anchors, row.detections).eval()
+    model = detectors.build(
+        row.network, 3, pixels=64, width=0.125, norm="batch", anchors=row.anchors, detections=row.detections
+    ).eval()
     generator = model.rpn.anchor_generator if hasattr(model, "rpn") else model.anchor_generator
     assert [sizes[0] for sizes in generator.sizes] == [32 * row.anchors * 2**k for k in range(5)]
     assert (model.roi_heads if hasattr(model, "rpn") else model).detections_per_img == row.detections

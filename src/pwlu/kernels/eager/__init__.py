@@ -93,7 +93,7 @@ def _libraries() -> list[str]:
 
 def compile_library(keep: bool = False, announce: str = "") -> Path:
     """Return the library's path, compiled if the cache lacks it: see ``build.make``."""
-    return build.make(stem(), lambda: [*_compiler(), *_flags()], SOURCE, _libraries(), keep, announce)
+    return build.make(stem(), lambda: [*_compiler(), *_flags()], SOURCE, _libraries(), keep=keep, announce=announce)
 
 
 # Loading.

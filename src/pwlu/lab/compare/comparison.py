@@ -129,7 +129,7 @@ class _Work:
         self.failures: list[Failure] = []
         self.last_words: set[str] = set()  # of runs that failed
         self.count, self.total = len(asked) - len(missing), len(asked)
-        self.progress = Progress("runs", self.total, self.count, unit="run")
+        self.progress = Progress("runs", self.total, done=self.count, unit="run")
 
     def done(self) -> list[Failure]:
         try:

@@ -35,10 +35,6 @@ def load(settings: Settings, device: torch.device) -> Data:
     if kind == "folder":
         train, test, classes = _from_files(settings, device)
     else:
-        if settings.augmentation == "autoaugment":
-            raise UserError("--augmentation autoaugment is for image files: use crop+flip")
-        if settings.pixels != find(settings.recipe).pixels:
-            raise UserError(f"the images of {kind} have {find(settings.recipe).pixels} pixels; leave --pixels out")
         images, classes = (cifar100 if kind == "cifar100" else _digits)(Path(settings.data))
         crop = settings.augmentation != "none"
         train, test = in_memory(

@@ -90,7 +90,7 @@ def measured(
         times: dict[str, list[float]] = {}
         with closing(Progress("timed", rounds * len(parts), unit="round")) as progress:
             for part in parts:
-                times |= interleaved(part, rounds, inner, wait, progress.step)
+                times |= interleaved(part, rounds, inner=inner, wait=wait, after_round=progress.step)
     for contender in found:
         if contender.name in times:
             low, middle, high = percentiles(times[contender.name]).values()

@@ -29,7 +29,7 @@ _OF_TORCH_2_11 = r"`isinstance\(treespec, LeafSpec\)`|The given buffer is not wr
 
 
 def write_onnx(
-    network: nn.Module, sample: Tensor, path: Path, metadata: Mapping[str, str], opset: int = OPSET, form: str = FASTEST
+    network: nn.Module, sample: Tensor, path: Path, metadata: Mapping[str, str], *, opset: int = OPSET, form: str = FASTEST
 ) -> str:
     """Write standard operators of ONNX, any batch, batch norm folded into convolutions; return what was found, in words.
 

@@ -8,6 +8,7 @@ from typing import Any
 def interleaved(
     calls: Mapping[str, Callable[[], Any]],
     rounds: int,
+    *,
     inner: int = 1,
     wait: Callable[[], None] | None = None,
     after_round: Callable[[], None] | None = None,

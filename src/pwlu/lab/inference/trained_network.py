@@ -3,19 +3,17 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pwlu.lab.models import networks
+from pwlu.lab.models import detectors, networks
 from pwlu.lab.recipes.catalog import Recipe, find
 from pwlu.lab.recipes.experiment import run_name
 from pwlu.lab.recipes.settings import Settings, UserError
 from pwlu.lab.runs.divergence import described
 from pwlu.lab.runs.run_folder import RunFolder, no_run, tensors
-from pwlu.lab.tasks.classification import Classification
 from pwlu.lab.training.trainer import put_activations
 
 WEIGHTS = "model.pt"
@@ -78,16 +76,10 @@ def load(path: Path) -> TrainedNetwork:
 
 
 def _new(recipe: Recipe, settings: Settings, classes: int, channels: int) -> tuple[nn.Module, Any]:
-    """The network as it was before training, and what it was called with to find its activations."""
-    # of a task these two methods need no more than this; a whole one would read the data set
-    kinds = range(classes)
-    known: Any = SimpleNamespace(settings=settings, recipe=recipe, data=SimpleNamespace(classes=kinds, channels=channels))
-    if not recipe.detects:
-        return Classification.network(known), Classification.sample(known)
-    from pwlu.lab.tasks.detection import Detection
-
-    known.classes, known.first_label = kinds, int(recipe.network.startswith("maskrcnn"))
-    return Detection.network(known), Detection.sample(known)
+    """Return the network as it was before training, and what it was called with to find its activations."""
+    if recipe.detects:
+        return detectors.of_recipe(settings, classes), detectors.sample(settings)
+    return networks.of_recipe(settings, classes, channels), networks.sample(settings, channels)
 
 
 # What the weights say.
@@ -122,7 +114,7 @@ def _without_weights(folder: RunFolder, settings: Settings) -> str:
 def _sizes_of_classifier(recipe: Recipe, settings: Settings, state: dict[str, Tensor]) -> tuple[int, int]:
     """Classes and channels of an image: what the last layer makes, and what the first one takes."""
     with torch.device("meta"):
-        layers = networks.build(recipe.network, 1, 3, settings.width, recipe.small, settings.norm).named_modules()
+        layers = networks.of_recipe(settings, 1, 3).named_modules()
         kinds = {name: type(module) for name, module in layers}
     first = next(name for name, kind in kinds.items() if kind is nn.Conv2d)
     last = next(name for name, kind in reversed(kinds.items()) if kind is nn.Linear)

@@ -7,7 +7,8 @@ none, as in torchvision: those that run on five levels would mix statistics of l
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torchvision.models.detection import MaskRCNN, RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.backbone_utils import BackboneWithFPN
@@ -17,12 +18,44 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool, LastLevelP
 
 from pwlu.lab.models import networks
 from pwlu.lab.models.mask_pasting import Transform
+from pwlu.lab.recipes.catalog import find
+from pwlu.lab.recipes.settings import Settings
 
 SIZES = (32, 64, 128, 256, 512)  # of anchors, in pixels of the scaled image, from the finest level to the coarsest
 RATIOS = (0.5, 1.0, 2.0)
 
 
-def build(network: str, classes: int, pixels: int, width: float, norm: str, anchors: float, detections: int) -> nn.Module:
+def of_recipe(settings: Settings, classes: int) -> nn.Module:
+    """Return the detector of a recipe with new weights, and with its own activations."""
+    recipe = find(settings.recipe)
+    return build(
+        recipe.network,
+        classes,
+        pixels=settings.pixels,
+        width=settings.width,
+        norm=settings.norm,
+        anchors=recipe.anchors,
+        detections=recipe.detections,
+    )
+
+
+def sample(settings: Settings) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Return two images with an object each, for :func:`pwlu.convert_`: batch norm needs more than a map of one pixel."""
+    pixels = settings.pixels
+    inside = slice(pixels // 4, pixels // 2)
+    mask = torch.zeros(1, pixels, pixels, dtype=torch.uint8)
+    mask[:, inside, inside] = 1
+    box = torch.tensor([[inside.start, inside.start, inside.stop, inside.stop]], dtype=torch.float32)
+    target = {"boxes": box, "labels": torch.tensor([first_label(find(settings.recipe).network)]), "masks": mask}
+    return [torch.rand(3, pixels, pixels) for _ in range(2)], [target, target]
+
+
+def first_label(network: str) -> int:
+    """Return the label of the first class: Mask R-CNN has 0 for the background."""
+    return 1 if network.startswith("maskrcnn") else 0
+
+
+def build(network: str, classes: int, *, pixels: int, width: float, norm: str, anchors: float, detections: int) -> nn.Module:
     """A detector with new weights.
 
     Args:
@@ -61,7 +94,7 @@ def build(network: str, classes: int, pixels: int, width: float, norm: str, anch
 
 def _backbone(body: str, width: float, norm: str, p6_p7: bool) -> Any:
     """The ResNet without its classifier, and a pyramid on its last four maps, or the last three with two more made of them."""
-    resnet: Any = networks.build(body, 1, 3, width, False, norm)
+    resnet: Any = networks.build(body, 1, width=width, norm=norm)
     of_blocks = [getattr(resnet, f"layer{k}")[-1] for k in range(1, 5)]
     channels = [(block.conv3 if hasattr(block, "conv3") else block.conv2).out_channels for block in of_blocks]
     first, out = (2 if p6_p7 else 1), max(1, round(256 * width))

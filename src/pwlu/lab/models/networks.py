@@ -4,18 +4,31 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 from torchvision.models.efficientnet import EfficientNet, MBConvConfig
 from torchvision.models.resnet import BasicBlock
 
-from pwlu.lab.recipes.settings import UserError
+from pwlu.lab.recipes.catalog import find
+from pwlu.lab.recipes.settings import Settings, UserError
 
 Norm = Callable[[int], nn.Module]
 
 
+def of_recipe(settings: Settings, classes: int, channels: int) -> nn.Module:
+    """Return the network of a recipe with new weights, and with its own activations."""
+    recipe = find(settings.recipe)
+    return build(recipe.network, classes, channels, width=settings.width, small=recipe.small, norm=settings.norm)
+
+
+def sample(settings: Settings, channels: int) -> Tensor:
+    """Return what such a network is called with, for :func:`pwlu.convert_`."""
+    return torch.zeros(2, channels, settings.pixels, settings.pixels)
+
+
 def build(
-    network: str, classes: int, channels: int = 3, width: float = 1.0, small: bool = False, norm: str = "batch"
+    network: str, classes: int, channels: int = 3, *, width: float = 1.0, small: bool = False, norm: str = "batch"
 ) -> nn.Module:
     """A network with new weights for images with so many channels.
 

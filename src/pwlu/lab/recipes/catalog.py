@@ -47,6 +47,11 @@ class Recipe:
         return self.data == "coco"
 
     @property
+    def in_memory(self) -> bool:
+        """Whether its images have one size and are all in memory."""
+        return self.data not in ("coco", "folder")
+
+    @property
     def metrics(self) -> tuple[str, ...]:
         """What tables compare, in percent, under the names that result.json has."""
         if not self.detects:
@@ -173,7 +178,32 @@ def settings(recipe: str, **changes: Any) -> Settings:
     row["unit_lr"] = find(recipe).pau_lr if changes.get("activation") == "pau" else 1.0
     if changes.get("epochs") is not None:
         row["iterations"] = 0
-    return check(Settings(recipe=recipe, **row | {k: v for k, v in changes.items() if v is not None}))
+    made = check(Settings(recipe=recipe, **row | {k: v for k, v in changes.items() if v is not None}))
+    _check_task(made, find(recipe))
+    return made
+
+
+def _check_task(settings: Settings, recipe: Recipe) -> None:
+    """Raise if a setting is not for what the recipe trains."""
+    maskrcnn = recipe.network.startswith("maskrcnn")
+    wrong = {
+        f"--augmentation {settings.augmentation} is for classification: write flip or none": recipe.detects
+        and settings.augmentation not in ("none", "flip"),
+        "--label-smoothing is for classification: leave it out": recipe.detects and settings.label_smoothing,
+        "--compile is of no use for Mask R-CNN: it is compiled anew for every number of boxes, for many minutes, and then "
+        "given up. Leave it out": maskrcnn and settings.compile,
+        f"--pixels {settings.pixels} leaves nothing of the coarser maps of a detector: write 64 or more": recipe.detects
+        and settings.pixels < 64,
+        "--augmentation flip is for detection: write crop+flip": not recipe.detects and settings.augmentation == "flip",
+        "--save-detections is for detection: leave it out": not recipe.detects and settings.save_detections,
+        "--augmentation autoaugment is for image files: use crop+flip": recipe.in_memory
+        and settings.augmentation == "autoaugment",
+        f"the images of {recipe.data} have {recipe.pixels} pixels; leave --pixels out": recipe.in_memory
+        and settings.pixels != recipe.pixels,
+    }
+    for words, holds in wrong.items():
+        if holds:
+            raise UserError(words)
 
 
 def total_steps(settings: Settings, steps_per_epoch: int) -> int:

@@ -18,7 +18,7 @@ class Progress:
         unit: what is counted.
     """
 
-    def __init__(self, title: str, total: int, done: int = 0, silent: bool = False, unit: str = "step") -> None:
+    def __init__(self, title: str, total: int, *, done: int = 0, silent: bool = False, unit: str = "step") -> None:
         self.silent, self.total, self.done, self.begun_at, self.begin = silent, total, done, done, time.monotonic()
         on_terminal = sys.stderr.isatty() and not silent
         self.bar: Any = tqdm(total=total, initial=done, desc=title, unit=unit, dynamic_ncols=True) if on_terminal else None

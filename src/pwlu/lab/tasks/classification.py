@@ -28,10 +28,6 @@ class Classification(ImageTask):
 
     def __init__(self, settings: Settings, processes: Processes) -> None:
         super().__init__(settings, processes)
-        if settings.augmentation == "flip":
-            raise UserError("--augmentation flip is for detection: write crop+flip")
-        if settings.save_detections:
-            raise UserError("--save-detections is for detection: leave it out")
         self.data = load(settings, processes.device)
         self.cut(len(self.data.train))
         if self.share < 2 and settings.norm == "batch":
@@ -44,12 +40,11 @@ class Classification(ImageTask):
 
     def network(self) -> nn.Module:
         """The architecture with new weights, and with its own activations."""
-        recipe, s = self.recipe, self.settings
-        return networks.build(recipe.network, len(self.data.classes), self.data.channels, s.width, recipe.small, s.norm)
+        return networks.of_recipe(self.settings, len(self.data.classes), self.data.channels)
 
     def sample(self) -> Tensor:
         """What the network is called with, for :func:`pwlu.convert_`."""
-        return torch.zeros(2, self.data.channels, self.settings.pixels, self.settings.pixels)
+        return networks.sample(self.settings, self.data.channels)
 
     def order(self, epoch: int) -> Tensor:
         """Numbers of training images, (steps, batch)."""

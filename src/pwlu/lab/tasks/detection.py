@@ -39,7 +39,6 @@ class Detection(ImageTask):
     def __init__(self, settings: Settings, processes: Processes) -> None:
         super().__init__(settings, processes)
         self.detector = self.recipe.network.partition("_")[0]
-        self._check_settings()
         self.kinds = ("box", "mask") if "mask_ap" in self.recipe.metrics else ("box",)
         train, test = coco.load(Path(settings.data), with_masks="mask" in self.kinds)
         self.measured_on = "validation images"
@@ -48,7 +47,7 @@ class Detection(ImageTask):
             self.measured_on = "held-out training images"
             if not len(test.trained_on()):
                 raise UserError(f"there is no object in the images that --holdout {settings.holdout} takes: write more")
-        self.first_label = 1 if self.detector == "maskrcnn" else 0
+        self.first_label = detectors.first_label(self.recipe.network)
         self.classes = train.classes
         self.train, self.test = self._scenes(train), self._scenes(test)
         self.used = train.trained_on()
@@ -56,20 +55,6 @@ class Detection(ImageTask):
         self.measured_images = len(test)
         self.notes = self._notes()
         self.rows: list[dict[str, Any]] | None = None  # what was detected in the last measurement
-
-    def _check_settings(self) -> None:
-        s = self.settings
-        if s.augmentation not in ("none", "flip"):
-            raise UserError(f"--augmentation {s.augmentation} is for classification: write flip or none")
-        if s.label_smoothing:
-            raise UserError("--label-smoothing is for classification: leave it out")
-        if s.compile and self.detector == "maskrcnn":
-            raise UserError(
-                "--compile is of no use for Mask R-CNN: it is compiled anew for every number of boxes, for many minutes, and "
-                "then given up. Leave it out"
-            )
-        if s.pixels < 64:
-            raise UserError(f"--pixels {s.pixels} leaves nothing of the coarser maps of a detector: write 64 or more")
 
     def _scenes(self, part: coco.Part) -> DetectionImages:
         s = self.settings
@@ -93,18 +78,11 @@ class Detection(ImageTask):
 
     def network(self) -> nn.Module:
         """The detector with new weights, and with its own activations."""
-        s, recipe = self.settings, self.recipe
-        return detectors.build(recipe.network, len(self.classes), s.pixels, s.width, s.norm, recipe.anchors, recipe.detections)
+        return detectors.of_recipe(self.settings, len(self.classes))
 
     def sample(self) -> Any:
-        """Two images with an object each, for :func:`pwlu.convert_`: batch norm needs more than a map of one pixel."""
-        pixels = self.settings.pixels
-        inside = slice(pixels // 4, pixels // 2)
-        mask = torch.zeros(1, pixels, pixels, dtype=torch.uint8)
-        mask[:, inside, inside] = 1
-        box = torch.tensor([[inside.start, inside.start, inside.stop, inside.stop]], dtype=torch.float32)
-        target = {"boxes": box, "labels": torch.tensor([self.first_label]), "masks": mask}
-        return [torch.rand(3, pixels, pixels) for _ in range(2)], [target, target]
+        """What the network is called with, for :func:`pwlu.convert_`."""
+        return detectors.sample(self.settings)
 
     # Training.
 

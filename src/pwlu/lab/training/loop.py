@@ -108,7 +108,7 @@ class _Loop:
         self._begin()
         title = f"{self.settings.recipe} {self.settings.activation}, seed {self.settings.seed}"
         self.board = self._tensorboard()
-        self.progress = Progress(title, self.total, self.number, silent=not self.processes.is_main)
+        self.progress = Progress(title, self.total, done=self.number, silent=not self.processes.is_main)
         for note in self.task.notes:
             self.progress.say(note)
         try:
@@ -277,7 +277,7 @@ class _Loop:
                 self.folder.write_tensors("functions.pt", self.trainer.functions())
             self.folder.write_tensors("model.pt", self.trainer.measured.state_dict())
             sites, notes = str(self.trainer.report), self.task.notes
-            write_report(self.folder, self.settings, result, sites, self.trainer.measured, aligned, notes)
+            write_report(self.folder, self.settings, result, sites, self.trainer.measured, aligned, notes=notes)
             self.folder.write_json("result.json", result)
         self.processes.barrier()
         return result

@@ -23,6 +23,7 @@ def write_report(
     sites: str,
     network: nn.Module,
     aligned: Alignment | None,
+    *,
     notes: Sequence[str] = (),
 ) -> None:
     """report.md and, if there are PWLUs, functions.png."""

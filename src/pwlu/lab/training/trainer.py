@@ -59,7 +59,7 @@ class Trainer:
                     f"{task.total_steps} steps for PWLUs to learn in. Write fewer --realign-epochs, or train for longer"
                 )
             copies = [self.average.module] if self.average else []
-            self.phases = TwoPhase(network, self.optimizer, realign_at, copies)
+            self.phases = TwoPhase(network, self.optimizer, realign_at, copies=copies)
 
     @property
     def measured(self) -> nn.Module:

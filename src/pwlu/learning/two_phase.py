@@ -5,7 +5,7 @@ import functools
 import gc
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,27 +16,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pwlu.learning.freezing import take_gradients
+from pwlu.learning.optimizers import complete_state, join, keeper, unwrapped
 from pwlu.learning.realignment import Realigned, realign_
-from pwlu.module import PWLU, full_values, require_units, units_of, weight_parameter, write_weight
+from pwlu.learning.two_phase_checks import check_copy, check_optimizer, check_steps, check_weights, warn_of_decay
+from pwlu.module import PWLU, full_values, require_units, write_weight
 from pwlu.statistics import InputStatistics, advance_
 from pwlu.text import abbreviate, counted
-
-
-def _join(optimizer: Optimizer, units: Iterable[PWLU]) -> None:
-    """Momentum of 0 for units that begin to learn: torch's fused SGD wants it for all parameters of a group, or for none."""
-    learned = {id(p) for unit in units for p in unit.parameters()}
-    for group in optimizer.param_groups:
-        begun = any("momentum_buffer" in optimizer.state.get(p, {}) for p in group["params"])
-        if group.get("fused") and group.get("momentum") and begun:
-            for parameter in group["params"]:
-                if id(parameter) in learned and parameter.requires_grad:
-                    optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
-
-
-def _keeper(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that keeps the state: ZeroRedundancyOptimizer has another inside, for this process's part."""
-    inner = getattr(optimizer, "optim", None)
-    return inner if isinstance(inner, Optimizer) else optimizer
 
 
 class TwoPhase:
@@ -66,7 +51,7 @@ class TwoPhase:
         copies: nn.Module | Sequence[nn.Module] = (),
         process_group: "dist.ProcessGroup | None" = None,
     ) -> None:
-        self.realign_at = _check_steps(realign_at)
+        self.realign_at = check_steps(realign_at)
         self.model = model
         self._units = require_units("TwoPhase", model)
         self._statistics = [unit.statistics for unit in self._units.values()]
@@ -75,10 +60,10 @@ class TwoPhase:
                 "TwoPhase: nn.DataParallel runs copies of the model, whose statistics would be lost. "
                 "Use DistributedDataParallel"
             )
-        self._check_weights()
-        optimizer = _unwrapped(optimizer)
-        self._check_optimizer(optimizer)
-        self.copies = [self._check_copy(copy) for copy in ([copies] if isinstance(copies, nn.Module) else copies)]
+        check_weights(self._units)
+        optimizer = unwrapped(optimizer)
+        check_optimizer(optimizer, self._units)
+        self.copies = [check_copy(copy, self._units) for copy in ([copies] if isinstance(copies, nn.Module) else copies)]
         if process_group is None and isinstance(model, DistributedDataParallel):
             process_group = model.process_group
         self.process_group = process_group
@@ -97,11 +82,11 @@ class TwoPhase:
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
-            _keeper(optimizer).register_state_dict_pre_hook(self._complete),
+            keeper(optimizer).register_state_dict_pre_hook(self._complete),
         ]
         self._let_go = weakref.finalize(optimizer, _let_go, self._statistics)
         self._let_go.atexit = False
-        self._warn_of_decay(optimizer)
+        warn_of_decay(optimizer, self._units)
         _LIVING.add(self)
         _watch_optimizers()
 
@@ -142,7 +127,7 @@ class TwoPhase:
         units = self._units.values()
         if self.phase != 1:
             if not self._joined:
-                _join(_keeper(optimizer), units)
+                join(keeper(optimizer), units)
                 self._joined = True
             return None
         self._check_even(optimizer)
@@ -182,39 +167,13 @@ class TwoPhase:
             return False
         return not any(bool(statistics.pool.any()) for statistics in self._statistics)
 
-    @torch.no_grad()
     def _complete(self, optimizer: Optimizer) -> None:
-        """Give the optimizer a state of units before it is saved, as it would be at their first step.
-
-        Until then it has none, as units have no gradients in Phase I, and torch.distributed.checkpoint would refuse to load it.
-        """
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        learned = {id(p) for unit in self._units.values() for p in unit.parameters() if p.requires_grad}
-        weights = [p for p in held if id(p) in learned and p not in optimizer.state]
-        if not weights or not optimizer.state or isinstance(optimizer, torch.optim.LBFGS):  # that has one state for all
-            return
-        gradients, values = [p.grad for p in held], [p.clone() for p in weights]
-        decays = [group.get("weight_decay") for group in optimizer.param_groups]
+        """Give the optimizer a state of units before it is saved."""
         self._completing = True
         try:
-            for p in held:
-                p.grad = None
-            for p in weights:
-                p.grad = torch.zeros_like(p)
-            for group in optimizer.param_groups:
-                group["weight_decay"] = 0.0
-            optimizer.step()
+            complete_state(optimizer, self._units.values())
         finally:
             self._completing = False
-            for p, gradient in zip(held, gradients, strict=True):
-                p.grad = gradient
-            for group, decay in zip(optimizer.param_groups, decays, strict=True):
-                group.pop("weight_decay") if decay is None else group.update(weight_decay=decay)
-        for p, value in zip(weights, values, strict=True):
-            p.copy_(value)
-            state = optimizer.state[p]
-            if "step" in state:  # all else is zero, as at the start
-                state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], Tensor) else 0
 
     @torch.no_grad()
     def _copy_to(self, copy: list[PWLU]) -> None:
@@ -294,50 +253,6 @@ class TwoPhase:
                 stacklevel=3,
             )
 
-    def _warn_of_decay(self, optimizer: Optimizer) -> None:
-        learned = {id(unit.weight) for unit in self._units.values()}
-        decays = [g.get("weight_decay", 0.0) for g in optimizer.param_groups if any(id(p) in learned for p in g["params"])]
-        if any(decays):
-            warnings.warn(
-                f"TwoPhase: the PWLUs have a weight decay of {max(decays):g}, which pulls heights and bounds towards zero. "
-                "Make the optimizer with groups: torch.optim.SGD(pwlu.parameter_groups(model, lr=..., weight_decay=...)). "
-                "With Hugging Face's Trainer write pwlu.integrations.hugging_face.own_group_(trainer) right after it is made",
-                stacklevel=3,
-            )
-
-    def _check_weights(self) -> None:
-        """Realignment writes every weight, so each must be a parameter of its own."""
-        owners: dict[int, str] = {}
-        for name, unit in self._units.items():
-            weight = weight_parameter(unit)
-            if (other := owners.setdefault(id(weight), name)) != name:
-                raise ValueError(
-                    f"TwoPhase: {other} and {name} share one weight, but each has bounds where its own inputs are. Share the "
-                    "module instead, or give each its own: act.weight = torch.nn.Parameter(act.weight.detach().clone())"
-                )
-
-    def _check_optimizer(self, optimizer: Optimizer) -> None:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        wanted = [(name, p) for name, unit in self._units.items() for p in unit.parameters() if p.requires_grad]
-        missing = list(dict.fromkeys(name for name, p in wanted if id(p) not in held))
-        if missing:
-            raise ValueError(
-                f"TwoPhase: the optimizer does not hold the parameters of {abbreviate(missing)}. Make it after pwlu.convert_ "
-                "(and after fully_shard): torch.optim.SGD(pwlu.parameter_groups(model, lr=...), ...). If they are split over "
-                "several optimizers, put all PWLU parameters of a model into one, or make one TwoPhase for each part of it."
-            )
-
-    def _check_copy(self, copy: nn.Module) -> list[PWLU]:
-        others = list(units_of(copy).values())
-        shapes = [[(u.channels, u.intervals) for u in units] for units in (self._units.values(), others)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"TwoPhase: copies must have the PWLUs of the model, {len(self._units)} with the same shapes in the same "
-                f"order; {type(copy).__name__} has {len(others)}. Copy the model after pwlu.convert_: "
-                "copies=[copy.deepcopy(model)]"
-            )
-        return others
-
 
 _LIVING: "weakref.WeakSet[TwoPhase]" = weakref.WeakSet()
 
@@ -360,24 +275,3 @@ def _warn_at_exit() -> None:
 def _let_go(statistics: Sequence[InputStatistics]) -> None:
     for each in statistics:
         each.phase = 0
-
-
-def _unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer inside what Lightning or Accelerate wrap around it."""
-    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"TwoPhase: optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}. If there are several, give "
-            "the one that holds the PWLU parameters."
-        )
-    return optimizer
-
-
-def _check_steps(realign_at: Any) -> int:
-    if isinstance(realign_at, bool) or not isinstance(realign_at, int) or realign_at < 1:
-        raise ValueError(
-            f"TwoPhase: realign_at must be a whole number of optimizer steps of at least 1, such as 5 * len(loader), not "
-            f"{realign_at!r}. To train without Phase I, leave TwoPhase out."
-        )
-    return realign_at

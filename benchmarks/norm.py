@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import pwlu
 from pwlu import norm_ops
-from pwlu.recipes.timing import percentiles
+from pwlu.lab.inference.timing import percentiles
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHAPES = [

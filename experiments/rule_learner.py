@@ -10,9 +10,9 @@ import torch
 from rule_functions import HEIGHTS, LEFT_SLOPE, Layers
 from torch import Tensor
 
+from pwlu.initial_functions import InitialFunction
+from pwlu.learning.curvature import _rows
 from pwlu.module import PWLU
-from pwlu.smoothing import _rows
-from pwlu.starts import Start
 
 OBSERVED_STEPS = 8  # at the end of an epoch: over these, the mean and the deviation of inputs are measured
 
@@ -121,13 +121,13 @@ class Learner:
 
     Args:
         base: the function whose bends are not penalised, or None.
-        trainee: of the project's recipes; has the optimizer, the phase and the settings.
+        trainer: of the project's recipes; has the optimizer, the phase and the settings.
         peak: the largest learning rate of PWLUs.
     """
 
-    def __init__(self, rule: Rule, bank: Bank, base: Start | None, trainee: Any, peak: float) -> None:
-        self.rule, self.bank, self.base, self.trainee, self.peak = rule, bank, base, trainee, peak
-        self.optimizer = trainee.optimizer
+    def __init__(self, rule: Rule, bank: Bank, base: InitialFunction | None, trainer: Any, peak: float) -> None:
+        self.rule, self.bank, self.base, self.trainer, self.peak = rule, bank, base, trainer, peak
+        self.optimizer = trainer.optimizer
         (self.group,) = (g for g in self.optimizer.param_groups if any(p is bank.weights[0] for p in g["params"]))
         like = {"dtype": bank.weights[0].dtype, "device": bank.weights[0].device}
         self.smoother = functions.smoother(bank.intervals, rule.precond).to(**like)
@@ -159,7 +159,7 @@ class Learner:
 
     def _before_step(self) -> None:
         rule, bank = self.rule, self.bank
-        self.learning = self.trainee.phase == 2  # also of what is done after this step
+        self.learning = self.trainer.phase == 2  # also of what is done after this step
         if not self.learning:
             return
         if self.last_step:
@@ -175,7 +175,7 @@ class Learner:
             self.updates += 1
             gradient = functions.relative_step(gradient, table, self.second, self.updates) * (rule.relstep / self.peak)
         if rule.decayB:
-            decayed = table * self.trainee.settings.weight_decay
+            decayed = table * self.trainer.settings.weight_decay
             decayed[:, LEFT_SLOPE:HEIGHTS] = 0
             gradient = gradient + decayed
         if self.explicit:
@@ -224,7 +224,7 @@ class Learner:
     def end_epoch(self, done: int, epochs: int) -> None:
         """Take the statistics of inputs, and move the bounds where the rule says so; `done` epochs are behind us."""
         rule, bank = self.rule, self.bank
-        if self.trainee.phase != 2 or not (rule.regrid or rule.gain):
+        if self.trainer.phase != 2 or not (rule.regrid or rule.gain):
             return
         self.mean, self.std = self.observer.statistics()
         if not rule.regrid or done % round(rule.regrid) or done > rule.regridlast * epochs:

@@ -7,7 +7,8 @@ from helpers import assert_within, oracle, rounding, segment_probe, unit, weight
 from test_kernels import laid_out
 
 import pwlu
-from pwlu import implementations, norm_ops, reference
+from pwlu import norm_ops, reference
+from pwlu.kernels import dispatch
 
 SHAPES = {
     "planes": (3, 5, 32, 32),
@@ -316,11 +317,11 @@ def test_plain_torch_gives_the_same(device):
         x, grad, added, gamma, beta, parameters = problem((6, 8, 9, 9), torch.float32, device, residual)
         weight, intervals = weight_of(parameters)
         norm, _ = statistics(x, gamma, beta)
-        plain = implementations.norm_forward_apart(x, added, norm, weight, intervals, None)
+        plain = dispatch.norm_forward_apart(x, added, norm, weight, intervals, None)
         y, bound = oracle(reference.normalize(x, added, norm), parameters, 1)
         assert_within(plain, y, bound)
         for found, expected in zip(
-            implementations.norm_backward_apart(grad, x, added, norm, weight, intervals),
+            dispatch.norm_backward_apart(grad, x, added, norm, weight, intervals),
             norm_ops.norm_backward(grad, x, added, norm, weight, intervals),
             strict=True,
         ):

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pwlu import checks, implementations, ops, reference
-from pwlu.kernels import eager
+from pwlu import checks, ops, reference
+from pwlu.kernels import dispatch, eager
 
 _NORM = "Tensor? gamma, Tensor? beta"
 _STATE = (
@@ -72,12 +72,12 @@ def _fake_act(x: Tensor, *rest: Any) -> Tensor:
 def _normalization_once(x: Tensor, *rest: Any) -> Tensor:
     """Count the input once: not when gradient checkpointing runs forward again."""
     *state, pool = rest
-    return implementations.normalization(x, *state, None if ops.is_rerun() else pool)
+    return dispatch.normalization(x, *state, None if ops.is_rerun() else pool)
 
 
 def _forward_once(x: Tensor, *rest: Any) -> Tensor:
     *arguments, pool = rest
-    return implementations.norm_forward(x, *arguments, None if ops.is_rerun() else pool)
+    return dispatch.norm_forward(x, *arguments, None if ops.is_rerun() else pool)
 
 
 def _act(
@@ -270,8 +270,8 @@ def _refuse(name: str) -> Any:
 _IMPLEMENTATIONS: dict[str, Sequence[Any]] = {
     "normalization": (_normalization_once, _fake_normalization, _refuse("normalization")),
     "norm_forward": (_forward_once, _fake_forward, _refuse("norm_forward")),
-    "norm_backward": (implementations.norm_backward, _fake_backward, _refuse("norm_backward")),
-    "norm_input": (implementations.norm_input, _fake_input, _refuse("norm_input")),
+    "norm_backward": (dispatch.norm_backward, _fake_backward, _refuse("norm_backward")),
+    "norm_input": (dispatch.norm_input, _fake_input, _refuse("norm_input")),
     "norm_act": (_act, _fake_act, _autograd_act),
 }
 for _name, _functions in _IMPLEMENTATIONS.items():

@@ -97,7 +97,7 @@ class Kernel:
         y = torch.empty_like(x)
         if not x.numel():
             return y
-        self._teach()
+        self._register()
         x = layout.laid_out_as(y, x)
         source, *_ = layout.addresses([x, *held])
         start, geometry = self._start(x), layout.geometry(x, channels, channel_dim)
@@ -112,7 +112,7 @@ class Kernel:
         grad_x = torch.empty_like(x) if need_input else x.new_empty(0)
         if not x.numel():
             return grad_x, weight.new_zeros(weight.shape if need_weight else 0)
-        self._teach()
+        self._register()
         x, grad = layout.laid_out_as(like, x), layout.laid_out_as(like, grad.to(x.dtype))
         packed = _for_compute(x, weight)
         grad_weight = torch.empty_like(packed) if need_weight else packed.new_empty(0)
@@ -141,8 +141,8 @@ class Kernel:
             torch.autograd.graph.increment_version(pool)  # as every change in place does
         return None
 
-    def _teach(self) -> None:
-        eager.learn_cpu(self, self._parallel, [self._forward, self._lookup, self._backward, self._moments])
+    def _register(self) -> None:
+        eager.register_cpu(self, self._parallel, [self._forward, self._lookup, self._backward, self._moments])
 
     def _start(self, x: Tensor) -> tuple[ctypes.c_void_p, int, int]:
         return self._parallel, torch.get_num_threads(), _DTYPES[x.dtype]

@@ -100,7 +100,7 @@ class Kernel:
         `x`: on the device. `key`: what eager.cpp recognises such a call by; later ones need no Python.
         """
         if eager.new(key):
-            eager.learn_gpu(key, self._described(plan), second and self._described(second), plan.splits, launcher())
+            eager.register_gpu(key, self._described(plan), second and self._described(second), plan.splits, launcher())
         if second is None:
             self._launch(plan, _arguments(**arguments))
             return

@@ -1,0 +1,211 @@
+"""Which code serves which device: a kernel where there is one and it takes the arguments, else plain torch.
+
+The functions take and return what the operators of the same names do; see ``ops.py``.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pwlu import checks, reference
+from pwlu.kernels import eager
+
+# Plain torch, on every device.
+
+
+def _laid_out(x: Tensor, y: Tensor) -> Tensor:
+    like = torch.empty_like(x)
+    return y if y.stride() == like.stride() else like.copy_(y)
+
+
+def plain_forward(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
+    """Return y."""
+    return _laid_out(x, reference.forward(x, *reference.unpack(weight, intervals), channel_dim))
+
+
+def plain_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the weight; an empty tensor for one that is not needed."""
+    blocks = reference.unpack(weight, intervals)
+    grad_x, grads = reference.backward(grad, x, *blocks, channel_dim, need_input=need_input, need_parameters=need_weight)
+    none = x.new_empty(0)
+    return none if grad_x is None else _laid_out(x, grad_x), none.clone() if grads is None else reference.pack(*grads)
+
+
+def plain_lookup(x: Tensor, *rest: Any) -> Tensor:
+    """Return y of the fused form."""
+    return _laid_out(x, reference.lookup(x, *rest))
+
+
+def plain_moments(x: Tensor, channel_dim: int, pool: Tensor) -> None:
+    """Add the moments of x to a pool."""
+    channels = pool.shape[1]
+    count = torch.full((), x.numel() // channels, dtype=torch.int64, device=x.device)
+    pool.copy_(reference.merge(pool, count, *reference.moments(x, channels, channel_dim)))
+
+
+def plain_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
+    """Return y and add the moments of x to a pool."""
+    plain_moments(x, channel_dim, pool)
+    return plain_forward(x, weight, intervals, channel_dim)
+
+
+# Kernels.
+
+
+@functools.cache  # so that a warning that there is none comes once
+def _serving(device: torch.device) -> Any:
+    from pwlu.kernels import cpu, cuda
+
+    kernel: Any = None
+    if device.type == "cuda":
+        kernel = cuda.kernel(device.index)
+    elif device.type == "cpu":
+        kernel = cpu.kernel()
+    if kernel is not None:
+        eager.build_in_background()
+    return kernel
+
+
+def kernel_of(x: Tensor) -> Any:
+    """Return the kernels that serve the device of x, or None; they are imported when first used."""
+    eager.load_if_ready()
+    return _serving(x.device)
+
+
+def _served(name: str, plain: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that checks its arguments and calls the kernel's method of that name, or plain torch."""
+
+    def call(*arguments: Any) -> Any:
+        check(*arguments)
+        kernel = kernel_of(arguments[0])
+        found = NotImplemented if not hasattr(kernel, name) else getattr(kernel, name)(*arguments)
+        return plain(*arguments) if found is NotImplemented else found
+
+    return call
+
+
+def check_backward(grad: Tensor, x: Tensor, *rest: Any) -> None:
+    """Raise unless the arguments of ``backward`` fit each other."""
+    checks.check_weight(x, *rest[:3])
+    checks.check_gradient(grad, x)
+
+
+def check_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> None:
+    """Raise unless the arguments of ``observe`` fit each other."""
+    channels = checks.check_weight(x, weight, intervals, channel_dim)
+    if checks.check_pool(x, channel_dim, pool) != channels:
+        raise ValueError(f"pwlu: pool must have {channels} channels as the weight has, not {pool.shape[1]}")
+
+
+forward = _served("forward", plain_forward, checks.check_weight)
+backward = _served("backward", plain_backward, check_backward)
+lookup = _served("lookup", plain_lookup, checks.check_tables)
+moments = _served("moments", plain_moments, checks.check_pool)
+
+
+def _observe_apart(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
+    """A kernel that cannot do both may do one of them."""
+    moments(x, channel_dim, pool)
+    return forward(x, weight, intervals, channel_dim)
+
+
+observe = _served("observe", _observe_apart, check_observe)
+
+
+# Behind a batch norm. Where there is no kernel for all of it, torch normalises, and the kernels of a unit do the rest.
+
+
+def plain_normalization(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    batches: Tensor | None,
+    factor: float,
+    eps: float,
+    training: bool,
+    pool: Tensor | None,
+) -> Tensor:
+    """Return the norm of x, or of the running statistics; in training, those, the number of batches and the pool follow it."""
+    dtype = reference.compute_dtype(x)
+    if not training:
+        assert running_mean is not None and running_var is not None  # noqa: PT018  # checked
+        return reference.normalization(running_mean.to(dtype), running_var.to(dtype), gamma, beta, eps)
+    count, own = x.numel() // x.shape[1], torch.zeros(3, x.shape[1], dtype=dtype, device=x.device)
+    moments(x, 1, own)
+    _, mean, m2 = own
+    for running, new in ((running_mean, mean), (running_var, m2 / max(count - 1, 1))):
+        if running is not None:
+            running.copy_((1 - factor) * running.to(dtype) + factor * new)
+    if batches is not None:
+        batches.add_(1)
+    norm = reference.normalization(mean, m2 / count, gamma, beta, eps)
+    if pool is not None:  # z has the mean beta and the deviation gamma, but for eps
+        _, _, scale, shift = norm
+        pool.copy_(reference.merge(pool, torch.tensor(count, device=x.device), shift, m2 * scale.square()))
+    return norm
+
+
+def norm_forward_apart(
+    x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int, pool: Tensor | None
+) -> Tensor:
+    """Return y of the normalised x, and with a pool add the moments of z to that."""
+    z = reference.normalize(x, residual, norm)
+    y = forward(z, weight, intervals, 1) if pool is None else observe(z, weight, intervals, 1, pool)
+    return _laid_out(x, y.to(x.dtype))
+
+
+def norm_backward_apart(
+    grad: Tensor, x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of z (empty without a residual), the sums of the norm, and the gradient of the weight."""
+    z = reference.normalize(x, residual, norm)
+    grad_z, grad_weight = backward(grad.to(z.dtype), z, weight, intervals, 1, True, True)
+    sums = reference.norm_sums(grad_z, x, norm)
+    return x.new_empty(0) if residual is None else _laid_out(x, grad_z.to(x.dtype)), sums, grad_weight
+
+
+def norm_input_apart(
+    grad: Tensor,
+    x: Tensor,
+    norm: Tensor,
+    weight: Tensor,
+    intervals: int,
+    sums: Tensor | None,
+    count: float,
+    of_z: bool,
+) -> Tensor:
+    """Return the gradient of x; `of_z`: grad is the gradient of z, else that of y."""
+    if not of_z:
+        z = reference.normalize(x, None, norm)
+        grad, _ = backward(grad.to(z.dtype), z, weight, intervals, 1, True, False)
+    return _laid_out(x, reference.norm_input(grad, x, norm, sums, count))
+
+
+normalization = _served("normalization", plain_normalization, checks.check_norm_input)
+norm_forward = _served("norm_forward", norm_forward_apart, checks.check_norm)
+norm_backward = _served("norm_backward", norm_backward_apart, lambda grad, *rest: checks.check_norm(*rest))
+norm_input = _served("norm_input", norm_input_apart, lambda grad, x, *rest: checks.check_norm(x, None, *rest))
+
+
+def warm_up(
+    device: torch.device | str = "cuda", dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
+) -> int:
+    """Compile and load now what the first calls on that device would; return the number of kernels.
+
+    Worth it before a CUDA graph is captured, where nothing can be loaded, and before timing anything. `dtypes`: of the inputs.
+    The first time on a machine takes some ten seconds of a core for each; later, kernels come from the cache. 0: plain torch
+    serves the device, and `pwlu info` says why.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        from pwlu.kernels import cuda
+
+        return cuda.warm_up(torch.cuda.current_device() if device.index is None else device.index, tuple(dtypes))
+    return int(device.type == "cpu" and kernel_of(torch.empty(0, device=device)) is not None)

@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_within, oracle, rounding, segment_probe, unit, weight_of
+from helpers import CPU_VARIANTS, assert_within, oracle, rounding, segment_probe, unit, weight_of
 from test_kernels import laid_out
 
 import pwlu
 from pwlu import implementations, norm_ops, reference
+from pwlu.kernels import cpu
 
 SHAPES = {
     "planes": (3, 5, 32, 32),
@@ -32,26 +33,26 @@ def problem(shape, dtype, device, residual, layout="contiguous", intervals=16):
     return 2 * x + 1, grad, (added if residual else None), gamma, beta, unit(shape[1], intervals, compute, device)
 
 
-def statistics(x, gamma, beta, training=True, pool=None, factor=0.1):
+def statistics(x, gamma, beta, training=True, pool=None, factor=0.1, code=norm_ops):
     """The norm by the operator, with the running statistics that it changed."""
     running = [torch.full_like(gamma, 0.25), torch.full_like(gamma, 1.5), torch.tensor(3, device=x.device)]
-    return norm_ops.normalization(x, gamma, beta, *running, factor, EPS, training, pool), running
+    return code.normalization(x, gamma, beta, *running, factor, EPS, training, pool), running
 
 
 def over(x):
     return [d for d in range(x.ndim) if d != 1]
 
 
-def check_parts(x, grad, added, gamma, beta, parameters):
+def check_parts(x, grad, added, gamma, beta, parameters, code=norm_ops):
     """Every part against the oracle, given the norm: z is the same to the last bit, so segments are."""
-    norm, _ = statistics(x, gamma, beta)
+    norm, _ = statistics(x, gamma, beta, code=code)
     weight, intervals = weight_of(parameters)
     z = reference.normalize(x, added, norm)
     assert z.dtype == norm.dtype == reference.compute_dtype(x)
     y, bound, gradients, bounds = oracle(z, parameters, 1, grad.to(z.dtype))
-    assert_within(norm_ops.norm_forward(x, added, norm, weight, intervals, None), y, bound + rounding(y, x.dtype))
+    assert_within(code.norm_forward(x, added, norm, weight, intervals, None), y, bound + rounding(y, x.dtype))
 
-    grad_z, sums, grad_weight = norm_ops.norm_backward(grad, x, added, norm, weight, intervals)
+    grad_z, sums, grad_weight = code.norm_backward(grad, x, added, norm, weight, intervals)
     of_z, of_z_bound = gradients[0], bounds[0] + rounding(gradients[0], x.dtype)
     if added is None:
         assert not grad_z.numel()
@@ -72,7 +73,7 @@ def check_parts(x, grad, added, gamma, beta, parameters):
     for of_batch in (True, False):
         given = grad if added is None else grad_z
         used = sums if of_batch else None
-        grad_x = norm_ops.norm_input(given, x, norm, weight, intervals, used, float(count), added is not None)
+        grad_x = code.norm_input(given, x, norm, weight, intervals, used, float(count), added is not None)
         through = of_z if added is None else grad_z.double()
         mean_of_g = reference.along(sums[0].double() / count, x, 1) if of_batch else 0 * through
         of_centred = reference.along(sums[1].double() / count * inv_std**2, x, 1) if of_batch else 0 * through
@@ -88,6 +89,60 @@ def check_parts(x, grad, added, gamma, beta, parameters):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_parts_against_the_oracle(shape, dtype, residual, device):
     check_parts(*problem(shape, dtype, device, residual))
+
+
+@pytest.mark.parametrize("variant", CPU_VARIANTS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_kernels_of_the_cpu(variant, threads):
+    """Every variant, through every form, with sums of several threads, and twice with the same bits."""
+    kernel, before = cpu.load(variant), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for shape in (*SHAPES.values(), (4, 64, 28, 28)):
+            for dtype in DTYPES:
+                for residual in (False, True):
+                    for layout in ("contiguous", "channels_last"):
+                        x, grad, added, gamma, beta, parameters = problem(shape, dtype, "cpu", residual, layout)
+                        weight, intervals = weight_of(parameters)
+                        check_parts(x, grad, added, gamma, beta, parameters, kernel)
+                        norm, _ = statistics(x, gamma, beta, code=kernel)
+                        pools = [torch.zeros(3, shape[1], dtype=norm.dtype) for _ in range(2)]
+                        found = [
+                            [
+                                *(statistics(x, gamma, beta, code=kernel)[0], pool),
+                                kernel.norm_forward(x, added, norm, weight, intervals, pool),
+                                *kernel.norm_backward(grad, x, added, norm, weight, intervals),
+                            ]
+                            for pool in pools
+                        ]
+                        assert all(torch.equal(*both) for both in zip(*found, strict=True))
+                        z = reference.normalize(x, added, norm).double()
+                        variance, mean = torch.var_mean(z, over(z), correction=0)
+                        u = torch.finfo(norm.dtype).eps * (8 if dtype == torch.float64 else 1)  # of doubles both sums are
+                        assert_within(pools[0][1], mean, 4 * u * (mean.abs() + z.abs().amax(over(z))))
+                        assert_within(pools[0][2], variance * (z.numel() / shape[1]), 8 * u * z.square().sum(over(z)))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_kernels_of_the_cpu_serve(monkeypatch):
+    """Nothing is left to plain torch where the types fit."""
+
+    def refuse(*arguments):
+        raise AssertionError
+
+    for name in ("plain_moments", "plain_forward", "plain_backward"):
+        monkeypatch.setattr(implementations, name, refuse)
+    monkeypatch.setattr(reference, "normalize", refuse)
+    monkeypatch.setattr(reference, "normalization", refuse)
+    for dtype in DTYPES:
+        x, grad, added, gamma, beta, parameters = problem((6, 24, 5, 7), dtype, "cpu", True)
+        weight, intervals = weight_of(parameters)
+        norm, _ = statistics(x, gamma, beta)
+        norm_ops.norm_forward(x, added, norm, weight, intervals, torch.zeros(3, 24, dtype=norm.dtype))
+        grad_z, sums, _ = norm_ops.norm_backward(grad, x, added, norm, weight, intervals)
+        norm_ops.norm_input(grad_z, x, norm, weight, intervals, sums, 210.0, True)
+        statistics(x, gamma, beta, training=False)
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "added"])
@@ -107,13 +162,17 @@ def test_numbers_of_intervals(intervals, device):
 
 @pytest.mark.parametrize("shape", [(9, 4, 16, 16), (800, 40), (30, 24, 7, 7)])
 def test_z_is_rounded_as_the_definition_says(shape, device):
+    check_rounding(shape, device)
+
+
+def check_rounding(shape, device, code=norm_ops):
     """The residual takes z to zero, which is the left bound: one bit less, and the slope is that of the left."""
     channels, intervals = shape[1], 16
     x, _, _, gamma, beta, _ = problem(shape, torch.float32, device, True)
     parameters = [p.to(device).expand(channels, *p.shape[1:]) for p in segment_probe(intervals, 0.0, 6.0)]
     weight, _ = weight_of(parameters)
-    norm, _ = statistics(x, gamma, beta)
-    grad_z, _, _ = norm_ops.norm_backward(torch.ones_like(x), x, -reference.normalize(x, None, norm), norm, weight, intervals)
+    norm, _ = statistics(x, gamma, beta, code=code)
+    grad_z, _, _ = code.norm_backward(torch.ones_like(x), x, -reference.normalize(x, None, norm), norm, weight, intervals)
     assert not grad_z.any()
 
 

@@ -53,8 +53,9 @@ class Site(nn.Module):
         norm = self.norm
         if self.kind == "pwlu, one pass":
             assert self.unit is not None
-            state = (norm.running_mean, norm.running_var, norm.num_batches_tracked, 0.1, norm.eps, True, None)
-            return norm_ops.norm_act(x, residual, norm.weight, norm.bias, self.unit.weight, self.unit.intervals, *state)
+            running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+            state = (norm.weight, norm.bias, *running, 0.1, norm.eps, True, None)
+            return norm_ops.norm_act(x, residual, self.unit.weight, self.unit.intervals, *state)[0]
         z = norm(x)
         if residual is not None:
             z = z + residual

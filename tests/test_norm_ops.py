@@ -8,7 +8,7 @@ from test_kernels import laid_out
 
 import pwlu
 from pwlu import implementations, norm_ops, reference
-from pwlu.kernels import cpu
+from pwlu.kernels import cpu, eager
 
 SHAPES = {
     "planes": (3, 5, 32, 32),
@@ -232,15 +232,38 @@ def test_statistics_as_torch_computes_them(shape, dtype, device):
     assert unchanged[0].tolist() == [0.25] * shape[1]
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_parameters_of_16_bits(training, device, monkeypatch):
+    """A model in bfloat16: the same kernels, with results that are rounded once; Python has no part in it."""
+    x, grad, _, gamma, beta, parameters = problem((8, 24, 9, 9), torch.bfloat16, device, False)
+    weight, intervals = weight_of(parameters)
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        norm = [t.bfloat16().to(dtype) for t in (gamma, beta, torch.full_like(gamma, 0.25), torch.full_like(gamma, 1.5))]
+        pool = torch.zeros(3, 24, device=device).to(dtype)
+        leaves = [t.requires_grad_() for t in (x.detach().clone(), *norm[:2])]
+        if dtype == torch.bfloat16 and eager.library is not None:
+            norm_ops.norm_act(x, None, weight, intervals, *norm, None, 0.1, EPS, training, pool)  # kernels are known now
+            norm[2].fill_(0.25), norm[3].fill_(1.5), pool.zero_()
+            monkeypatch.setattr(implementations, "_normalization", None)
+        y, _ = norm_ops.norm_act(leaves[0], None, weight, intervals, *leaves[1:], *norm[2:], None, 0.1, EPS, training, pool)
+        monkeypatch.undo()
+        y.backward(grad)
+        found.append([y, leaves[0].grad, *(leaf.grad for leaf in leaves[1:]), *norm[2:], pool])
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert torch.equal(one, other.bfloat16())
+
+
 def test_moments_of_z_follow_from_the_norm(device):
     """Without a pass over x; with a residual z is observed."""
     x, _, added, gamma, beta, parameters = problem((16, 24, 9, 9), torch.float32, device, True)
     weight, intervals = weight_of(parameters)
     for residual in (None, added):
         pool = torch.zeros(3, 24, device=device)
-        state = (torch.zeros(24, device=device), torch.ones(24, device=device), None, 0.1, EPS, True, pool)
+        running = (torch.zeros(24, device=device), torch.ones(24, device=device), None)
         for _ in range(2):
-            norm_ops.norm_act(x, residual, gamma, beta, weight, intervals, *state)
+            norm_ops.norm_act(x, residual, weight, intervals, gamma, beta, *running, 0.1, EPS, True, pool)
         norm, _ = statistics(x, gamma, beta)
         z = reference.normalize(x, residual, norm).double()
         variance, mean = torch.var_mean(z, over(z), correction=0)
@@ -271,7 +294,8 @@ def test_as_norm_and_unit_apart(dtype, residual, training, layout, device):
     leaves += [added.detach().clone().requires_grad_()] if residual else []
     running = [[torch.full_like(gamma, 0.25), torch.full_like(gamma, 1.5)] for _ in range(2)]
     r = leaves[4] if residual else None
-    y = norm_ops.norm_act(leaves[0], r, *leaves[1:4], intervals, *running[0], None, 0.1, EPS, training, None)
+    state = (*leaves[1:3], *running[0], None, 0.1, EPS, training, None)
+    y, _ = norm_ops.norm_act(leaves[0], r, leaves[3], intervals, *state)
     apart = norm_then_unit(leaves[0], r, *leaves[1:4], intervals, running[1], training)
     assert y.dtype == apart.dtype
     assert y.stride() == apart.stride()
@@ -297,7 +321,7 @@ def test_gradcheck_through_the_definition(training, device):
 
     def act(x, added, gamma, beta, weight):
         running = [torch.zeros(2, dtype=torch.float64, device=device), torch.ones(2, dtype=torch.float64, device=device)]
-        return norm_ops.norm_act(x, added, gamma, beta, weight, 4, *running, None, 0.1, EPS, training, None)
+        return norm_ops.norm_act(x, added, weight, 4, gamma, beta, *running, None, 0.1, EPS, training, None)[0]
 
     def alone(x, gamma, beta, weight):
         return act(x, None, gamma, beta, weight)
@@ -319,8 +343,8 @@ def test_opcheck(device):
         torch.library.opcheck(norm_ops.norm_backward, (grad, x, added, norm, weight, intervals))
         _, sums, _ = norm_ops.norm_backward(grad, x, added, norm, weight, intervals)
         torch.library.opcheck(norm_ops.norm_input, (grad, x, norm, weight, intervals, sums, 90.0, residual))
-        leaves = [None if t is None else t.requires_grad_() for t in (x, added, gamma, beta, weight)]
-        torch.library.opcheck(norm_ops.norm_act, (*leaves, intervals, *running, 0.1, EPS, True, None))
+        x, added, gamma, beta, weight = (None if t is None else t.requires_grad_() for t in (x, added, gamma, beta, weight))
+        torch.library.opcheck(norm_ops.norm_act, (x, added, weight, intervals, gamma, beta, *running, 0.1, EPS, True, None))
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "added"])
@@ -344,11 +368,11 @@ def test_wild_values_behave_as_norm_and_unit_apart(device):
         x[1, 2, 3, 3] = wild
         weight, intervals = weight_of(parameters)
         running = [[torch.zeros(6, device=device), torch.ones(6, device=device)] for _ in range(3)]
-        y = norm_ops.norm_act(x, None, gamma, beta, weight, intervals, *running[0], None, 0.1, EPS, True, None)
+        y, _ = norm_ops.norm_act(x, None, weight, intervals, gamma, beta, *running[0], None, 0.1, EPS, True, None)
         apart = norm_then_unit(x, None, gamma, beta, weight, intervals, running[1], True)
         assert torch.equal(y.isnan(), apart.isnan())
         torch.testing.assert_close(y, apart, equal_nan=True, rtol=1e-4, atol=1e-4)
-        fixed = norm_ops.norm_act(x, None, gamma, beta, weight, intervals, *running[2], None, 0.1, EPS, False, None)
+        fixed, _ = norm_ops.norm_act(x, None, weight, intervals, gamma, beta, *running[2], None, 0.1, EPS, False, None)
         apart = norm_then_unit(x, None, gamma, beta, weight, intervals, running[2], False)
         torch.testing.assert_close(fixed, apart, equal_nan=True, rtol=1e-4, atol=1e-4)
 
@@ -392,14 +416,15 @@ def test_compiled_autograd(residual, device):
 
     x, grad, added, gamma, beta, parameters = problem((3, 4, 5, 6), torch.float64, device, residual)
     weight, intervals = weight_of(parameters)
-    leaves = [None if t is None else t.requires_grad_() for t in (x, added, gamma, beta, weight)]
+    leaves = [None if t is None else t.requires_grad_() for t in (x, added, weight, gamma, beta)]
 
     def gradients():
         for leaf in leaves:
             if leaf is not None:
                 leaf.grad = None
-        state = (torch.zeros_like(gamma), torch.ones_like(gamma), None, 0.1, EPS, True, None)
-        norm_ops.norm_act(*leaves, intervals, *(t.detach() if isinstance(t, torch.Tensor) else t for t in state)).backward(grad)
+        running = (torch.zeros(4, dtype=torch.float64, device=device), torch.ones(4, dtype=torch.float64, device=device), None)
+        y, _ = norm_ops.norm_act(*leaves[:3], intervals, *leaves[3:], *running, 0.1, EPS, True, None)
+        y.backward(grad)
         return [leaf.grad for leaf in leaves if leaf is not None]
 
     expected = gradients()

@@ -153,12 +153,12 @@ class Deferred:
         if unit.channels != x.shape[1]:
             blocks = reference.unpack(weight, unit.intervals)
             weight = reference.pack(*(block.expand(x.shape[1], *block.shape[1:]) for block in blocks))
-        of_norm = (parameters["weight"], parameters["bias"])
-        state = (mean, variance, batches, factor, norm.eps, batch, statistics.pool if observes else None)
+        pool = statistics.pool if observes else None
+        state = (parameters["weight"], parameters["bias"], mean, variance, batches, factor, norm.eps, batch, pool)
         group = _group(norm) if batch else None
-        if group is not None:
-            return norm_ops.norm_act_of_processes(group, x, self.residual, *of_norm, weight, unit.intervals, *state)
-        return norm_ops.norm_act(x, self.residual, *of_norm, weight, unit.intervals, *state)
+        act = norm_ops.norm_act if group is None else functools.partial(norm_ops.norm_act_of_processes, group)
+        y, _ = act(x, self.residual, weight, unit.intervals, *state)
+        return y
 
     def _why_apart(self, unit: Any, weight: Tensor, observes: bool) -> str:
         """Return why one pass cannot serve this unit; nothing if it can."""

@@ -154,6 +154,7 @@ class Kernel:
 
     def normalization(self, x: Tensor, *rest: Any) -> Tensor:
         """Return what normalises x, of the batch (running statistics follow it) or of running statistics."""
+        self._teach()
         state = layout.NormState(*rest)
         vectors = (state.gamma, state.beta, state.running_mean, state.running_var, state.pool)
         dtype = _compute(x)
@@ -233,7 +234,9 @@ class Kernel:
         return grad_x
 
     def _teach(self) -> None:
-        eager.learn_cpu(self, self._parallel, [self._forward, self._lookup, self._backward, self._moments])
+        functions = [self._forward, self._lookup, self._backward, self._moments]
+        functions += [self._normalization, self._norm_forward, self._norm_backward, self._norm_input]
+        eager.learn_cpu(self, self._parallel, functions)
 
     def _start(self, x: Tensor) -> tuple[ctypes.c_void_p, int, int]:
         return self._parallel, torch.get_num_threads(), _DTYPES[x.dtype]

@@ -191,7 +191,7 @@ def normalization(x: Tensor, *rest: Any) -> Tensor:
     state, dtype = NormState(*rest), reference.compute_dtype(x)
     vectors = {name: t for name, t in state._asdict().items() if isinstance(t, Tensor) and name != "batches"}
     converted = {name: t.to(dtype) for name, t in vectors.items()}
-    norm: Tensor = _normalization(x, *state._replace(**converted))
+    norm: Tensor = _normalization(x, *(converted.get(name, value) for name, value in state._asdict().items()))
     for name in ("running_mean", "running_var", "pool"):
         if state.training and name in vectors and converted[name] is not vectors[name]:
             vectors[name].copy_(converted[name])

@@ -157,7 +157,9 @@ def _twice(ctx: Any, grad: Tensor) -> list[Tensor | None]:
         raise RuntimeError(
             "pwlu: there is no second derivative through the statistics of several processes. Write pwlu.unfuse_norms_(model)"
         )
-    found = differentiable_backward(grad, *ctx.saved_tensors, ctx.intervals, ctx.eps, ctx.training)
+    x, residual, weight, gamma, beta, norm = ctx.saved_tensors
+    settings = (ctx.intervals, ctx.eps, ctx.training)
+    found = differentiable_backward(grad, x, residual, weight, gamma, beta, norm, *settings)
     needed = [ctx.needs_input_grad[i] for i in (1, 2, 3, 5, 6)]
     return [g if each else None for g, each in zip(found, needed, strict=True)]
 

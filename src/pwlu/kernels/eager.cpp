@@ -74,7 +74,7 @@ Tensor lookup(const Tensor& x, const Tensor& left, const Tensor& inv_step, const
 // Behind a norm.
 
 Tensor normalization(const Tensor& x, PWLU_NORM_STATE) {
-  if (torch::autograd::get_current_graph_task_id() == -1)  // see observe
+  if (!pool || torch::autograd::get_current_graph_task_id() == -1)  // see observe
     if (auto norm = run_normalization(x, PWLU_NORM_NAMES, pool)) return *norm;
   static const auto python = find<Normalization>("pwlu_python::serve_normalization");
   return by_python(python, x, PWLU_NORM_NAMES, pool);
@@ -82,7 +82,7 @@ Tensor normalization(const Tensor& x, PWLU_NORM_STATE) {
 
 Tensor norm_forward(const Tensor& x, const MaybeTensor& residual, const Tensor& norm, const Tensor& weight, int64_t intervals,
                     const MaybeTensor& pool) {
-  if (torch::autograd::get_current_graph_task_id() == -1)
+  if (!pool || torch::autograd::get_current_graph_task_id() == -1)
     if (auto y = run_norm_forward(x, residual, norm, weight, intervals, pool)) return *y;
   static const auto python = find<NormForward>("pwlu_python::serve_norm_forward");
   return by_python(python, x, residual, norm, weight, intervals, pool);

@@ -31,6 +31,7 @@ const void* pair(double factor, double eps) {
   return packed;
 }
 
+// Of running statistics torch counts no changes either: see layout.note_changes.
 void changed(std::initializer_list<const MaybeTensor*> tensors) {
   for (const auto* each : tensors)
     if (*each && !(*each)->is_inference()) (*each)->unsafeGetTensorImpl()->bump_version();
@@ -77,7 +78,7 @@ std::optional<Tensor> run_plain_normalization(const Tensor& x, PWLU_NORM_STATE) 
               address(gamma), address(beta), address(running_mean), address(running_var), address(batches), factor, eps,
               address(pool), norm.mutable_data_ptr()))
       return std::nullopt;
-    if (training) changed({&running_mean, &running_var, &batches, &pool});
+    if (training) changed({&batches, &pool});
     return norm;
   }
   Arguments a;
@@ -93,7 +94,7 @@ std::optional<Tensor> run_plain_normalization(const Tensor& x, PWLU_NORM_STATE) 
   a.addresses[kPool] = address(pool);
   const auto plan = plan_of(p->key(kBatchNorm, x, a.aligned()));
   if (!plan || !launch(*plan, a, x, 3 * channels)) return std::nullopt;
-  changed({&running_mean, &running_var, &batches, &pool});
+  changed({&batches, &pool});
   return norm;
 }
 

@@ -59,8 +59,11 @@ def optional_addresses(*tensors: Tensor | None) -> list[int]:
 
 
 def note_changes(state: NormState) -> None:
-    """Count the changes in place that a norm of a batch makes, as torch does."""
-    for changed in (state.running_mean, state.running_var, state.batches, state.pool):
+    """Count the changes in place that a norm of a batch makes; of running statistics torch counts none either.
+
+    It holds them for the backward pass of a norm that is called twice.
+    """
+    for changed in (state.batches, state.pool):
         if state.training and changed is not None:
             torch.autograd.graph.increment_version(changed)
 

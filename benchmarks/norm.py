@@ -5,6 +5,7 @@ stands the number of passes over the tensor that are needed at the least: what a
 """
 
 import argparse
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -80,11 +81,14 @@ def measure(shape: tuple[int, ...], dtype: str, layout: str, options: argparse.N
     for added in (False, True):
         inputs = (x, residual) if added else (x,)
         sites = {kind: Site(kind, shape[1]).to(options.device) for kind in PASSES}
-        clock = on_device if options.device == "cuda" else interleaved
-        time = partial(clock, rounds=options.rounds, inner=1 if x.numel() > (1e7 if options.device == "cuda" else 1e6) else 10)
+        if options.device == "cuda":
+            timer = partial(on_device, rounds=options.rounds, inner=1 if x.numel() > 1e7 else 10)
+        else:
+            clock = time.process_time if options.cpu_time else time.perf_counter
+            timer = partial(interleaved, rounds=options.rounds, inner=1 if x.numel() > 1e6 else 10, clock=clock)
         with torch.no_grad():
-            times = {"forward": time({kind: partial(site, *inputs) for kind, site in sites.items()})}
-        times["forward+backward"] = time({kind: forward_and_backward(site, grad, *inputs) for kind, site in sites.items()})
+            times = {"forward": timer({kind: partial(site, *inputs) for kind, site in sites.items()})}
+        times["forward+backward"] = timer({kind: forward_and_backward(site, grad, *inputs) for kind, site in sites.items()})
         for which, (what, found) in enumerate(times.items()):
             base = percentiles(found["relu"])["p50_ms"]
             for kind, each in found.items():
@@ -92,7 +96,7 @@ def measure(shape: tuple[int, ...], dtype: str, layout: str, options: argparse.N
                 row |= {"dtype": dtype, "added": added, "passes": PASSES[kind][added][which]} | percentiles(each)
                 row |= {"x_relu": row["p50_ms"] / base}
                 row["tb_per_s"] = row["passes"] * x.numel() * x.element_size() / row["p50_ms"] / 1e9
-                rows.append(row | machine(options.device))
+                rows.append(row | {"clock": "cpu" if options.cpu_time else "wall"} | machine(options.device))
     return rows
 
 
@@ -101,6 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=int, nargs=4, metavar=("B", "C", "H", "W"), help="default: those of ResNets")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
+    parser.add_argument("--cpu-time", action="store_true", help="on a CPU with one thread: leave out what other programs take")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"], help="default: bfloat16")
     parser.add_argument("--layouts", nargs="+", choices=("NCHW", "channels_last"), default=["channels_last"])
     parser.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")

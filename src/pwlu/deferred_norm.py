@@ -7,7 +7,8 @@ the output of the norm first, as torch does, and goes on with that. So a model s
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from pwlu import checks, norm_ops, reference
 
-_functional: Any = F  # with what it does not declare
+_functional, _autograd = cast("Any", F), cast("Any", torch._C._autograd)  # with what they do not declare
 
 
 def plain_forward(norm: Any, x: Tensor) -> Tensor:
@@ -110,11 +111,11 @@ def _version(tensor: Tensor) -> int:
 
 
 class Deferred:
-    """The output of a norm that is not computed yet, or its sum with a residual."""
+    """The output of a norm that is not computed yet, or its sum with a residual, which may be the output of another norm."""
 
     def __init__(self, norm: Any, x: Tensor) -> None:
         self.norm, self.x = norm, x
-        self.residual: Tensor | None = None
+        self.residual: Tensor | Deferred | None = None
         self._versions = (_version(x), 0)
         self._value: Tensor | None = None
         self._done = [False]  # whether the running statistics have followed this batch; sums have the same list
@@ -123,9 +124,7 @@ class Deferred:
 
     def activate(self, unit: Any) -> Tensor:
         """Return the unit's output: norm, addition and function in one pass, or apart where that is not possible."""
-        x, norm = self.x, self.norm
-        # Attributes of modules are slow, and this runs for every norm in every step.
-        parameters, buffers, statistics = norm._parameters, norm._buffers, unit._modules["statistics"]
+        statistics, channels = unit._modules["statistics"], self.x.shape[1]
         observes = statistics.phase == 1 and unit.training
         weight = unit.effective_weight()
         if self._done[0]:
@@ -133,13 +132,27 @@ class Deferred:
         if why := self._why_apart(unit, weight, observes):
             self._note(f"{type(unit).__name__} ({why})")
             return unit(self.value())
+        if self.norm.recorder is not None:
+            self.norm.recorder.paired(self, unit)
+        if unit.channels != channels:
+            blocks = reference.unpack(weight, unit.intervals)
+            weight = reference.pack(*(block.expand(channels, *block.shape[1:]) for block in blocks))
+        residual, hooks = self.residual, nullcontext()
+        if isinstance(residual, Deferred):
+            residual, hooks = residual._added()
+        with hooks:
+            return self._act(residual, weight, unit.intervals, statistics.pool if observes else None)[0]
+
+    def _act(self, residual: Tensor | None, weight: Tensor, intervals: int, pool: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return y and the norm."""
         self._check_versions()
         self._done[0] = True
-        if norm.recorder is not None:
-            norm.recorder.paired(self, unit)
+        x, norm = self.x, self.norm
+        # Attributes of modules are slow, and this runs for every norm in every step.
+        parameters, buffers = norm._parameters, norm._buffers
         norm._check_input_dim(x)
         mean, variance, batches, factor = buffers["running_mean"], buffers["running_var"], None, norm.momentum or 0.0
-        batch = norm.training or mean is None
+        batch = self._of_batch()
         if batch and x.numel() == x.shape[1]:
             _functional._verify_batch_size(list(x.size()))
         if norm.training:  # as torch's batch norm does it
@@ -150,15 +163,49 @@ class Deferred:
                 factor = 1.0 / float(buffers["num_batches_tracked"])
             else:
                 batches = buffers["num_batches_tracked"]
-        if unit.channels != x.shape[1]:
-            blocks = reference.unpack(weight, unit.intervals)
-            weight = reference.pack(*(block.expand(x.shape[1], *block.shape[1:]) for block in blocks))
-        of_norm = (parameters["weight"], parameters["bias"])
-        state = (mean, variance, batches, factor, norm.eps, batch, statistics.pool if observes else None)
+        state = (parameters["weight"], parameters["bias"], mean, variance, batches, factor, norm.eps, batch, pool)
         group = _group(norm) if batch else None
-        if group is not None:
-            return norm_ops.norm_act_of_processes(group, x, self.residual, *of_norm, weight, unit.intervals, *state)
-        return norm_ops.norm_act(x, self.residual, *of_norm, weight, unit.intervals, *state)
+        act = norm_ops.norm_act if group is None else functools.partial(norm_ops.norm_act_of_processes, group)
+        y, of_norm = act(x, residual, weight, intervals, *state)
+        return y, of_norm
+
+    def _of_batch(self) -> bool:
+        return bool(self.norm.training or self.norm._buffers["running_mean"] is None)
+
+    def _added(self) -> tuple[Tensor, Any]:
+        """Return the tensor that this stands for, which is added to the output of another norm, and a context.
+
+        What is saved for the backward pass within the context does not hold that tensor, which is computed again there: from x,
+        which this norm's own derivative holds anyway, by the same kernel and so with the same bits.
+        """
+        gamma = self.norm._parameters["weight"]
+        if (
+            not self._of_batch()  # in evaluation nothing is held
+            or self.norm.recorder is not None
+            or hasattr(type(gamma), "full_tensor")  # sharded
+            or torch.compiler.is_compiling()  # which decides itself what to hold
+            or _autograd._top_saved_tensors_default_hooks(False) is not None  # gradient checkpointing, say
+            or not _autograd._saved_tensors_hooks_is_enabled()
+        ):
+            return self.value(), nullcontext()
+        x, version = self.x, _version(self.x)
+        weight = _identity(x.shape[1], reference.compute_dtype(x), x.device)
+        value, norm = self._act(None, weight, 1, None)
+        place = id(value)
+
+        def pack(saved: Tensor) -> Any:
+            return None if id(saved) == place else (saved, _version(saved))
+
+        def unpack(packed: Any) -> Tensor:
+            tensor, known = packed or (x, version)
+            if _version(tensor) != known:
+                raise RuntimeError(
+                    "pwlu: an input of a batch norm, or of the PWLU behind it, was changed in place before the backward pass. "
+                    "Write pwlu.unfuse_norms_(model), or do not change it in place"
+                )
+            return tensor if packed else norm_ops.norm_forward(x.detach(), None, norm, weight, 1, None)
+
+        return value, torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def _why_apart(self, unit: Any, weight: Tensor, observes: bool) -> str:
         """Return why one pass cannot serve this unit; nothing if it can."""
@@ -180,7 +227,7 @@ class Deferred:
 
     def _check_versions(self) -> None:
         residual = self.residual
-        if (_version(self.x), 0 if residual is None else _version(residual)) != self._versions:
+        if (_version(self.x), _version(residual) if isinstance(residual, Tensor) else 0) != self._versions:
             raise RuntimeError(
                 "pwlu: an input of a batch norm, or what was added to its output, was changed in place before the PWLU behind "
                 "it ran. Write pwlu.unfuse_norms_(model), or do not change it in place"
@@ -194,7 +241,8 @@ class Deferred:
             self._check_versions()
             z = self._again() if self._done[0] else plain_forward(self.norm, self.x)
             self._done[0] = True
-            self._value = z if self.residual is None else z + self.residual
+            residual = self.residual.value() if isinstance(self.residual, Deferred) else self.residual
+            self._value = z if residual is None else z + residual
         return self._value
 
     def _again(self) -> Tensor:
@@ -211,18 +259,24 @@ class Deferred:
     def _note(self, what: str) -> None:
         if self.norm.recorder is not None:
             self.norm.recorder.used(self, what)
+            if isinstance(self.residual, Deferred):
+                self.residual._note(what)
 
     def add(self, other: Any) -> Any:
-        """Return the sum; one with a tensor of the same shape and type waits, too."""
-        if isinstance(other, Deferred):  # two norms meet: one waits
+        """Return the sum; one with a tensor of the same shape and type, or with the output of another norm, waits, too."""
+        x, waits = self.x, isinstance(other, Deferred)
+        fits = (waits or isinstance(other, Tensor)) and self.residual is None and not self._done[0]
+        fits = fits and (other.shape, other.dtype, other.device) == (x.shape, x.dtype, x.device)
+        if waits and other.norm is self.norm:
+            self._note("an addition with another output of the same norm")
+            return self.value() + other.value()  # running statistics follow in this order
+        if waits and not (fits and other.residual is None and not other._done[0]):
             other._note("an addition with another norm")
-            other = other.value()
-        fits = isinstance(other, Tensor) and self.residual is None and not self._done[0]
-        x = self.x
-        if fits and (other.shape, other.dtype, other.device) == (x.shape, x.dtype, x.device):
+            other, waits = other.value(), False
+        if fits:
             total = Deferred(self.norm, x)
             total.residual, total._done = other, self._done
-            total._versions = (self._versions[0], _version(other))
+            total._versions = (self._versions[0], 0 if waits else _version(other))
             return total
         self._note("an addition of another shape or type" if isinstance(other, Tensor) else "an addition")
         return self.value() + other
@@ -289,6 +343,13 @@ for _name in (
 ):
     setattr(Deferred, _name, _through(_name))
 Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+@functools.cache
+def _identity(channels: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the weight of a unit with one interval that returns its input, to the last bit."""
+    zeros, ones = (make(channels, dtype=dtype, device=device) for make in (torch.zeros, torch.ones))
+    return reference.pack(zeros, ones, torch.stack([zeros, ones], 1), ones, ones)
 
 
 def _group(norm: Any) -> "dist.ProcessGroup | None":

@@ -110,8 +110,8 @@ def calls_of(x, grad, weight, intervals, pool, fused, dim):
 def norm_step(x, residual, weight, intervals, vectors, training, pool, grad):
     """Forward and backward behind a norm."""
     gamma, beta, mean, variance, batches = vectors
-    leaves = [None if t is None else t.detach().requires_grad_() for t in (x, residual, gamma, beta, weight)]
-    y = norm_ops.norm_act(*leaves, intervals, mean, variance, batches, 0.1, 1e-5, training, pool)
+    leaves = [None if t is None else t.detach().requires_grad_() for t in (x, residual, weight, gamma, beta)]
+    y, _ = norm_ops.norm_act(*leaves[:3], intervals, *leaves[3:], mean, variance, batches, 0.1, 1e-5, training, pool)
     torch.autograd.backward((y,), (grad,))
 
 

@@ -45,16 +45,26 @@ int main(void) {
                     void *p[5] = {elements(real, cs), elements(real, cs), elements(real, (size_t)(c * (n + 1))), elements(real, cs), elements(real, cs)};
                     void *d[5] = {elements(real, cs), elements(real, cs), elements(real, (size_t)(c * (n + 1))), elements(real, cs), elements(real, cs)};
                     void *slopes = elements(real, entries), *offsets = elements(real, entries);
-                    void *pool = elements(real, 3 * cs);
+                    void *pool = elements(real, 3 * cs), *norm = elements(real, 4 * cs), *sums = elements(real, 3 * cs), *r = elements(dtype, size);
+                    void *weight = elements(real, (size_t)(c * (n + 5))), *grad_weight = elements(real, (size_t)(c * (n + 5)));
+                    int64_t batches = 0;
                     int bad = pwlu_forward(in_turn, threads, dtype, x, y, o, c, i, n, p[0], p[1], p[2], p[3], p[4]);
                     bad |= pwlu_lookup(in_turn, threads, dtype, x, y, o, c, i, n, p[0], p[1], slopes, offsets);
                     bad |= pwlu_backward(in_turn, threads, dtype, g, x, y, o, c, i, n, p[0], p[1], p[2], p[3], p[4], d[0], d[1], d[2], d[3], d[4]);
                     bad |= pwlu_backward(in_turn, threads, dtype, g, x, NULL, o, c, i, n, p[0], p[1], p[2], p[3], p[4], d[0], d[1], d[2], d[3], d[4]);
                     bad |= pwlu_backward(in_turn, threads, dtype, g, x, y, o, c, i, n, p[0], p[1], p[2], p[3], p[4], NULL, NULL, NULL, NULL, NULL);
                     bad |= pwlu_moments(in_turn, threads, dtype, x, o, c, i, pool);
+                    for (int k = 0; k < 2; k++) {
+                        void *none = NULL, *maybe = k ? pool : none, *added = k ? r : none;
+                        bad |= pwlu_normalization(in_turn, threads, dtype, k ? x : none, o, c, i, k ? p[0] : none, k ? p[1] : none, p[3], p[4], k ? &batches : none, 0.1, 1e-5, maybe, norm);
+                        bad |= pwlu_norm_forward(in_turn, threads, dtype, x, added, y, o, c, i, norm, n, weight, maybe);
+                        bad |= pwlu_norm_backward(in_turn, threads, dtype, g, x, added, k ? y : none, o, c, i, norm, sums, n, weight, grad_weight);
+                        bad |= pwlu_norm_input(in_turn, threads, dtype, g, x, y, o, c, i, norm, sums, (double)(o * i), k, n, weight);
+                        bad |= pwlu_norm_input(in_turn, threads, dtype, g, x, y, o, c, i, norm, NULL, 0, k, n, weight);
+                    }
                     if (bad) return 1;
                     for (int q = 0; q < 5; q++) free(p[q]), free(d[q]);
-                    free(x), free(g), free(y), free(slopes), free(offsets), free(pool);
+                    free(x), free(g), free(y), free(slopes), free(offsets), free(pool), free(norm), free(sums), free(r), free(weight), free(grad_weight);
                     checked++;
                 }
     printf("checked %d problems\n", checked);

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import CPU_VARIANTS, DTYPES, Unpacked, assert_within, oracle, parameter_dtype, unit, weight_of
+from test_norm_ops import check_parts, check_rounding, problem
 
 import pwlu
 from pwlu.kernels import build, cpu
@@ -152,16 +153,32 @@ MUTATIONS = {
         "        }",
     ),
     "a look-up that is off by one": ("(lookup ? t >= end", "(lookup ? t > end"),
-    "a mean without its shift": ("[first_position(j, c)] + mean) - ", "[first_position(j, c)] + mean * 1.001) - "),
+    "a mean without its shift": ("c, (REAL)(shift + mean), ", "c, (REAL)(shift + mean * 1.001), "),
     "a row of moments forgotten": (
-        "for (int r = 0; r < count; r++) {\n        fetch(j, after_rows",
-        "for (int r = 1; r < count; r++) {\n        fetch(j, after_rows",
+        "SUMS_OF_ROWS(NULL, 0, x, j->norm ? WIDTH : row, (const REAL *)j->left + p, count,",
+        "SUMS_OF_ROWS(NULL, 0, x, j->norm ? WIDTH : row, (const REAL *)j->left + p, count - 1,",
     ),
     "squares that are off": ("const double m2 = total[1] - total[0] * mean;", "const double m2 = total[1];"),
     "a gradient that is slightly off": (
         "slope * (share + (double)i * g);",
         "slope * (share + (double)i * g) * 1.00002;",
     ),
+    "norm: a residual forgotten": ("+ shift[along * i] + residual[i];", "+ shift[along * i] + 0 * residual[i];"),
+    "norm: another order of rounding": (
+        "(x[i] - mean[along * i]) * gain[along * i] + shift[along * i] + residual[i];",
+        "(x[i] - mean[along * i]) * gain[along * i] + (shift[along * i] + residual[i]);",
+    ),
+    "norm: a mean not taken off": ("(grad[i] - of_g[along * i] - ", "(grad[i] - "),
+    "norm: the sums of another channel": (
+        "sums + 2 * ((column ? 1 : c + 1) * j->segments - 1)",
+        "sums + 2 * ((column ? 1 : first + 1) * j->segments - 1)",
+    ),
+    "norm: a row of sums forgotten": (
+        "FOR_REAL(vector)(j, MEAN, p), count, n, totals",
+        "FOR_REAL(vector)(j, MEAN, p), count - 1, n, totals",
+    ),
+    "norm: a gradient of gamma that is not scaled": ("(REAL)(total[1] * inv_std)", "(REAL)(total[1])"),
+    "norm, vectors: half a register": ("ADD_HALF(second_half, (k) + 1", "ADD_HALF(first_half, (k) + 1"),
 }
 
 
@@ -173,8 +190,9 @@ def test_the_comparisons_can_fail(mutation, tmp_path):
     sources = {path.name: path.read_text() for path in (build.SOURCE, *build.HEADERS)}
     found = sorted(name for name, text in sources.items() for _ in range(text.count(old)))
     assert found == ["avx2.h", "avx512.h"] or len(found) == 1, f"{old!r} was found in {found}"
-    variant = CPU_VARIANTS[0] if mutation.startswith("vectors") else "portable"
-    if mutation.startswith("vectors") and variant == "portable":
+    vectors = mutation.partition(":")[0].endswith("vectors")
+    variant = CPU_VARIANTS[0] if vectors else "portable"
+    if vectors and variant == "portable":
         pytest.skip("this processor has no variant with vector registers")
     for name, text in sources.items():
         (tmp_path / name).write_text(text.replace(old, new))
@@ -193,6 +211,10 @@ def test_the_comparisons_pass(kernel):
 
 def _pass_all(kernel):
     """Planes, rows and tiles; half of the elements on knots; tables that fill one register and several; a NaN."""
+    for shape in ((3, 5, 117), (6, 9, 20), (80, 70)):
+        for residual in (False, True):
+            check_parts(*problem(shape, torch.float32, "cpu", residual), kernel.code)
+        check_rounding(shape, "cpu", kernel.code)
     for shape, dim, intervals in [
         ((3, 5, 117), 1, 16),
         ((515, 9), 1, 16),

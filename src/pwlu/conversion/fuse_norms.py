@@ -70,9 +70,10 @@ class _Recorder:
 
     def paired(self, deferred: Deferred, unit: PWLU) -> None:
         """Note that a unit took an output."""
-        site, name = self.site(deferred.norm), self.names[unit]
-        site.units += [] if name in site.units else [name]
-        site.added |= deferred.residual is not None
+        residual, name = deferred.residual, self.names[unit]
+        for site in map(self.site, [deferred.norm, *([residual.norm] if isinstance(residual, Deferred) else [])]):
+            site.units += [] if name in site.units else [name]
+            site.added |= residual is not None
 
     def used(self, deferred: Deferred, what: str) -> None:
         """Note that something else took an output."""
@@ -83,8 +84,9 @@ def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
     """Let every batch norm whose output goes to one PWLU alone run in one pass with it, in training, in place.
 
     A pass over memory is what such layers cost: the pair reads and writes an activation 13 times in a step of training, one
-    pass of both 8 times; with an addition in between 11 instead of 16. Nothing else changes: parameters, buffers, their names
-    and the state dict stay as they are, and so do optimizers and hooks. :func:`unfuse_norms_` takes it back.
+    pass of both 8 times; with an addition in between 11 instead of 16. Where two norms are added, neither
+    output is held for the backward pass. Nothing else changes: parameters, buffers, their names and the state dict stay as
+    they are, and so do optimizers and hooks. :func:`unfuse_norms_` takes it back.
 
     Args:
         model: with PWLUs. Wrap it afterwards (DistributedDataParallel, fully_shard, torch.compile).

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pwlu import checks, reference
 from pwlu.kernels import eager
+from pwlu.kernels.layout import NormState
 
 # Plain torch, on every device.
 
@@ -120,36 +121,30 @@ observe = _served("observe", _observe_apart, check_observe)
 # Behind a batch norm. Where there is no kernel for all of it, torch normalises, and the kernels of a unit do the rest.
 
 
-def plain_normalization(
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    batches: Tensor | None,
-    factor: float,
-    eps: float,
-    training: bool,
-    pool: Tensor | None,
-) -> Tensor:
-    """Return the norm of x, or of the running statistics; in training, those, the number of batches and the pool follow it."""
-    dtype = reference.compute_dtype(x)
-    if not training:
-        assert running_mean is not None and running_var is not None  # noqa: PT018  # checked
-        return reference.normalization(running_mean.to(dtype), running_var.to(dtype), gamma, beta, eps)
-    count, own = x.numel() // x.shape[1], torch.zeros(3, x.shape[1], dtype=dtype, device=x.device)
-    moments(x, 1, own)
-    _, mean, m2 = own
-    for running, new in ((running_mean, mean), (running_var, m2 / max(count - 1, 1))):
+def follow_batch(state: NormState, count: int, mean: Tensor, m2: Tensor) -> Tensor:
+    """Return the norm of a batch with these moments; the running statistics, the number of batches and the pool follow it."""
+    for running, new in ((state.running_mean, mean), (state.running_var, m2 / max(count - 1, 1))):
         if running is not None:
-            running.copy_((1 - factor) * running.to(dtype) + factor * new)
-    if batches is not None:
-        batches.add_(1)
-    norm = reference.normalization(mean, m2 / count, gamma, beta, eps)
-    if pool is not None:  # z has the mean beta and the deviation gamma, but for eps
+            running.copy_((1 - state.factor) * running.to(new.dtype) + state.factor * new)
+    if state.batches is not None:
+        state.batches.add_(1)
+    norm = reference.normalization(mean, m2 / count, state.gamma, state.beta, state.eps)
+    if state.pool is not None:  # z has the mean beta and the deviation gamma, but for eps
         _, _, scale, shift = norm
-        pool.copy_(reference.merge(pool, torch.tensor(count, device=x.device), shift, m2 * scale.square()))
+        state.pool.copy_(reference.merge(state.pool, torch.tensor(count, device=mean.device), shift, m2 * scale.square()))
     return norm
+
+
+def plain_normalization(x: Tensor, *rest: Any) -> Tensor:
+    """Return the norm of x, which :func:`follow_batch` completes, or of the running statistics."""
+    state, dtype = NormState(*rest), reference.compute_dtype(x)
+    if not state.training:
+        assert state.running_mean is not None and state.running_var is not None  # noqa: PT018  # checked
+        mean, variance = state.running_mean.to(dtype), state.running_var.to(dtype)
+        return reference.normalization(mean, variance, state.gamma, state.beta, state.eps)
+    own = torch.zeros(3, x.shape[1], dtype=dtype, device=x.device)
+    moments(x, 1, own)
+    return follow_batch(state, x.numel() // x.shape[1], own[1], own[2])
 
 
 def norm_forward_apart(
@@ -188,7 +183,21 @@ def norm_input_apart(
     return _laid_out(x, reference.norm_input(grad, x, norm, sums, count))
 
 
-normalization = _served("normalization", plain_normalization, checks.check_norm_input)
+_normalization = _served("normalization", plain_normalization, checks.check_norm_input)
+
+
+def normalization(x: Tensor, *rest: Any) -> Tensor:
+    """Return the norm; kernels take parameters and statistics in the type of the arithmetic, others are converted and back."""
+    state, dtype = NormState(*rest), reference.compute_dtype(x)
+    vectors = {name: t for name, t in state._asdict().items() if isinstance(t, Tensor) and name != "batches"}
+    converted = {name: t.to(dtype) for name, t in vectors.items()}
+    norm: Tensor = _normalization(x, *(converted.get(name, value) for name, value in state._asdict().items()))
+    for name in ("running_mean", "running_var", "pool"):
+        if state.training and name in vectors and converted[name] is not vectors[name]:
+            vectors[name].copy_(converted[name])
+    return norm
+
+
 norm_forward = _served("norm_forward", norm_forward_apart, checks.check_norm)
 norm_backward = _served("norm_backward", norm_backward_apart, lambda grad, *rest: checks.check_norm(*rest))
 norm_input = _served("norm_input", norm_input_apart, lambda grad, x, *rest: checks.check_norm(x, None, *rest))

@@ -35,7 +35,7 @@ def types_of_outputs(trainer):
 
 @pytest.fixture(scope="module")
 def exact():
-    return after(STEPS, **SHORT, precision="float64")
+    return after(STEPS, **SHORT, precision="float64", fuse_norms="off")
 
 
 @pytest.mark.parametrize(
@@ -111,17 +111,25 @@ def test_compiled(tmp_path, monkeypatch):
 def test_fused_norms_change_nothing_but_the_time(exact):
     fused = after(STEPS, **SHORT, precision="float64", fuse_norms="on")
     assert sum(isinstance(module, DeferredNorm) for module in fused.network.modules()) == 3
-    assert not any(isinstance(module, DeferredNorm) for module in exact.network.modules())  # auto: not on a CPU
+    assert not any(isinstance(module, DeferredNorm) for module in exact.network.modules())
     torch.testing.assert_close(fused.network.state_dict(), exact.network.state_dict(), rtol=1e-7, atol=1e-7)
 
 
 def test_where_norms_are_fused(monkeypatch):
-    """auto: on a GPU, in eager mode, with PWLUs behind batch norms. No GPU is needed to see it: nothing is computed there."""
+    """auto: in eager mode, with PWLUs behind batch norms; on a CPU not in channels_last.
+
+    No GPU is needed to see it: nothing is computed there.
+    """
     monkeypatch.setattr(nn.Module, "to", lambda self, *_, **__: self)
-    for changes, fused in (({}, 3), ({"fuse_norms": "off"}, 0), ({"compile": True}, 0), ({"activation": "relu"}, 0)):
-        task = task_of(**changes)
-        network = Trainer(task, task.settings, Processes(0, 1, torch.device("cuda"))).network
-        assert sum(isinstance(module, DeferredNorm) for module in network.modules()) == fused
+    never = ({"fuse_norms": "off"}, {"compile": True}, {"activation": "relu"})
+    for device, last in (("cuda", 3), ("cpu", 0)):
+        for changes, fused in (({}, 3), ({"channels_last": True}, last), *((changes, 0) for changes in never)):
+            task = task_of(**changes)
+            trainer = Trainer(task, task.settings, Processes(0, 1, torch.device(device)))
+            assert sum(isinstance(module, DeferredNorm) for module in trainer.network.modules()) == fused
+            assert trainer.fuse_norms == ("on" if fused else "off")
+    monkeypatch.setattr("pwlu.lab.training.trainer.warm_up", lambda device: 0)  # no compiled kernel
+    assert trainer_of(task_of()).fuse_norms == "off"
     with pytest.raises(UserError, match=r"--fuse-norms on: fuse_norms_: .* has no PWLU"):
         trainer_of(task_of(activation="relu", fuse_norms="on"))
     with pytest.raises(UserError, match="--fuse-norms must be one of auto, on, off, not yes"):

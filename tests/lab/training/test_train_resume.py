@@ -84,6 +84,30 @@ def test_checkpoints_in_the_middle_of_an_epoch(tmp_path, monkeypatch, stop_befor
     assert_same_run(RunFolder(path), uninterrupted)
 
 
+@pytest.mark.parametrize("begun", ["on", "off"])
+def test_whether_norms_are_fused_is_decided_once(tmp_path, monkeypatch, stop_before, begun):
+    """What auto came to is kept, although the machine that goes on would choose otherwise; the command line is obeyed."""
+    found, begin = [], Trainer.__init__
+
+    def noted(trainer, *arguments):
+        begin(trainer, *arguments)
+        found.append(trainer.fuse_norms)
+
+    monkeypatch.setattr(Trainer, "__init__", noted)
+    for number, pays, arguments in (
+        (STEPS_AN_EPOCH + 1, begun == "on", [*SHORT, "--runs", tmp_path]),
+        (STEPS_AN_EPOCH + 2, begun != "on", None),
+        (STEPS_AN_EPOCH + 3, begun == "on", ["--fuse-norms", "off" if begun == "on" else "on"]),
+    ):
+        stop_before(number)
+        monkeypatch.setattr("pwlu.lab.training.trainer.warm_up", lambda device, pays=pays: int(pays))
+        path = next(tmp_path.iterdir(), None)
+        with pytest.raises(Stop):
+            train(*(arguments if path is None else ["--resume", path, *(arguments or [])]))
+    assert found == [begun, begun, "off" if begun == "on" else "on"]
+    assert RunFolder(path).json("environment.json")["fuse_norms"] == begun
+
+
 def test_no_checkpoint_before_it_is_time(tmp_path, monkeypatch, stop_before):
     monkeypatch.setattr(loop, "STEPS_BETWEEN_QUESTIONS", 1)
     stop_before(6)

@@ -220,7 +220,7 @@ def register_gpu(key: tuple[Any, ...], first: Launch, second: Launch | None, spl
 
 
 def register_cpu(kernel: object, parallel: Any, functions: list[Any]) -> None:
-    """The functions of ``cpu.c``: forward, lookup, backward, moments."""
+    """The functions of ``cpu.c``, in the order of struct CpuKernel."""
     global _of_cpu
     if library is not None and _of_cpu is not kernel:
         addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in (parallel, *functions)]

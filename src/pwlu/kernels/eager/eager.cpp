@@ -1,7 +1,7 @@
 // The operators in eager mode without Python: autograd, memory, and the call of a kernel.
 //
 // No mathematics and no decisions are here. Which kernel serves which shape it learns from the Python code of this package
-// (__init__.py), and whatever is new to it, or not ordinary, it leaves to that code: a mode, a transform, another type of
+// (__init__.py), and whatever is new to it, or not is_plain, it leaves to that code: a mode, a transform, another type of
 // tensor, a layout that needs a copy, a wrong shape, a kernel that fails.
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -21,15 +21,14 @@ using Gradients = std::tuple<Tensor, Tensor>;
 using Backward = Gradients(const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t, bool, bool);
 using Lookup = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t);
 
-using Normalization = Tensor(const Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
-                             const MaybeTensor&, double, double, bool, const MaybeTensor&);
+using Normalization = Tensor(const Tensor&, PWLU_NORM_STATE);
 using NormForward = Tensor(const Tensor&, const MaybeTensor&, const Tensor&, const Tensor&, int64_t, const MaybeTensor&);
 using NormBackward = NormGradients(const Tensor&, const Tensor&, const MaybeTensor&, const Tensor&, const Tensor&, int64_t);
 using NormInput = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, const MaybeTensor&, double, bool);
-using NormAct = Tensor(const Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const Tensor&, int64_t,
-                       const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, double, double, bool, const MaybeTensor&);
-using DifferentiableNormBackward = std::vector<Tensor>(const Tensor&, const Tensor&, const MaybeTensor&, const MaybeTensor&,
-                                                       const MaybeTensor&, const Tensor&, const Tensor&, int64_t, double, bool);
+using NormAct = std::tuple<Tensor, Tensor>(const Tensor&, const MaybeTensor&, const Tensor&, int64_t, PWLU_NORM_STATE);
+using DifferentiableNormBackward = std::vector<Tensor>(const Tensor&, const Tensor&, const MaybeTensor&, const Tensor&,
+                                                       const MaybeTensor&, const MaybeTensor&, const Tensor&, int64_t, double,
+                                                       bool);
 
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find(const char* name) {
@@ -74,19 +73,16 @@ Tensor lookup(const Tensor& x, const Tensor& left, const Tensor& inv_step, const
 
 // Behind a norm.
 
-Tensor normalization(const Tensor& x, const MaybeTensor& gamma, const MaybeTensor& beta, const MaybeTensor& running_mean,
-                     const MaybeTensor& running_var, const MaybeTensor& batches, double factor, double eps, bool training,
-                     const MaybeTensor& pool) {
-  if (torch::autograd::get_current_graph_task_id() == -1)  // see observe
-    if (auto norm = run_normalization(x, gamma, beta, running_mean, running_var, batches, factor, eps, training, pool))
-      return *norm;
+Tensor normalization(const Tensor& x, PWLU_NORM_STATE) {
+  if (!pool || torch::autograd::get_current_graph_task_id() == -1)  // see observe
+    if (auto norm = run_normalization(x, PWLU_NORM_NAMES, pool)) return *norm;
   static const auto python = find<Normalization>("pwlu_python::serve_normalization");
-  return by_python(python, x, gamma, beta, running_mean, running_var, batches, factor, eps, training, pool);
+  return by_python(python, x, PWLU_NORM_NAMES, pool);
 }
 
 Tensor norm_forward(const Tensor& x, const MaybeTensor& residual, const Tensor& norm, const Tensor& weight, int64_t intervals,
                     const MaybeTensor& pool) {
-  if (torch::autograd::get_current_graph_task_id() == -1)
+  if (!pool || torch::autograd::get_current_graph_task_id() == -1)
     if (auto y = run_norm_forward(x, residual, norm, weight, intervals, pool)) return *y;
   static const auto python = find<NormForward>("pwlu_python::serve_norm_forward");
   return by_python(python, x, residual, norm, weight, intervals, pool);
@@ -107,25 +103,15 @@ Tensor norm_input(const Tensor& grad, const Tensor& x, const Tensor& norm, const
 }
 
 // y and the norm. Behind a norm of the batch alone, the moments of z follow from the norm.
-std::pair<Tensor, Tensor> norm_and_act(const Tensor& x, const MaybeTensor& residual, const MaybeTensor& gamma,
-                                       const MaybeTensor& beta, const Tensor& weight, int64_t intervals,
-                                       const MaybeTensor& running_mean, const MaybeTensor& running_var,
-                                       const MaybeTensor& batches, double factor, double eps, bool training,
-                                       const MaybeTensor& pool) {
+std::tuple<Tensor, Tensor> norm_act(const Tensor& x, const MaybeTensor& residual, const Tensor& weight, int64_t intervals,
+                                    PWLU_NORM_STATE) {
   const MaybeTensor none;
   const bool follows = training && !residual;
-  Tensor norm = normalization(x, gamma, beta, running_mean, running_var, batches, factor, eps, training, follows ? pool : none);
+  Tensor norm = normalization(x, PWLU_NORM_NAMES, follows ? pool : none);
   return {norm_forward(x, residual, norm, weight, intervals, follows ? none : pool), norm};
 }
 
-Tensor norm_act(const Tensor& x, const MaybeTensor& residual, const MaybeTensor& gamma, const MaybeTensor& beta,
-                const Tensor& weight, int64_t intervals, const MaybeTensor& running_mean, const MaybeTensor& running_var,
-                const MaybeTensor& batches, double factor, double eps, bool training, const MaybeTensor& pool) {
-  return norm_and_act(x, residual, gamma, beta, weight, intervals, running_mean, running_var, batches, factor, eps, training, pool)
-      .first;
-}
-
-// Whether a call is ordinary: nobody but autograd and a kernel could have a say in it. No mode, no transform, no tensor of
+// Whether a call is is_plain: nobody but autograd and a kernel could have a say in it. No mode, no transform, no tensor of
 // another class, no forward-mode differentiation.
 
 using c10::DispatchKey;
@@ -304,13 +290,13 @@ struct NormSettings {
   int64_t intervals;
   double eps, count;
   bool training, still;
-  std::array<bool, 5> needed;  // gradients of x, residual, gamma, beta, weight
+  std::array<bool, 5> needed;  // gradients of x, residual, weight, gamma, beta
 };
 
 MaybeTensor maybe(const Tensor& tensor) { return tensor.defined() ? MaybeTensor(tensor) : MaybeTensor(); }
 
 variable_list norm_gradients(const Tensor& grad, const std::array<Tensor, 6>& saved, const NormSettings& s) {
-  const auto& [x, residual, gamma, beta, weight, norm] = saved;
+  const auto& [x, residual, weight, gamma, beta, norm] = saved;
   variable_list found(5);
   if (grad.defined()) {
     if (is_plain(grad, x, residual, weight) && !at::GradMode::is_enabled()) {
@@ -320,22 +306,22 @@ variable_list norm_gradients(const Tensor& grad, const std::array<Tensor, 6>& sa
       const bool of_z = residual.defined();
       if (s.needed[0]) found[0] = norm_input(of_z ? grad_z : grad, x, norm, weight, s.intervals, used, s.count, of_z);
       if (s.needed[1] && of_z) found[1] = grad_z;
-      if (s.needed[2] && gamma.defined()) found[2] = sums.select(0, 2).to(gamma.scalar_type());
-      if (s.needed[3] && beta.defined()) found[3] = sums.select(0, 0).to(beta.scalar_type());
-      if (s.needed[4]) found[4] = grad_weight;
+      if (s.needed[2]) found[2] = grad_weight;
+      if (s.needed[3] && gamma.defined()) found[3] = sums.select(0, 2).to(gamma.scalar_type());
+      if (s.needed[4] && beta.defined()) found[4] = sums.select(0, 0).to(beta.scalar_type());
     } else {
       static const auto op = find<DifferentiableNormBackward>("pwlu_python::differentiable_norm_backward");
-      const auto all = op.call(grad, x, maybe(residual), maybe(gamma), maybe(beta), weight, norm, s.intervals, s.eps, s.training);
+      const auto all = op.call(grad, x, maybe(residual), weight, maybe(gamma), maybe(beta), norm, s.intervals, s.eps, s.training);
       for (size_t i = 0; i < 5; ++i)
         if (s.needed[i]) found[i] = all[i];
     }
   }
-  if (s.still && s.needed[4]) found[4] = at::zeros_like(weight);  // zero, but not missing
+  if (s.still && s.needed[2]) found[2] = at::zeros_like(weight);  // zero, but not missing
   return found;
 }
 
 struct NormActBackward : Node {
-  std::array<SavedVariable, 6> saved_;  // x, residual, gamma, beta, weight, norm
+  std::array<SavedVariable, 6> saved_;  // x, residual, weight, gamma, beta, norm
   NormSettings settings_;
 
   std::string name() const override { return "PWLUNormBackward"; }
@@ -399,30 +385,25 @@ struct NormActBackward : Node {
   }
 };
 
-Tensor autograd_norm_act(const Tensor& x, const MaybeTensor& residual, const MaybeTensor& gamma, const MaybeTensor& beta,
-                         const Tensor& weight, int64_t intervals, const MaybeTensor& running_mean,
-                         const MaybeTensor& running_var, const MaybeTensor& batches, double factor, double eps, bool training,
-                         const MaybeTensor& pool) {
+std::tuple<Tensor, Tensor> autograd_norm_act(const Tensor& x, const MaybeTensor& residual, const Tensor& weight,
+                                             int64_t intervals, PWLU_NORM_STATE) {
   static const auto python = find<NormAct>("pwlu_python::differentiate_norm_act");
-  const auto all = [&](auto call) {
-    return call(x, residual, gamma, beta, weight, intervals, running_mean, running_var, batches, factor, eps, training, pool);
-  };
   if (!is_plain(x, residual, gamma, beta, weight, running_mean, running_var, batches, pool))
-    return all([&](const auto&... a) { return python.call(a...); });
+    return python.call(x, residual, weight, intervals, PWLU_NORM_NAMES, pool);
   const auto plain = [](const MaybeTensor& tensor) { return tensor ? *tensor : Tensor(); };
-  const std::array<Tensor, 5> inputs{x, plain(residual), plain(gamma), plain(beta), weight};
+  const std::array<Tensor, 5> inputs{x, plain(residual), weight, plain(gamma), plain(beta)};
   const at::AutoDispatchBelowADInplaceOrView guard;
-  if (!torch::autograd::compute_requires_grad(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4]))
-    return all([](const auto&... a) { return norm_act(a...); });
+  const auto both = norm_act(x, residual, weight, intervals, PWLU_NORM_NAMES, pool);
+  if (!torch::autograd::compute_requires_grad(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4])) return both;
+  const auto& [y, norm] = both;
   auto node = make_node<NormActBackward>();
   node->set_next_edges(torch::autograd::collect_next_edges(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4]));
-  const auto [y, norm] = all([](const auto&... a) { return norm_and_act(a...); });
   for (size_t i = 0; i < 5; ++i) node->saved_[i] = SavedVariable(inputs[i], false);
   node->saved_[5] = SavedVariable(norm, false);
   const double count = double(x.numel()) / double(std::max<int64_t>(x.dim() > 1 ? x.size(1) : 1, 1));
   node->settings_ = {intervals, eps, count, training, pool.has_value(), {}};
   torch::autograd::set_history(y, node);
-  return y;
+  return both;
 }
 
 // The parts of norm_act have no derivative of their own: Python says so.

@@ -55,6 +55,14 @@ struct CpuKernel {  // the functions of cpu.c
   int (*backward)(void*, unsigned, int, const void*, const void*, void*, int64_t, int64_t, int64_t, int64_t, const void*,
                   const void*, const void*, const void*, const void*, void*, void*, void*, void*, void*);
   int (*moments)(void*, unsigned, int, const void*, int64_t, int64_t, int64_t, void*);
+  int (*normalization)(void*, unsigned, int, const void*, int64_t, int64_t, int64_t, const void*, const void*, const void*,
+                       const void*, const void*, double, double, const void*, void*);
+  int (*norm_forward)(void*, unsigned, int, const void*, const void*, void*, int64_t, int64_t, int64_t, const void*, int64_t,
+                      const void*, const void*);
+  int (*norm_backward)(void*, unsigned, int, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t,
+                       const void*, void*, int64_t, const void*, void*);
+  int (*norm_input)(void*, unsigned, int, const void*, const void*, void*, int64_t, int64_t, int64_t, const void*, const void*,
+                    double, int, int64_t, const void*);
 };
 
 std::shared_mutex learning;

@@ -68,7 +68,8 @@ class Settings:
     compile: bool = _flag(False, "torch.compile the network", machine=True)
     fuse_norms: str = _flag(
         "auto",
-        "batch norm, addition and PWLU in one pass; auto: on a GPU without --compile, where there are such places",
+        "batch norm, addition and PWLU in one pass; auto: where there are such places, but not with --compile, and on a CPU "
+        "not with --channels-last",
         machine=True,
         choices=FUSE_NORMS,
     )

@@ -1,7 +1,7 @@
 """A run on disk: what was asked for, where, what came out, and where to go on.
 
 RUN/config.json         the settings
-RUN/environment.json    source revision, versions, hardware
+RUN/environment.json    source revision, versions, hardware, and what --fuse-norms auto came to
 RUN/metrics.jsonl       a line an epoch
 RUN/checkpoints/        step-00000980-1f2e3d4c.pt: the number of steps, and the beginning of the contents' SHA-256
 RUN/snapshots/          step-00000980.pt: the functions of all PWLUs, 90 bytes a function
@@ -119,6 +119,11 @@ class RunFolder:
             if config.get(f.name) is not None and not isinstance(config[f.name], types):
                 raise self._no_settings(f"{f.name} must be {kind}, not {config[f.name]!r}")
         return config
+
+    def fuse_norms(self) -> str:
+        """Return what --fuse-norms auto came to when the run was begun, on or off; auto if that is not known."""
+        known = self.json("environment.json") if (self.path / "environment.json").exists() else {}
+        return str(known.get("fuse_norms", "auto"))
 
     def _no_settings(self, wrong: str) -> UserError:
         return self.unreadable(f"{self.path / 'config.json'} does not hold the settings of a run: {wrong}")

@@ -79,6 +79,8 @@ def train(settings: Settings, path: Path, processes: Processes) -> dict[str, Any
     folder = RunFolder(path)
     if settings.channels_last is None:
         settings = settings.replace(channels_last=processes.device.type == "cuda")
+    if settings.fuse_norms == "auto":
+        settings = settings.replace(fuse_norms=folder.fuse_norms())
     with folder.held() if processes.is_main else nullcontext():
         try:
             loop = _Loop(settings, folder, processes)
@@ -132,7 +134,8 @@ class _Loop:
                 ) from None
         if self.processes.is_main:
             if state is None:
-                self.folder.write_json("environment.json", environment(self.processes))
+                made_with = environment(self.processes) | {"fuse_norms": self.trainer.fuse_norms}
+                self.folder.write_json("environment.json", made_with)
                 self._snapshot()
             self.folder.forget_metrics_after(self.number)
         self.processes.barrier()

@@ -12,6 +12,7 @@ from torch.optim import swa_utils
 from pwlu import baselines
 from pwlu.conversion.convert import convert_
 from pwlu.conversion.fuse_norms import fuse_norms_
+from pwlu.kernels.dispatch import warm_up
 from pwlu.lab.data import keyed_random
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import Settings, UserError
@@ -35,7 +36,7 @@ class Trainer:
         self.report = put_activations(network, task.sample(), settings)
         if processes.count > 1 and self.device_type == "cuda":
             network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
-        _fuse_norms(network, task.sample(), settings, self.device_type)
+        self.fuse_norms = _fuse_norms(network, task.sample(), settings, self.device_type)
         network = network.to(processes.device, task.dtype, memory_format=task.layout)
         self.network: nn.Module = network
         self.average = None
@@ -128,15 +129,19 @@ class Trainer:
         }
 
 
-def _fuse_norms(network: nn.Module, sample: Any, settings: Settings, device: str) -> None:
-    """Let batch norms and PWLUs run in one pass, if the settings ask for it."""
-    if settings.fuse_norms == "off" or (settings.fuse_norms == "auto" and (device != "cuda" or settings.compile)):
-        return
+def _fuse_norms(network: nn.Module, sample: Any, settings: Settings, device: str) -> str:
+    """Let batch norms and PWLUs run in one pass, if the settings ask for it; return whether they do: on or off."""
+    # in channels_last on a CPU, both apart are as fast: docs/norms.md
+    pays = device == "cuda" or (device == "cpu" and not settings.channels_last and bool(warm_up("cpu")))
+    if settings.fuse_norms == "off" or (settings.fuse_norms == "auto" and (settings.compile or not pays)):
+        return "off"
     try:
         fuse_norms_(network, sample)
     except ValueError as error:  # there is no such place
         if settings.fuse_norms == "on":
             raise UserError(f"--fuse-norms on: {error}") from None
+        return "off"
+    return "on"
 
 
 def put_activations(network: nn.Module, sample: Tensor, settings: Settings) -> Any:

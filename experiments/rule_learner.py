@@ -27,9 +27,7 @@ class Rule:
 
     share: float = _word(0.0, "add X times the layer's sum of gradients, divided by sqrt(channels), to each channel's gradient")
     sharesum: float = _word(0.0, "add X times the layer's sum of gradients to each channel's gradient")
-    shareall: bool = _word(
-        False, "share the gradient of penalties too: changes the speed, not the optimum"
-    )
+    shareall: bool = _word(False, "share the gradient of penalties too: changes the speed, not the optimum")
     precond: float = _word(0.0, "smooth the gradient along the knots: G (I + X D'D)^-1, with D the difference of neighbours")
     relstep: float = _word(0.0, "take steps relative to the function's size, with the gradient divided by its running RMS")
     decayB: bool = _word(False, "the recipe's weight decay on bounds and heights, not on slopes")

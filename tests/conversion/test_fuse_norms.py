@@ -13,7 +13,7 @@ import torchvision
 from torch import nn
 
 import pwlu
-from pwlu import deferred, norm_ops, reference
+from pwlu import deferred_norm, norm_ops, reference
 from pwlu.deferred_norm import Deferred, DeferredNorm
 
 
@@ -267,7 +267,7 @@ def test_no_output_of_two_norms_is_held(monkeypatch):
 def test_what_is_computed_again_is_the_same_to_the_last_bit(dtype):
     for shape in ((4, 5, 20, 20), (300, 40)):
         x = 3 * torch.randn(shape).to(dtype)
-        weight = deferred._identity(shape[1], reference.compute_dtype(x), x.device)
+        weight = deferred_norm._identity(shape[1], reference.compute_dtype(x), x.device)
         gamma, beta = (torch.randn(shape[1], dtype=weight.dtype) for _ in range(2))
         y, norm = norm_ops.norm_act(x, None, weight, 1, gamma, beta, None, None, None, 0.0, 1e-5, True, None)
         assert torch.equal(y, reference.normalize(x, None, norm).to(dtype))

@@ -203,7 +203,7 @@ class Deferred:
                     "pwlu: an input of a batch norm, or of the PWLU behind it, was changed in place before the backward pass. "
                     "Write pwlu.unfuse_norms_(model), or do not change it in place"
                 )
-            return tensor if packed else norm_ops.norm_forward(x.detach(), None, norm, weight, 1, None)
+            return tensor if packed else norm_ops.norm_forward(x.detach(), None, norm, weight, 1)
 
         return value, torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

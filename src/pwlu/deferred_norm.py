@@ -178,19 +178,16 @@ class Deferred:
         What is saved for the backward pass within the context does not hold that tensor, which is computed again there: from x,
         which this norm's own derivative holds anyway, by the same kernel and so with the same bits.
         """
-        gamma = self.norm._parameters["weight"]
-        if (
-            not self._of_batch()  # in evaluation nothing is held
-            or self.norm.recorder is not None
-            or hasattr(type(gamma), "full_tensor")  # sharded
-            or torch.compiler.is_compiling()  # which decides itself what to hold
-            or _autograd._top_saved_tensors_default_hooks(False) is not None  # gradient checkpointing, say
-            or not _autograd._saved_tensors_hooks_is_enabled()
-        ):
+        x, version, gamma = self.x, _version(self.x), self.norm._parameters["weight"]
+        # In evaluation nothing is held, a compiler decides itself what to hold, and sharded parameters are left to torch.
+        if not self._of_batch() or torch.compiler.is_compiling() or hasattr(type(gamma), "full_tensor"):
             return self.value(), nullcontext()
-        x, version = self.x, _version(self.x)
-        weight = _identity(x.shape[1], reference.compute_dtype(x), x.device)
+        recording = self.norm.recorder is not None  # on fake tensors, which no cache may hold
+        weight = (_identity.__wrapped__ if recording else _identity)(x.shape[1], reference.compute_dtype(x), x.device)
         value, norm = self._act(None, weight, 1, None)
+        hooked = _autograd._top_saved_tensors_default_hooks(False) is not None  # by gradient checkpointing, say
+        if recording or hooked or not _autograd._saved_tensors_hooks_is_enabled():
+            return value, nullcontext()
         place = id(value)
 
         def pack(saved: Tensor) -> Any:
@@ -203,7 +200,7 @@ class Deferred:
                     "pwlu: an input of a batch norm, or of the PWLU behind it, was changed in place before the backward pass. "
                     "Write pwlu.unfuse_norms_(model), or do not change it in place"
                 )
-            return tensor if packed else norm_ops.norm_forward(x.detach(), None, norm, weight, 1, None)
+            return tensor if packed else norm_ops.norm_forward(x.detach(), None, norm, weight, 1)
 
         return value, torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

@@ -1,7 +1,9 @@
 """The operators of a unit behind a batch norm: y = PWLU(z) with z = gamma (x - m)/sqrt(v + eps) + beta (+ residual).
 
-    normalization(x, state...) -> norm                                         one pass over x, or none
-    norm_forward(x, residual, norm, weight, intervals, pool) -> y               one pass
+    normalization(x, state...) -> norm                                         one pass over x; the state follows
+    norm_of(x, gamma, beta, mean, variance, eps) -> norm                       one pass, or none where these are given
+    norm_forward(x, residual, norm, weight, intervals) -> y                    one pass
+    norm_observe(x, residual, norm, weight, intervals, pool) -> y              the same, and moments of z are added to a pool
     norm_backward(grad, x, residual, norm, weight, intervals) -> gradient of z, sums of the norm, gradient of the weight
     norm_input(grad, x, norm, weight, intervals, sums, count, of_z) -> gradient of x
     norm_act(x, residual, weight, intervals, state...) -> y, norm              the first two, with the others as derivative
@@ -9,6 +11,8 @@
 See ``reference.py`` for what they compute, and ``NormState`` for the state of a norm: its parameters, running statistics and so
 on, which follow the batch in training. ``x`` and ``weight`` have the same channels, in dimension 1 of x. ``norm_act`` holds
 x, the residual and the norm for the backward pass: neither z nor the output of the norm exists in memory.
+
+There are two operators each, because torch's Inductor cannot compile one that changes arguments if all of those are None.
 
 A pool takes the moments of z, for Phase I. Behind a norm of the batch alone they follow from gamma, beta and v, without a pass.
 """
@@ -30,14 +34,18 @@ _STATE = (  # NormState
 )
 _SCHEMAS = {
     "normalization": f"(Tensor x, {_STATE}) -> Tensor",
-    "norm_forward": "(Tensor x, Tensor? residual, Tensor norm, Tensor weight, int intervals, Tensor(a!)? pool) -> Tensor",
+    "norm_of": "(Tensor x, Tensor? gamma, Tensor? beta, Tensor? mean, Tensor? variance, float eps) -> Tensor",
+    "norm_forward": "(Tensor x, Tensor? residual, Tensor norm, Tensor weight, int intervals) -> Tensor",
+    "norm_observe": "(Tensor x, Tensor? residual, Tensor norm, Tensor weight, int intervals, Tensor(a!) pool) -> Tensor",
     "norm_backward": "(Tensor grad, Tensor x, Tensor? residual, Tensor norm, Tensor weight, int intervals)"
     " -> (Tensor, Tensor, Tensor)",
     "norm_input": "(Tensor grad, Tensor x, Tensor norm, Tensor weight, int intervals, Tensor? sums, float count, bool of_z)"
     " -> Tensor",
     "norm_act": f"(Tensor x, Tensor? residual, Tensor weight, int intervals, {_STATE}) -> (Tensor, Tensor)",
 }
-normalization, norm_forward, norm_backward, norm_input, norm_act = (ops.define(*each) for each in _SCHEMAS.items())
+normalization, norm_of, norm_forward, norm_observe, norm_backward, norm_input, norm_act = (
+    ops.define(*each) for each in _SCHEMAS.items()
+)
 
 
 # Shapes.
@@ -46,6 +54,10 @@ normalization, norm_forward, norm_backward, norm_input, norm_act = (ops.define(*
 def _fake_normalization(x: Tensor, *rest: Any) -> Tensor:
     checks.check_norm_input(x, *rest)
     return x.new_empty(4, x.shape[1], dtype=reference.compute_dtype(x))
+
+
+def _fake_of(x: Tensor, gamma: Tensor | None, beta: Tensor | None, *statistics: Any) -> Tensor:
+    return _fake_normalization(x, *_constant(gamma, beta, *statistics))
 
 
 def _fake_forward(x: Tensor, *rest: Any) -> Tensor:
@@ -70,13 +82,26 @@ def _fake_act(x: Tensor, residual: Tensor | None, weight: Tensor, intervals: int
 # Serving.
 
 
+def _constant(gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None, variance: Tensor | None, eps: float) -> NormState:
+    """Return the state of a norm in which nothing changes."""
+    return NormState(gamma, beta, mean, variance, None, 0.0, eps, mean is None, None)
+
+
+def _of(x: Tensor, *rest: Any) -> Tensor:
+    return dispatch.normalization(x, *_constant(*rest))
+
+
 def _normalization_once(x: Tensor, *rest: Any) -> Tensor:
     """Count the input once: not when gradient checkpointing runs forward again."""
     *state, pool = rest
     return dispatch.normalization(x, *state, None if ops.is_rerun() else pool)
 
 
-def _forward_once(x: Tensor, *rest: Any) -> Tensor:
+def _forward(x: Tensor, *rest: Any) -> Tensor:
+    return dispatch.norm_forward(x, *rest, None)
+
+
+def _observe_once(x: Tensor, *rest: Any) -> Tensor:
     *arguments, pool = rest
     return dispatch.norm_forward(x, *arguments, None if ops.is_rerun() else pool)
 
@@ -84,8 +109,19 @@ def _forward_once(x: Tensor, *rest: Any) -> Tensor:
 def _act(x: Tensor, residual: Tensor | None, weight: Tensor, intervals: int, *rest: Any) -> tuple[Tensor, Tensor]:
     state = NormState(*rest)
     follows = state.training and residual is None  # the moments of z follow from the norm
-    norm = normalization(x, *(state if follows else state._replace(pool=None)))
-    return norm_forward(x, residual, norm, weight, intervals, None if follows else state.pool), norm
+    pool = state.pool if follows else None
+    if state.training and any(t is not None for t in (state.running_mean, state.running_var, state.batches, pool)):
+        norm = normalization(x, *state._replace(pool=pool))
+    else:
+        statistics = (None, None) if state.training else (state.running_mean, state.running_var)
+        norm = norm_of(x, state.gamma, state.beta, *statistics, state.eps)
+    return _apply(x, residual, norm, weight, intervals, None if follows else state.pool), norm
+
+
+def _apply(x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int, pool: Tensor | None) -> Tensor:
+    if pool is None:
+        return norm_forward(x, residual, norm, weight, intervals)
+    return norm_observe(x, residual, norm, weight, intervals, pool)
 
 
 # Derivatives.
@@ -111,7 +147,7 @@ class _NormAct(torch.autograd.Function):
                 count = x.numel() // x.shape[1]
             else:
                 norm, count = _over_processes(group, x, state)
-                y = norm_forward(x, residual, norm, weight, intervals, state.pool)
+                y = _apply(x, residual, norm, weight, intervals, state.pool)
         ctx.save_for_backward(x, residual, weight, state.gamma, state.beta, norm)
         ctx.mark_non_differentiable(norm)
         ctx.set_materialize_grads(False)
@@ -229,7 +265,9 @@ def _refuse(name: str) -> Any:
 
 _IMPLEMENTATIONS: dict[str, Sequence[Any]] = {
     "normalization": (_normalization_once, _fake_normalization, _refuse("normalization")),
-    "norm_forward": (_forward_once, _fake_forward, _refuse("norm_forward")),
+    "norm_of": (_of, _fake_of, _refuse("norm_of")),
+    "norm_forward": (_forward, _fake_forward, _refuse("norm_forward")),
+    "norm_observe": (_observe_once, _fake_forward, _refuse("norm_observe")),
     "norm_backward": (dispatch.norm_backward, _fake_backward, _refuse("norm_backward")),
     "norm_input": (dispatch.norm_input, _fake_input, _refuse("norm_input")),
     "norm_act": (_act, _fake_act, _autograd_act),

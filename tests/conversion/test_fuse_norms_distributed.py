@@ -22,18 +22,20 @@ pytestmark = [
 
 
 class Network(nn.Module):
-    """A norm alone, and one with an addition."""
+    """A norm alone, one with an addition, and two that meet in one."""
 
     def __init__(self, norm):
         super().__init__()
         self.conv1, self.conv2 = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
         self.bn1, self.bn2 = norm(8), norm(8)
-        self.act1, self.act2 = pwlu.PWLU(8), pwlu.PWLU(8, init="silu")
+        self.act1, self.act2, self.act3 = pwlu.PWLU(8), pwlu.PWLU(8, init="silu"), pwlu.PWLU(8, init="silu")
+        self.conv3, self.conv4, self.bn3, self.bn4 = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), norm(8), norm(8)
         self.head = nn.Linear(8, 4)
 
     def forward(self, x):
         x = self.act1(self.bn1(self.conv1(x)))
         x = self.act2(self.bn2(self.conv2(x)) + x)
+        x = self.act3(self.bn3(self.conv3(x)) + self.bn4(self.conv4(x)))
         return self.head(x.mean((2, 3)))
 
 
@@ -42,7 +44,7 @@ def network(norm, fused):
     model = Network(norm).double()
     if fused:
         # The sample is run in one process.
-        assert len(pwlu.fuse_norms_(model, torch.randn(2, 3, 6, 6).double()).fused) == 2
+        assert len(pwlu.fuse_norms_(model, torch.randn(2, 3, 6, 6).double()).fused) == 4
     return model
 
 

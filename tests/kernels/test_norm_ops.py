@@ -43,6 +43,11 @@ def over(x):
     return [d for d in range(x.ndim) if d != 1]
 
 
+def _forward_by(code):
+    """Return norm_forward of the operators, or of a kernel, which takes a pool as well."""
+    return code.norm_forward if code is norm_ops else lambda *arguments: code.norm_forward(*arguments, None)
+
+
 def check_parts(x, grad, added, gamma, beta, parameters, code=norm_ops):
     """Every part against the oracle, given the norm: z is the same to the last bit, so segments are."""
     norm, _ = statistics(x, gamma, beta, code=code)
@@ -50,7 +55,7 @@ def check_parts(x, grad, added, gamma, beta, parameters, code=norm_ops):
     z = reference.normalize(x, added, norm)
     assert z.dtype == norm.dtype == reference.compute_dtype(x)
     y, bound, gradients, bounds = oracle(z, parameters, 1, grad.to(z.dtype))
-    assert_within(code.norm_forward(x, added, norm, weight, intervals, None), y, bound + rounding(y, x.dtype))
+    assert_within(_forward_by(code)(x, added, norm, weight, intervals), y, bound + rounding(y, x.dtype))
 
     grad_z, sums, grad_weight = code.norm_backward(grad, x, added, norm, weight, intervals)
     of_z, of_z_bound = gradients[0], bounds[0] + rounding(gradients[0], x.dtype)
@@ -139,7 +144,7 @@ def test_kernels_of_the_cpu_serve(monkeypatch):
         x, grad, added, gamma, beta, parameters = problem((6, 24, 5, 7), dtype, "cpu", True)
         weight, intervals = weight_of(parameters)
         norm, _ = statistics(x, gamma, beta)
-        norm_ops.norm_forward(x, added, norm, weight, intervals, torch.zeros(3, 24, dtype=norm.dtype))
+        norm_ops.norm_observe(x, added, norm, weight, intervals, torch.zeros(3, 24, dtype=norm.dtype))
         grad_z, sums, _ = norm_ops.norm_backward(grad, x, added, norm, weight, intervals)
         norm_ops.norm_input(grad_z, x, norm, weight, intervals, sums, 210.0, True)
         statistics(x, gamma, beta, training=False)
@@ -384,7 +389,10 @@ def test_opcheck(device):
         running = [torch.zeros(4, device=device), torch.ones(4, device=device), torch.tensor(0, device=device)]
         norm, _ = statistics(x, gamma, beta)
         torch.library.opcheck(norm_ops.normalization, (x, gamma, beta, *running, 0.1, EPS, True, None))
-        torch.library.opcheck(norm_ops.norm_forward, (x, added, norm, weight, intervals, torch.zeros(3, 4, device=device)))
+        torch.library.opcheck(norm_ops.norm_forward, (x, added, norm, weight, intervals))
+        torch.library.opcheck(norm_ops.norm_observe, (x, added, norm, weight, intervals, torch.zeros(3, 4, device=device)))
+        for statistics_of in ((None, None), running[:2]):
+            torch.library.opcheck(norm_ops.norm_of, (x, gamma, beta, *statistics_of, EPS))
         torch.library.opcheck(norm_ops.norm_backward, (grad, x, added, norm, weight, intervals))
         _, sums, _ = norm_ops.norm_backward(grad, x, added, norm, weight, intervals)
         torch.library.opcheck(norm_ops.norm_input, (grad, x, norm, weight, intervals, sums, 90.0, residual))
@@ -400,7 +408,7 @@ def test_deterministic(residual, device):
 
         def once(x=x, added=added, gamma=gamma, beta=beta, weight=weight, intervals=intervals, grad=grad):
             norm, running = statistics(x, gamma, beta)
-            first = norm_ops.norm_forward(x, added, norm, weight, intervals, None)
+            first = norm_ops.norm_forward(x, added, norm, weight, intervals)
             return [norm, *running, first, *norm_ops.norm_backward(grad, x, added, norm, weight, intervals)]
 
         assert all(torch.equal(a, b) for a, b in zip(once(), once(), strict=True))
@@ -427,9 +435,9 @@ def test_bad_input_says_what_is_wrong(device):
     weight, intervals = weight_of(parameters)
     norm, _ = statistics(x, gamma, beta)
     with pytest.raises(ValueError, match=r"residual must have the shape, type and device of x.*not \(3, 4, 5, 1\)"):
-        norm_ops.norm_forward(x, added[..., :1], norm, weight, intervals, None)
+        norm_ops.norm_forward(x, added[..., :1], norm, weight, intervals)
     with pytest.raises(ValueError, match=r"the norm \(4, channels\).*not \(3, 4, 5, 6\), \(3, 4\) and 4"):
-        norm_ops.norm_forward(x, None, norm[:3], weight, intervals, None)
+        norm_ops.norm_forward(x, None, norm[:3], weight, intervals)
     with pytest.raises(ValueError, match="needs running_mean and running_var"):
         norm_ops.normalization(x, gamma, beta, None, None, None, 0.1, EPS, False, None)
     with pytest.raises(ValueError, match=r"gamma must have the shape \(4,\), one per channel, not \(3,\)"):

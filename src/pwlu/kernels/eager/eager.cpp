@@ -22,7 +22,8 @@ using Backward = Gradients(const Tensor&, const Tensor&, const Tensor&, int64_t,
 using Lookup = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t);
 
 using Normalization = Tensor(const Tensor&, PWLU_NORM_STATE);
-using NormForward = Tensor(const Tensor&, const MaybeTensor&, const Tensor&, const Tensor&, int64_t, const MaybeTensor&);
+using NormForward = Tensor(const Tensor&, const MaybeTensor&, const Tensor&, const Tensor&, int64_t);
+using NormObserve = Tensor(const Tensor&, const MaybeTensor&, const Tensor&, const Tensor&, int64_t, Tensor);
 using NormBackward = NormGradients(const Tensor&, const Tensor&, const MaybeTensor&, const Tensor&, const Tensor&, int64_t);
 using NormInput = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, const MaybeTensor&, double, bool);
 using NormAct = std::tuple<Tensor, Tensor>(const Tensor&, const MaybeTensor&, const Tensor&, int64_t, PWLU_NORM_STATE);
@@ -80,11 +81,17 @@ Tensor normalization(const Tensor& x, PWLU_NORM_STATE) {
   return by_python(python, x, PWLU_NORM_NAMES, pool);
 }
 
-Tensor norm_forward(const Tensor& x, const MaybeTensor& residual, const Tensor& norm, const Tensor& weight, int64_t intervals,
-                    const MaybeTensor& pool) {
-  if (!pool || torch::autograd::get_current_graph_task_id() == -1)
-    if (auto y = run_norm_forward(x, residual, norm, weight, intervals, pool)) return *y;
+Tensor norm_forward(const Tensor& x, const MaybeTensor& residual, const Tensor& norm, const Tensor& weight, int64_t intervals) {
+  if (auto y = run_norm_forward(x, residual, norm, weight, intervals, std::nullopt)) return *y;
   static const auto python = find<NormForward>("pwlu_python::serve_norm_forward");
+  return by_python(python, x, residual, norm, weight, intervals);
+}
+
+Tensor norm_observe(const Tensor& x, const MaybeTensor& residual, const Tensor& norm, const Tensor& weight, int64_t intervals,
+                    Tensor pool) {
+  if (torch::autograd::get_current_graph_task_id() == -1)
+    if (auto y = run_norm_forward(x, residual, norm, weight, intervals, pool)) return *y;
+  static const auto python = find<NormObserve>("pwlu_python::serve_norm_observe");
   return by_python(python, x, residual, norm, weight, intervals, pool);
 }
 
@@ -108,7 +115,8 @@ std::tuple<Tensor, Tensor> norm_act(const Tensor& x, const MaybeTensor& residual
   const MaybeTensor none;
   const bool follows = training && !residual;
   Tensor norm = normalization(x, PWLU_NORM_NAMES, follows ? pool : none);
-  return {norm_forward(x, residual, norm, weight, intervals, follows ? none : pool), norm};
+  if (!pool || follows) return {norm_forward(x, residual, norm, weight, intervals), norm};
+  return {norm_observe(x, residual, norm, weight, intervals, *pool), norm};
 }
 
 // Whether a call is is_plain: nobody but autograd and a kernel could have a say in it. No mode, no transform, no tensor of
@@ -442,6 +450,7 @@ void serve(torch::Library& m) {
   m.impl("observe", observe);
   m.impl("normalization", normalization);
   m.impl("norm_forward", norm_forward);
+  m.impl("norm_observe", norm_observe);
   m.impl("norm_backward", norm_backward);
   m.impl("norm_input", norm_input);
   m.impl("norm_act", norm_act);
@@ -454,6 +463,7 @@ void differentiate(torch::Library& m) {
   m.impl("observe", autograd_observe);
   part<Normalization, normalization>(m, "normalization", "pwlu_python::differentiate_normalization");
   part<NormForward, norm_forward>(m, "norm_forward", "pwlu_python::differentiate_norm_forward");
+  part<NormObserve, norm_observe>(m, "norm_observe", "pwlu_python::differentiate_norm_observe");
   part<NormBackward, norm_backward>(m, "norm_backward", "pwlu_python::differentiate_norm_backward");
   part<NormInput, norm_input>(m, "norm_input", "pwlu_python::differentiate_norm_input");
   m.impl("norm_act", autograd_norm_act);

@@ -29,8 +29,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links to where the files are in the site."""
+    """Point links to where the files are in the site, and keep a number and its error on one line of a table."""
     folder = _folder(page.file)
+    markdown = re.sub(r"^\|.*", lambda row: row[0].replace(" ± ", "\u00a0±\u00a0"), markdown, flags=re.MULTILINE)
     return _LINK.sub(lambda link: _target(posixpath.normpath(posixpath.join(folder, link[1]))), markdown)
 
 

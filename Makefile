@@ -24,7 +24,7 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 torture: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/torture.py $(TORTURE)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/torture.py $(TORTURE)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import pwlu
-from pwlu.recipes import detectors
-from pwlu.recipes.timing import interleaved, percentiles
+from pwlu.lab.inference.timing import interleaved, percentiles
+from pwlu.lab.models import detectors
 
 Row = dict[str, Any]
 CASES = {
@@ -47,7 +47,7 @@ def network(name: str, pixels: int, activation: str, device: str) -> nn.Module:
 def converted(name: str, pixels: int, activation: str) -> nn.Module:
     """The detector with that activation everywhere."""
     torch.manual_seed(0)
-    model = detectors.build(name, CLASSES, pixels, 1.0, "batch", 1.0, 100)
+    model = detectors.build(name, CLASSES, pixels=pixels, width=1.0, norm="batch", anchors=1.0, detections=100)
     images, targets = batch(2, pixels, "cpu")
     pwlu.convert_(model, (images, targets), to=activation)
     return model
@@ -116,7 +116,7 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[Row]:
     wait = torch.cuda.synchronize if options.device == "cuda" else None
     for what, calls in calls_of(name, options):
         with tqdm(total=options.rounds, desc=f"{name}, {what}") as bar:
-            times = interleaved(calls, options.rounds, options.inner, wait, bar.update)
+            times = interleaved(calls, options.rounds, inner=options.inner, wait=wait, after_round=bar.update)
         found = {kind: percentiles([each / options.batch for each in times[kind]]) for kind in times}
         for kind, values in found.items():
             row: Row = {"network": name, "pixels": pixels_of(name, options), "batch": options.batch}

@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 import pwlu
 from pwlu.baselines import FReLU
-from pwlu.recipes.paper import INFERENCE
-from pwlu.recipes.timing import interleaved, percentiles
+from pwlu.lab.compare.paper import INFERENCE
+from pwlu.lab.inference.timing import interleaved, percentiles
 
 Row = dict[str, Any]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -72,7 +72,7 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[Row]:
     parts = min(PARTS, rounds)
     for part in tqdm(range(parts), desc=f"{name}, timed"):
         share = rounds // parts + (part < rounds % parts)
-        found = interleaved(calls, share, inner, torch.cuda.synchronize if cuda else None)
+        found = interleaved(calls, share, inner=inner, wait=torch.cuda.synchronize if cuda else None)
         for kind in KINDS:
             times[kind] += found[kind]
     for kind in tqdm(KINDS, desc=f"{name}, GPU alone", disable=not cuda):

@@ -36,10 +36,11 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 from tqdm import tqdm
 
 import pwlu
+from pwlu.deploy.int8_tables import tabulate_
 from pwlu.integrations.pt2e import PWLUQuantizer
-from pwlu.recipes import datasets, trained
-from pwlu.recipes.timing import interleaved, percentiles
-from pwlu.tables import tabulate_
+from pwlu.lab.data import datasets
+from pwlu.lab.inference import trained_network
+from pwlu.lab.inference.timing import interleaved, percentiles
 
 Row = dict[str, Any]
 BATCHES = (1, 16)
@@ -147,7 +148,7 @@ def accuracy(folder: Path) -> Iterator[Row]:
     ``accuracy``: right answers, in percent; ``same``: answers of the network in float32, in percent; ``error``: how far the
     outputs are from those of the network in float32, as a share of them (root mean squares).
     """
-    run = trained.load(folder)
+    run = trained_network.load(folder)
     data: Any = datasets.load(run.settings, torch.device("cpu"))
     some = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))[:CALIBRATION]
     images = [batch for batch, _ in data.train.batches(some.split(200))]  # the last is smaller: any batch size will do

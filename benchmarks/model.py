@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import pwlu
 from pwlu import ops
-from pwlu.recipes.timing import interleaved, percentiles
+from pwlu.lab.inference.timing import interleaved, percentiles
 
 Row = dict[str, Any]
 OWN = "own activation"

@@ -1,10 +1,11 @@
 """Time a batch norm and what follows it, alone and with the addition of another branch: ReLU, SiLU, PWLU, and PWLU in one pass.
 
-Forward, and forward with backward, in training; the GPU's work alone, by replaying CUDA graphs. Beside each time stands the
-number of passes over the tensor that are needed at the least: what an operator reads or writes once is one pass.
+Forward, and forward with backward, in training. On a GPU its work alone is timed, by replaying CUDA graphs. Beside each time
+stands the number of passes over the tensor that are needed at the least: what an operator reads or writes once is one pass.
 """
 
 import argparse
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timing import RESULTS, machine, on_device, write
+from timing import RESULTS, keep_memory, machine, on_device, write
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import pwlu
 from pwlu import norm_ops
-from pwlu.recipes.timing import percentiles
+from pwlu.lab.inference.timing import interleaved, percentiles
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHAPES = [
@@ -29,6 +30,7 @@ SHAPES = [
     (128, 2048, 7, 7),
     (128, 96, 14, 14),
 ]
+CPU_SHAPES = [(32, 64, 56, 56), (32, 256, 28, 28), (32, 512, 14, 14), (32, 512, 7, 7), (8, 96, 14, 14)]
 # forward; forward and backward; each alone, with an addition
 PASSES = {
     "relu": ((5, 13), (8, 16)),
@@ -52,8 +54,9 @@ class Site(nn.Module):
         norm = self.norm
         if self.kind == "pwlu, one pass":
             assert self.unit is not None
-            state = (norm.running_mean, norm.running_var, norm.num_batches_tracked, 0.1, norm.eps, True, None)
-            return norm_ops.norm_act(x, residual, norm.weight, norm.bias, self.unit.weight, self.unit.intervals, *state)
+            running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+            state = (norm.weight, norm.bias, *running, 0.1, norm.eps, True, None)
+            return norm_ops.norm_act(x, residual, self.unit.weight, self.unit.intervals, *state)[0]
         z = norm(x)
         if residual is not None:
             z = z + residual
@@ -72,16 +75,20 @@ def measure(shape: tuple[int, ...], dtype: str, layout: str, options: argparse.N
     """Return the rows of one shape."""
     fmt = torch.channels_last if layout == "channels_last" else torch.contiguous_format
     x, residual, grad = (
-        torch.randn(shape, device="cuda").to(dtype=DTYPES[dtype]).contiguous(memory_format=fmt) for _ in range(3)
+        torch.randn(shape, device=options.device).to(dtype=DTYPES[dtype]).contiguous(memory_format=fmt) for _ in range(3)
     )
     rows = []
     for added in (False, True):
         inputs = (x, residual) if added else (x,)
-        sites = {kind: Site(kind, shape[1]).cuda() for kind in PASSES}
-        time = partial(on_device, rounds=options.rounds, inner=1 if x.numel() > 1e7 else 10)
+        sites = {kind: Site(kind, shape[1]).to(options.device) for kind in PASSES}
+        if options.device == "cuda":
+            timer = partial(on_device, rounds=options.rounds, inner=1 if x.numel() > 1e7 else 10)
+        else:
+            clock = time.process_time if options.cpu_time else time.perf_counter
+            timer = partial(interleaved, rounds=options.rounds, inner=1 if x.numel() > 1e6 else 10, clock=clock)
         with torch.no_grad():
-            times = {"forward": time({kind: partial(site, *inputs) for kind, site in sites.items()})}
-        times["forward+backward"] = time({kind: forward_and_backward(site, grad, *inputs) for kind, site in sites.items()})
+            times = {"forward": timer({kind: partial(site, *inputs) for kind, site in sites.items()})}
+        times["forward+backward"] = timer({kind: forward_and_backward(site, grad, *inputs) for kind, site in sites.items()})
         for which, (what, found) in enumerate(times.items()):
             base = percentiles(found["relu"])["p50_ms"]
             for kind, each in found.items():
@@ -89,20 +96,24 @@ def measure(shape: tuple[int, ...], dtype: str, layout: str, options: argparse.N
                 row |= {"dtype": dtype, "added": added, "passes": PASSES[kind][added][which]} | percentiles(each)
                 row |= {"x_relu": row["p50_ms"] / base}
                 row["tb_per_s"] = row["passes"] * x.numel() * x.element_size() / row["p50_ms"] / 1e9
-                rows.append(row | machine("cuda"))
+                rows.append(row | {"clock": "cpu" if options.cpu_time else "wall"} | machine(options.device))
     return rows
 
 
 def main() -> None:
     """Parse the command line, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", type=int, nargs=4, metavar=("B", "C", "H", "W"), help="default: those of a ResNet-50")
+    parser.add_argument("--shape", type=int, nargs=4, metavar=("B", "C", "H", "W"), help="default: those of ResNets")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
+    parser.add_argument("--cpu-time", action="store_true", help="on a CPU with one thread: leave out what other programs take")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"], help="default: bfloat16")
     parser.add_argument("--layouts", nargs="+", choices=("NCHW", "channels_last"), default=["channels_last"])
     parser.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "norm-cuda.csv", help="default: %(default)s")
+    parser.add_argument("--output", type=Path, help="default: norm-<device>.csv among the results")
     options = parser.parse_args()
-    shapes = [tuple(options.shape)] if options.shape else SHAPES
+    if options.device == "cpu":
+        keep_memory()
+    shapes = [tuple(options.shape)] if options.shape else SHAPES if options.device == "cuda" else CPU_SHAPES
     problems = [(s, d, layout) for s in shapes for d in options.dtypes for layout in options.layouts]
     rows = [row for s, d, layout in tqdm(problems, desc="shapes") for row in measure(s, d, layout, options)]
     for r in rows:
@@ -111,7 +122,7 @@ def main() -> None:
             f" {r['call']:14}"
             f" {1e3 * r['p50_ms']:8.1f} us  {r['x_relu']:.3f} x ReLU  {r['passes']:2} passes  {r['tb_per_s']:.2f} TB/s"
         )
-    write(options.output, rows)
+    write(options.output or RESULTS / f"norm-{options.device}.csv", rows)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import pwlu
-from pwlu.export import export_onnx
-from pwlu.onnx_forms import FORMS
-from pwlu.recipes.timing import interleaved, percentiles
+from pwlu.deploy.onnx_export import export_onnx
+from pwlu.deploy.onnx_forms import FORMS
+from pwlu.lab.inference.timing import interleaved, percentiles
 
 runtime = importlib.import_module("onnxruntime")  # it has no types
 Row = dict[str, Any]
@@ -75,7 +75,7 @@ def measured(what: str, calls: dict[str, Callable[[Tensor], Any]], x: Tensor, ro
     """The rows of one input."""
     inner = 1 if x.numel() > 10**6 else 5
     with torch.inference_mode():
-        times = interleaved({name: partial(call, x) for name, call in calls.items()}, rounds, inner)
+        times = interleaved({name: partial(call, x) for name, call in calls.items()}, rounds, inner=inner)
     rows = []
     for name, each in times.items():
         base = percentiles(times[name.partition(",")[0] + ", relu"])["p50_ms"]

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import pwlu
 from pwlu import ops, reference
-from pwlu.recipes.timing import interleaved, percentiles
+from pwlu.lab.inference.timing import interleaved, percentiles
 
 LAYOUTS = ("NCHW", "channels_last", "BTC")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}

@@ -17,15 +17,16 @@ from timing import RESULTS, machine, write
 from torch import Tensor
 
 import pwlu
-from pwlu import implementations, ops
-from pwlu.recipes.timing import interleaved, percentiles
+from pwlu import ops
+from pwlu.kernels import dispatch
+from pwlu.lab.inference.timing import interleaved, percentiles
 
 
 def registered() -> Callable[..., Tensor]:
     """pwlu::forward again, its derivative registered in the usual, slower way."""
     library = torch.library.Library("pwlu_overhead", "DEF")
     library.define(f"forward{ops._SCHEMAS['forward']}")
-    library.impl("forward", implementations.forward, "CompositeExplicitAutograd")
+    library.impl("forward", dispatch.forward, "CompositeExplicitAutograd")
     operator = torch.ops.pwlu_overhead.forward.default
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -62,7 +63,7 @@ def main() -> None:
     x = torch.randn((8, 8) if options.device == "cpu" else (8, 64, 14, 14), device=options.device, requires_grad=True)
     act = pwlu.PWLU(x.shape[1]).to(options.device)
     prelu = torch.nn.PReLU(x.shape[1]).to(options.device)
-    arguments, slow, kernel = (act.weight, act.intervals, 1), registered(), implementations.kernel_of(x)
+    arguments, slow, kernel = (act.weight, act.intervals, 1), registered(), dispatch.kernel_of(x)
     calls: dict[str, Callable[[Tensor], Tensor]] = {
         "nn.SiLU": torch.nn.SiLU(),
         "nn.PReLU": prelu,

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import pwlu
 from pwlu.kernels import eager
-from pwlu.recipes.environment import processor, revision
+from pwlu.lab.runs.environment import processor, revision
 
 RESULTS = Path(__file__).parent / "results"
 

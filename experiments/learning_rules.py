@@ -26,9 +26,9 @@ from typing import Any
 
 from rule_training import ACTIVATIONS, RULE_FIELDS, SETTINGS, parse, train
 
-from pwlu.recipes.cifar import cifar100
-from pwlu.recipes.rows import RECIPES
-from pwlu.recipes.settings import UserError
+from pwlu.lab.data.cifar import cifar100
+from pwlu.lab.recipes.catalog import RECIPES
+from pwlu.lab.recipes.settings import UserError
 
 TRIED = Path(__file__).with_name("results.jsonl")
 ANCHORS = ("relu", "swish", "pwlu", "curv=0.001")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pwlu import reference
-from pwlu.starts import Start, start_parameters
+from pwlu.initial_functions import InitialFunction, initial_parameters
 
 LEFT, RIGHT, LEFT_SLOPE, RIGHT_SLOPE, HEIGHTS = range(5)  # columns; heights from there on
 
@@ -54,10 +54,10 @@ def squared_size(table: Tensor) -> Tensor:
     return table.detach()[:, HEIGHTS:].diff().square().mean(1, keepdim=True).clamp(min=1e-12)
 
 
-def started(table: Tensor, start: Start) -> Tensor:
+def started(table: Tensor, start: InitialFunction) -> Tensor:
     """Return the table of the start function, between the same bounds."""
     fixed = table.detach()
-    heights, left, right = start_parameters(start, fixed[:, LEFT], fixed[:, RIGHT], table.shape[1] - 5)
+    heights, left, right = initial_parameters(start, fixed[:, LEFT], fixed[:, RIGHT], table.shape[1] - 5)
     return torch.cat([fixed[:, :LEFT_SLOPE], left[:, None], right[:, None], heights], 1)
 
 
@@ -113,7 +113,7 @@ def relative_step(gradient: Tensor, table: Tensor, second: Tensor, number: int, 
 # Penalties.
 
 
-def penalty(name: str, table: Tensor, layers: Layers, start: Start | None = None) -> Tensor:
+def penalty(name: str, table: Tensor, layers: Layers, start: InitialFunction | None = None) -> Tensor:
     """Return the penalty of that name per function, (F,); with `start`, curv, relcurv and tv2 are of f less the start."""
     intervals = table.shape[1] - 5
     if name in ("curv", "relcurv", "tv2"):
@@ -137,7 +137,9 @@ def bending(intervals: int) -> tuple[Tensor, Tensor]:
     return vectors, values.clamp(min=0)
 
 
-def implicit_bend(table: Tensor, strength: Tensor, vectors: Tensor, values: Tensor, start: Start | None = None) -> Tensor:
+def implicit_bend(
+    table: Tensor, strength: Tensor, vectors: Tensor, values: Tensor, start: InitialFunction | None = None
+) -> Tensor:
     """Take the proximal step of strength / 2 * |bends|^2, with strength (F, 1): v becomes (I + strength M'M)^-1 v.
 
     It is stable at any strength. Straight lines stay as they are; with `start`, so does the start function.
@@ -169,10 +171,15 @@ def rms_slope(table: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return (input_shares(table, mean, std) * slopes.square()).sum(1, keepdim=True).sqrt()
 
 
-def with_gain(table: Tensor, target: Tensor | float, mean: Tensor, std: Tensor) -> Tensor:
-    """Multiply each function by a number, so that its RMS slope is the target; bounds stay."""
-    factor = target / rms_slope(table, mean, std).clamp(min=1e-6)
+def with_gain(table: Tensor, target: Tensor | float, gain: Tensor) -> Tensor:
+    """Multiply each function by a number, so that a gain (F, 1) becomes the target; bounds stay."""
+    factor = target / gain.clamp(min=1e-6)
     return torch.cat([table[:, :LEFT_SLOPE], table[:, LEFT_SLOPE:] * factor], 1)
+
+
+def layer_gain(gain: Tensor, layers: Layers) -> Tensor:
+    """Return the root mean square of gains (F, 1) over each layer, once per function."""
+    return (layers.sums(gain.square()) / layers.channels).sqrt()
 
 
 def evaluated(table: Tensor, x: Tensor) -> Tensor:

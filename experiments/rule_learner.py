@@ -10,9 +10,9 @@ import torch
 from rule_functions import HEIGHTS, LEFT_SLOPE, Layers
 from torch import Tensor
 
+from pwlu.initial_functions import InitialFunction
+from pwlu.learning.curvature import _rows
 from pwlu.module import PWLU
-from pwlu.smoothing import _rows
-from pwlu.starts import Start
 
 OBSERVED_STEPS = 8  # at the end of an epoch: over these, the mean and the deviation of inputs are measured
 
@@ -27,6 +27,9 @@ class Rule:
 
     share: float = _word(0.0, "add X times the layer's sum of gradients, divided by sqrt(channels), to each channel's gradient")
     sharesum: float = _word(0.0, "add X times the layer's sum of gradients to each channel's gradient")
+    shareall: bool = _word(
+        False, "share the gradient of penalties too: changes the speed, not the optimum"
+    )
     precond: float = _word(0.0, "smooth the gradient along the knots: G (I + X D'D)^-1, with D the difference of neighbours")
     relstep: float = _word(0.0, "take steps relative to the function's size, with the gradient divided by its running RMS")
     decayB: bool = _word(False, "the recipe's weight decay on bounds and heights, not on slopes")
@@ -41,6 +44,8 @@ class Rule:
     regrid: float = _word(0.0, "every X epochs move the bounds to mean +- 3 deviations of the inputs and keep the function")
     regridlast: float = _word(0.8, "no regrid after this share of the training")
     gain: float = _word(0.0, "hold the RMS slope over the inputs at X; -1: at its value after realignment")
+    layergain: bool = _word(False, "gain holds the RMS slope of each layer, with one factor for all of its channels")
+    fade: bool = _word(False, "share and sharesum follow the learning rate: times its current value divided by its peak")
     jitter: float = _word(0.0, "in training shift inputs by a uniform random number of up to +- X intervals / 2")
 
 
@@ -118,13 +123,13 @@ class Learner:
 
     Args:
         base: the function whose bends are not penalised, or None.
-        trainee: of the project's recipes; has the optimizer, the phase and the settings.
+        trainer: of the project's recipes; has the optimizer, the phase and the settings.
         peak: the largest learning rate of PWLUs.
     """
 
-    def __init__(self, rule: Rule, bank: Bank, base: Start | None, trainee: Any, peak: float) -> None:
-        self.rule, self.bank, self.base, self.trainee, self.peak = rule, bank, base, trainee, peak
-        self.optimizer = trainee.optimizer
+    def __init__(self, rule: Rule, bank: Bank, base: InitialFunction | None, trainer: Any, peak: float) -> None:
+        self.rule, self.bank, self.base, self.trainer, self.peak = rule, bank, base, trainer, peak
+        self.optimizer = trainer.optimizer
         (self.group,) = (g for g in self.optimizer.param_groups if any(p is bank.weights[0] for p in g["params"]))
         like = {"dtype": bank.weights[0].dtype, "device": bank.weights[0].device}
         self.smoother = functions.smoother(bank.intervals, rule.precond).to(**like)
@@ -133,6 +138,8 @@ class Learner:
         weights = {name: getattr(rule, name) for name in ("curv", "relcurv", "tv2", "dev", "reldev") if getattr(rule, name)}
         self.implicit = {name: weights.pop(name) for name in ("curv", "relcurv") if rule.prox and name in weights}
         self.explicit = weights
+        if rule.shareall and rule.relstep:
+            raise ValueError("shareall goes with explicit penalties, relstep with implicit ones: leave out one of both")
         if rule.relstep and self.explicit:
             raise ValueError(f"relstep goes with penalties that are implicit: write prox, and leave out {', '.join(weights)}")
         self.observer = Observer(bank, rule.jitter) if rule.regrid or rule.gain or rule.jitter else None
@@ -154,7 +161,7 @@ class Learner:
 
     def _before_step(self) -> None:
         rule, bank = self.rule, self.bank
-        self.learning = self.trainee.phase == 2  # also of what is done after this step
+        self.learning = self.trainer.phase == 2  # also of what is done after this step
         if not self.learning:
             return
         if self.last_step:
@@ -162,17 +169,15 @@ class Learner:
         if not self.changes_gradients:
             return
         table, gradient = bank.values(), bank.gradient()
-        if rule.share:
-            gradient = functions.shared(gradient, table, bank.layers, rule.share, root=True)
-        if rule.sharesum:
-            gradient = functions.shared(gradient, table, bank.layers, rule.sharesum, root=False)
+        if not rule.shareall:
+            gradient = self._shared(gradient, table)
         if rule.precond:
             gradient = functions.preconditioned(gradient, self.smoother)
         if rule.relstep:
             self.updates += 1
             gradient = functions.relative_step(gradient, table, self.second, self.updates) * (rule.relstep / self.peak)
         if rule.decayB:
-            decayed = table * self.trainee.settings.weight_decay
+            decayed = table * self.trainer.settings.weight_decay
             decayed[:, LEFT_SLOPE:HEIGHTS] = 0
             gradient = gradient + decayed
         if self.explicit:
@@ -181,7 +186,17 @@ class Learner:
                 each = sum(w * functions.penalty(name, leaf, bank.layers, self.base) for name, w in self.explicit.items())
                 total = (each / bank.layers.channels[:, 0] if rule.mean else each).sum()
                 gradient = gradient + torch.autograd.grad(total, leaf)[0]
+        if rule.shareall:
+            gradient = self._shared(gradient, table.detach())
         bank.write([weight.grad for weight in bank.weights], gradient)
+
+    def _shared(self, gradient: Tensor, table: Tensor) -> Tensor:
+        rule, layers = self.rule, self.bank.layers
+        fade = self.group["lr"] / self.peak if rule.fade else 1.0
+        for strength, root in ((rule.share, True), (rule.sharesum, False)):
+            if strength:
+                gradient = functions.shared(gradient, table, layers, strength * fade, root)
+        return gradient
 
     @torch.no_grad()
     def _after_step(self) -> None:
@@ -199,16 +214,19 @@ class Learner:
         if rule.gain:
             if self.mean is None:  # realignment has put the bounds at mean +- 3 deviations
                 self.mean, self.std = table[:, :2].mean(1, keepdim=True), (table[:, 1:2] - table[:, :1]) / 6
+            gain = functions.rms_slope(table, self.mean, self.std)
+            if rule.layergain:
+                gain = functions.layer_gain(gain, bank.layers)
             if self.target is None:
-                self.target = rule.gain if rule.gain > 0 else functions.rms_slope(table, self.mean, self.std)
-            table = functions.with_gain(table, self.target, self.mean, self.std)
+                self.target = rule.gain if rule.gain > 0 else gain
+            table = functions.with_gain(table, self.target, gain)
         bank.write(bank.weights, table)
 
     @torch.no_grad()
     def end_epoch(self, done: int, epochs: int) -> None:
         """Take the statistics of inputs, and move the bounds where the rule says so; `done` epochs are behind us."""
         rule, bank = self.rule, self.bank
-        if self.trainee.phase != 2 or not (rule.regrid or rule.gain):
+        if self.trainer.phase != 2 or not (rule.regrid or rule.gain):
             return
         self.mean, self.std = self.observer.statistics()
         if not rule.regrid or done % round(rule.regrid) or done > rule.regridlast * epochs:

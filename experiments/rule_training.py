@@ -12,11 +12,11 @@ import torch
 from rule_learner import Bank, Learner, Rule
 
 from pwlu import alignment
-from pwlu.recipes import rows
-from pwlu.recipes.classification import Classification
-from pwlu.recipes.processes import joined
-from pwlu.recipes.trainee import Trainee
-from pwlu.starts import find_start
+from pwlu.initial_functions import find_initial_function
+from pwlu.lab.recipes import catalog
+from pwlu.lab.runs.processes import joined
+from pwlu.lab.tasks.classification import Classification
+from pwlu.lab.training.trainer import Trainer
 
 ACTIVATIONS = ("relu", "swish", "pau", "pwlu", "frelu", "prelu", "apl", "gelu", "hardswish")
 SETTINGS = {  # words of rules that are settings of the recipe
@@ -76,7 +76,7 @@ def train(spec: dict[str, Any], data: Path, device: str | None, deadline: float,
     rule, changes = parse(spec["rule"])
     with joined(device) as processes:
         cuda = processes.device.type == "cuda"
-        settings = rows.settings(
+        settings = catalog.settings(
             f"cifar100/{spec['network']}",
             **changes,
             seed=spec["seed"],
@@ -90,12 +90,12 @@ def train(spec: dict[str, Any], data: Path, device: str | None, deadline: float,
         if spec["images"]:
             task.data.train = task.data.train.part(torch.arange(min(spec["images"], len(task.data.train))))
             task.cut(len(task.data.train))
-        trainee = Trainee(task, settings, processes)
+        trainer = Trainer(task, settings, processes)
     learner = None
-    if trainee.units:
-        bank = Bank(trainee.units.values())
-        peak = settings.lr * settings.batch / rows.find(settings.recipe).batch * settings.unit_lr
-        learner = Learner(rule, bank, find_start(settings.init) if rule.base else None, trainee, peak)
+    if trainer.units:
+        bank = Bank(trainer.units.values())
+        peak = settings.lr * settings.batch / catalog.find(settings.recipe).batch * settings.unit_lr
+        learner = Learner(rule, bank, find_initial_function(settings.init) if rule.base else None, trainer, peak)
 
     curve, losses, numbers, number = {}, [], {}, 0
     for done in range(1, settings.epochs + 1):
@@ -104,7 +104,7 @@ def train(spec: dict[str, Any], data: Path, device: str | None, deadline: float,
         for step, batches in enumerate(task.epoch(done - 1)):
             if learner:
                 learner.begin(step, task.steps_per_epoch)
-            sums = sums + trainee.step(number, batches)
+            sums = sums + trainer.step(number, batches)
             number += 1
         summary = task.summary(sums)
         losses.append(summary["loss"])
@@ -115,7 +115,7 @@ def train(spec: dict[str, Any], data: Path, device: str | None, deadline: float,
         last = done == settings.epochs or late or not math.isfinite(summary["loss"])
         line = f"epoch {done}/{settings.epochs} loss {summary['loss']:.4f} train {summary['train_accuracy']:.2f}"
         if last or done % 5 == 0:
-            measured = task.measure(trainee.measured, trainee.autocast())
+            measured = task.measure(trainer.measured, trainer.autocast())
             curve[done] = round(measured["accuracy"], 2)
             numbers |= {done: learner.numbers} if learner and learner.numbers else {}
             line += f" held-out {measured['accuracy']:.2f} loss {measured['test_loss']:.4f}"
@@ -137,8 +137,8 @@ def train(spec: dict[str, Any], data: Path, device: str | None, deadline: float,
         "notes": learner.notes if learner else [],
     }
     if learner and math.isfinite(losses[-1]):
-        with trainee.autocast():
-            aligned = alignment(trainee.measured, task.some_images(), histogram=False)
+        with trainer.autocast():
+            aligned = alignment(trainer.measured, task.some_images(), histogram=False)
         result["iou"] = _rounded(statistics.median(aligned.iou))
     return result | {"seconds": round(time.time() - began, 1)}
 

@@ -13,7 +13,7 @@ from torch import nn
 import pwlu
 from pwlu import files
 from pwlu.cli import main
-from pwlu.recipes import shipping
+from pwlu.lab.inference import shipping
 
 LEFT = 8192  # bytes on the small disk
 
@@ -41,7 +41,7 @@ def names(folder):
 
 def test_a_file_appears_when_it_is_complete(tmp_path):
     files.write(tmp_path / "a", b"old")
-    with files.appearing(tmp_path / "a") as file:
+    with files.atomic_write(tmp_path / "a") as file:
         file.write_bytes(b"new")
         (file.parent / "a.data").write_bytes(b"more")
         assert (tmp_path / "a").read_bytes() == b"old"
@@ -53,7 +53,7 @@ def test_nothing_is_left_of_what_failed(tmp_path):
     files.write(tmp_path / "a", b"old")
 
     def failing():
-        with files.appearing(tmp_path / "a") as file:
+        with files.atomic_write(tmp_path / "a") as file:
             file.write_bytes(b"new")
             raise ZeroDivisionError
 
@@ -108,7 +108,7 @@ EXPORT = """
 import sys, torch
 from pathlib import Path
 from torch import nn
-from pwlu.recipes import shipping
+from pwlu.lab.inference import shipping
 network = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3), nn.ReLU()).eval()
 try:
     shipping.write_pt2(network, torch.randn(2, 3, 8, 8), Path(sys.argv[1]), {})

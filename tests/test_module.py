@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize, prune
 
 import pwlu
 from pwlu import reference
-from pwlu.starts import STARTS, fit_bounds
+from pwlu.initial_functions import INITIAL_FUNCTIONS, fit_bounds
 
 
 def test_starts_as_relu_exactly():
@@ -19,7 +19,7 @@ def test_starts_as_relu_exactly():
     assert torch.equal(pwlu.PWLU()(x), F.relu(x))
 
 
-@pytest.mark.parametrize("name", STARTS)
+@pytest.mark.parametrize("name", INITIAL_FUNCTIONS)
 def test_starts_as_the_named_function(name):
     """Exact to rounding on the knots; between them within the error of linear interpolation, d^2/8 max|f''|."""
     bounds = (-4.0, 8.0)
@@ -28,7 +28,9 @@ def test_starts_as_the_named_function(name):
     x = torch.linspace(left, right, 2001, dtype=torch.float64)
     step = (right - left) / 48
     curvature = 1.8  # no named function bends more: SELU's second derivative at 0- is 1.76
-    assert (act(x) - STARTS[name].function(x)).abs().max() < step**2 / 8 * curvature + 1e-6  # parameters were float32
+    assert (
+        act(x) - INITIAL_FUNCTIONS[name].function(x)
+    ).abs().max() < step**2 / 8 * curvature + 1e-6  # parameters were float32
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import pwlu
-from pwlu import implementations, ops, reference
+from pwlu import ops, reference
 from pwlu.functional import pwlu as function
+from pwlu.kernels import dispatch
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def check_operators(x, parameters, dim):
 @torchs_own_warning
 def test_opcheck_of_plain_torch(monkeypatch):
     """What serves devices without a kernel keeps the same contract."""
-    monkeypatch.setattr(implementations, "kernel_of", lambda x: None)
+    monkeypatch.setattr(dispatch, "kernel_of", lambda x: None)
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     check_operators(x.requires_grad_(), unit(3, 4), 1)
 
@@ -79,8 +80,8 @@ def test_opcheck_layouts(fmt, device):
 def test_gradcheck_of_every_parameter(shape, dim, channels, device):
     inputs = [(3 * torch.randn(shape, dtype=torch.float64, device=device)).requires_grad_()]
     inputs += [p.requires_grad_() for p in unit(channels, 5, torch.float64, device)]
-    assert torch.autograd.gradcheck(lambda *a: function(*a, dim), inputs)
-    assert torch.autograd.gradgradcheck(lambda *a: function(*a, dim), inputs)
+    assert torch.autograd.gradcheck(lambda *a: function(*a, channel_dim=dim), inputs)
+    assert torch.autograd.gradgradcheck(lambda *a: function(*a, channel_dim=dim), inputs)
 
 
 @pytest.mark.parametrize("wanted", range(2))
@@ -369,7 +370,7 @@ def test_tracing_before_dispatch_sees_the_operator(device):
 def test_vmap_over_inputs_and_units(shape, dim, channels, device):
     x = torch.randn(2, *shape, dtype=torch.float64, device=device)
     stacked = [torch.stack(p) for p in zip(*(unit(channels, 4, torch.float64, device) for _ in range(2)), strict=True)]
-    call = lambda x, *p: function(x, *p, dim)  # noqa: E731
+    call = lambda x, *p: function(x, *p, channel_dim=dim)  # noqa: E731
     expected = torch.stack([call(x[i], *(p[i] for p in stacked)) for i in range(2)])
     torch.testing.assert_close(torch.vmap(call)(x, *stacked), expected)
     one = [p[0] for p in stacked]
@@ -434,7 +435,7 @@ def test_the_missing_kernel_is_said_once(monkeypatch):
     from pwlu.kernels import cpu, eager
 
     monkeypatch.setattr(cpu, "choose", lambda: (None, "no C compiler was found"))
-    implementations._serving.cache_clear()
+    dispatch._serving.cache_clear()
     eager.forget()
     x, parameters = torch.randn(4, 3), unit(3, 4)
     try:
@@ -450,4 +451,4 @@ def test_the_missing_kernel_is_said_once(monkeypatch):
         ops.moments(x, 1, pool)
         assert pool[0].tolist() == [4.0] * 3
     finally:
-        implementations._serving.cache_clear()
+        dispatch._serving.cache_clear()

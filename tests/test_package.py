@@ -1,8 +1,10 @@
 """The package as a whole: imports, the command line, the build, an installation without a compiler."""
 
 import ast
+import dataclasses
 import graphlib
 import importlib.util
+import inspect
 import os
 import re
 import shlex
@@ -23,15 +25,12 @@ from pwlu.text import install
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "pwlu"
 
-# Layers, lowest first. A file may import from its own layer and from lower ones. What is not named is between the third and
-# `recipes`.
-LAYERS = [
-    "version text reference checks kernels",
-    "starts implementations ops norm_ops functional",
-    "statistics deferred module",
-    "*",
-]
-LAYERS += ["recipes", "report", "cli __main__"]
+# Files and folders of the package, lowest first: each imports from itself and from what stands before it.
+ORDER = (
+    "version text files checks reference initial_functions kernels ops norm_ops functional statistics deferred_norm module"
+    " learning baselines conversion analysis plotting deploy integrations lab report cli __main__"
+)
+LAB = "recipes runs data models tasks training compare inference"
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +42,6 @@ def python():
             return run(code, {k: v for k, v in os.environ.items() if k != "PWLU_CPU_KERNEL"} | environment)
 
         yield python
-
-
-def modules():
-    for path in sorted(SOURCE.rglob("*.py")):
-        name = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
-        yield name.removesuffix("__init__").removesuffix("."), path
 
 
 def imports(path, known):
@@ -65,12 +58,13 @@ def imports(path, known):
 
 def test_imports_point_one_way():
     """Down the layers, and without a cycle."""
-    files = dict(modules())
+    paths = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in SOURCE.rglob("*.py")}
+    files = {name.removesuffix("__init__").removesuffix("."): path for name, path in paths.items()}
     graph = {name: set(imports(path, files)) for name, path in files.items()}
     tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
-    number = {word: i for i, layer in enumerate(LAYERS) for word in layer.split()}
-    layer = {name: number.get(name.partition(".")[0], number["*"]) for name in graph}
-    assert not [(name, other) for name, found in graph.items() for other in found if layer[other] > layer[name]]
+    for folder, order in (("", [*ORDER.split(), ""]), ("lab.", LAB.split())):
+        layer = {name: order.index(name.removeprefix(folder).partition(".")[0]) for name in graph if name.startswith(folder)}
+        assert not [(name, other) for name in layer for other in graph[name] if layer.get(other, 0) > layer[name]]
 
 
 def test_import_needs_torch_alone(python):
@@ -88,9 +82,17 @@ def test_public_names():
     names |= {"realign_", "reference", "warm_up", "activation", "convert_", "restore_", "DEFAULT_KINDS"}
     names |= {"Alignment", "alignment", "plot_alignment", "plot_functions", "plot_improvements"}
     names |= {"Shapes", "curvature", "describe", "export_onnx", "refine_", "simplify_", "tabulate_", "save", "load_into"}
-    names |= {"fuse_norms_", "unfuse_norms_"}
-    assert set(pwlu.__all__) == names
+    names |= {"fuse_norms_", "unfuse_norms_", "Report", "Site"}
+    assert set(pwlu.__all__) == names == set(dir(pwlu))
     assert all(hasattr(pwlu, name) for name in pwlu.__all__)
+
+
+def test_options_are_keywords():
+    """A call with five arguments by position is hard to read: options come by name where there are more than four."""
+    for name in pwlu.__all__:
+        if callable(function := getattr(pwlu, name)) and not dataclasses.is_dataclass(function):
+            taken = inspect.signature(function).parameters.values()
+            assert len(taken) <= 4 or sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in taken) <= 3, name
 
 
 # The command line.
@@ -291,7 +293,7 @@ def test_wheel(compiler, tmp_path):
         "pwlu/kernels/cuda/finish.cu",
     } <= set(names)
     assert {"pwlu/py.typed", "pwlu/integrations/hugging_face.py"} <= set(names)
-    assert {"pwlu/kernels/eager.cpp", "pwlu/kernels/eager_kernels.h"} <= set(names)
+    assert {"pwlu/kernels/eager/eager.cpp", "pwlu/kernels/eager/eager_kernels.h"} <= set(names)
     assert {"pwlu/report/page.html", "pwlu/report/page.css", "pwlu/report/main.js"} <= set(names)
     assert "-py3-none-" in wheel.name
     built = {n for n in names if "_cpu_" in n}

@@ -183,6 +183,6 @@ def test_the_tests_it_names_exist():
     """docs/paper.md names the test of every decision."""
     names = set(re.findall(r"`(test_\w+(?:\.py)?)`", (ROOT / "docs" / "paper.md").read_text()))
     assert names
-    tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("*.py")}
+    tests = {path.name: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
     missing = [name for name in names if name not in tests and not any(f"def {name}(" in text for text in tests.values())]
     assert not missing

@@ -8,24 +8,29 @@ The mathematics is in :mod:`pwlu.reference`, the function in :mod:`pwlu.function
 """
 
 from pwlu import functional, reference
-from pwlu.analysis import Alignment, alignment
+from pwlu.analysis.alignment import Alignment, alignment
+from pwlu.analysis.shapes import Shapes, describe
 from pwlu.baselines import activation
+from pwlu.conversion.conversion_report import Report, Site
+from pwlu.conversion.convert import convert_
+from pwlu.conversion.fuse_norms import fuse_norms_, unfuse_norms_
 from pwlu.conversion.kinds import DEFAULT_KINDS
-from pwlu.convert import convert_, restore_
-from pwlu.export import export_onnx
-from pwlu.fuse import FusedPWLU, fuse_
-from pwlu.fuse_norms import fuse_norms_, unfuse_norms_
-from pwlu.implementations import warm_up
-from pwlu.improvements import plot_improvements
-from pwlu.learning import TwoPhase, freeze_, parameter_groups
+from pwlu.conversion.replacing import restore_
+from pwlu.conversion.saving import load_into, save
+from pwlu.deploy.fuse import FusedPWLU, fuse_
+from pwlu.deploy.int8_tables import tabulate_
+from pwlu.deploy.onnx_export import export_onnx
+from pwlu.deploy.simplify import refine_, simplify_
+from pwlu.kernels.dispatch import warm_up
+from pwlu.learning.curvature import curvature
+from pwlu.learning.freezing import freeze_
+from pwlu.learning.parameter_groups import parameter_groups
+from pwlu.learning.realignment import realign_
+from pwlu.learning.two_phase import TwoPhase
 from pwlu.module import PWLU
-from pwlu.plot import plot_alignment, plot_functions
-from pwlu.realignment import realign_
-from pwlu.saving import load_into, save
-from pwlu.shapes import Shapes, describe
-from pwlu.simplify import refine_, simplify_
-from pwlu.smoothing import curvature
-from pwlu.tables import tabulate_
+from pwlu.plotting.alignment import plot_alignment
+from pwlu.plotting.functions import plot_functions
+from pwlu.plotting.gain_chart import plot_improvements
 from pwlu.version import __version__
 
 __all__ = [
@@ -33,7 +38,9 @@ __all__ = [
     "PWLU",
     "Alignment",
     "FusedPWLU",
+    "Report",
     "Shapes",
+    "Site",
     "TwoPhase",
     "__version__",
     "activation",
@@ -61,3 +68,8 @@ __all__ = [
     "unfuse_norms_",
     "warm_up",
 ]
+
+
+def __dir__() -> list[str]:
+    """Show the public names alone: not the modules that importing them brought in."""
+    return __all__

@@ -22,7 +22,7 @@ class CannotWrite(OSError):
 
 
 @contextmanager
-def explained(path: str | os.PathLike[str]) -> Iterator[None]:
+def explain_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """Let what the system says of a write to `path` become a :class:`CannotWrite`."""
     try:
         yield
@@ -33,7 +33,7 @@ def explained(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
-def appearing(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a file to write, in a folder of its own beside `path`, which gets that name when all went well.
 
     Other files that are written beside it go with it. Whatever goes wrong, what stood there before stays.
@@ -42,7 +42,7 @@ def appearing(path: str | os.PathLike[str]) -> Iterator[Path]:
         CannotWrite: on a full disk, or where nothing may be written.
     """
     target = Path(path).resolve()  # a link stays a link
-    with explained(path):
+    with explain_errors(path):
         if not target.parent.is_dir():
             raise OSError(errno.ENOENT, f"there is no folder {target.parent}")
         if target.exists() and not target.is_file():
@@ -62,5 +62,5 @@ def appearing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 def write(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file: it appears complete, or what stood there before stays."""
-    with appearing(path) as file, file.open("wb") as opened:
+    with atomic_write(path) as file, file.open("wb") as opened:
         opened.write(content)

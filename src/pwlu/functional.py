@@ -13,6 +13,7 @@ def pwlu(
     heights: Tensor,
     left_slope: Tensor,
     right_slope: Tensor,
+    *,
     channel_dim: int = 1,
 ) -> Tensor:
     r"""Piecewise Linear Unit with N intervals of width :math:`d = (B_R - B_L)/N`:

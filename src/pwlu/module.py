@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from pwlu import checks, functional, ops, reference
-from pwlu.deferred import Deferred
+from pwlu.deferred_norm import Deferred
+from pwlu.initial_functions import InitialFunction, find_initial_function, fit_bounds, initial_parameters
 from pwlu.reference import Blocks
-from pwlu.starts import Start, find_start, fit_bounds, start_parameters
 from pwlu.statistics import InputStatistics
 from pwlu.version import __version__
 
@@ -43,7 +43,8 @@ class PWLU(nn.Module):
         bounds: where the N intervals begin and end. Where the start has a kink (ReLU at 0), they move a little, by up to half
             an interval (one, if there are two kinks as in ReLU6), so that a knot lies on it.
         init: the function to start as: a name such as ``"relu"``, ``"silu"``, ``"identity"`` (see
-            ``pwlu.starts.STARTS``), a function from tensor to tensor, or a ``pwlu.starts.Start``.
+            ``pwlu.initial_functions.INITIAL_FUNCTIONS``), a function from tensor to tensor, or a
+            ``pwlu.initial_functions.InitialFunction``.
         channel_dim: 1 for images (B, C, H, W), -1 for sequences (B, T, C).
 
     There is one parameter, ``weight`` (C (N + 5),). It has one dimension, so that the usual rule for weight decay ("two or more
@@ -75,7 +76,8 @@ class PWLU(nn.Module):
         channels: int = 1,
         intervals: int = 16,
         bounds: tuple[float, float] = (-3.0, 3.0),
-        init: str | Callable[[Tensor], Tensor] | Start = "relu",
+        *,
+        init: str | Callable[[Tensor], Tensor] | InitialFunction = "relu",
         channel_dim: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -87,7 +89,7 @@ class PWLU(nn.Module):
         self.intervals = checks.whole_number("PWLU", "intervals", intervals, "8 to 16 work well", 1)
         self.channel_dim = checks.whole_number("PWLU", "channel_dim", channel_dim, "1 for images, -1 for the last")
         self.init = init
-        start = find_start(init)
+        start = find_initial_function(init)
         if start.channels not in (1, self.channels):
             raise ValueError(f"PWLU: init={start.name!r} has {start.channels} functions, for channels={start.channels} alone")
         self.bounds = fit_bounds(_check_bounds(bounds, dtype), self.intervals, start.kinks, start.name)
@@ -105,14 +107,14 @@ class PWLU(nn.Module):
     def phase(self, value: int) -> None:
         self.statistics.phase = value
 
-    def start_weight(self) -> Tensor:
+    def initial_weight(self) -> Tensor:
         """Return the weight at the start, ``init`` between ``bounds``, in float64 on the CPU."""
         left, right = (torch.full((self.channels,), b, dtype=torch.float64, device="cpu") for b in self.bounds)
-        return reference.pack(left, right, *start_parameters(find_start(self.init), left, right, self.intervals))
+        return reference.pack(left, right, *initial_parameters(find_initial_function(self.init), left, right, self.intervals))
 
     def reset_parameters(self) -> None:
         """Go back to the start: ``init`` between ``bounds``, and no statistics."""
-        write(self, self.start_weight())
+        write_weight(self, self.initial_weight())
         self.statistics.reset()
 
     def blocks(self) -> Blocks:
@@ -129,10 +131,11 @@ class PWLU(nn.Module):
             if value.shape != getattr(old, name).shape:
                 expected = tuple(getattr(old, name).shape)
                 raise ValueError(f"PWLU.assign: {name} must have the shape {expected}, not {tuple(value.shape)}")
-        write(self, reference.pack(*(value.to(old.left) for value in old._replace(**blocks))))
+        write_weight(self, reference.pack(*(value.to(old.left) for value in old._replace(**blocks))))
 
     def scale_gradients(
         self,
+        *,
         left: float = 1.0,
         right: float = 1.0,
         heights: float = 1.0,
@@ -172,7 +175,7 @@ class PWLU(nn.Module):
         left, right = self.bounds
         return (
             f"channels={self.channels}, intervals={self.intervals}, bounds=({left:g}, {right:g}), "
-            f"init={find_start(self.init).name!r}, channel_dim={self.channel_dim}"
+            f"init={find_initial_function(self.init).name!r}, channel_dim={self.channel_dim}"
         )
 
     def __repr__(self) -> str:
@@ -236,7 +239,9 @@ class PWLU(nn.Module):
     def _at_start(self) -> bool:
         if self.weight.is_meta:
             return False
-        return not self.statistics.steps and torch.equal(whole(self.weight).cpu(), self.start_weight().to(self.weight.dtype))
+        return not self.statistics.steps and torch.equal(
+            full_values(self.weight).cpu(), self.initial_weight().to(self.weight.dtype)
+        )
 
 
 def units_of(model: nn.Module) -> dict[str, PWLU]:
@@ -265,9 +270,9 @@ def require_units(caller: str, model: Any) -> dict[str, PWLU]:
     units = units_of(model)
     if not units:
         fused = any(hasattr(module, "inv_step") for module in model.modules())  # the class is of a file that imports this one
-        first = f"it is fused: call pwlu.{caller} before pwlu.fuse_(model)"
-        hint = first if fused else "convert it first: pwlu.convert_(model, sample)"
-        raise ValueError(f"{caller}: {type(model).__name__} has no PWLU; {hint}")
+        first = "" if caller == "fuse_" else f": call pwlu.{caller} before pwlu.fuse_(model)"
+        hint = f"It is fused already{first}" if fused else "Convert it first: pwlu.convert_(model, sample)"
+        raise ValueError(f"{caller}: {type(model).__name__} has no PWLU. {hint}")
     return units
 
 
@@ -276,12 +281,12 @@ def gathered(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
-def whole(parameter: Tensor) -> Tensor:
+def full_values(parameter: Tensor) -> Tensor:
     """Return its values alone."""
     return gathered(parameter.detach())
 
 
-def plain_weight(unit: PWLU) -> Any:
+def weight_parameter(unit: PWLU) -> Any:
     """Return the weight of a unit; raise RuntimeError if it is no parameter, which cannot be written."""
     parameter = unit._parameters.get("weight")
     if parameter is None:
@@ -294,9 +299,9 @@ def plain_weight(unit: PWLU) -> Any:
 
 
 @torch.no_grad()
-def write(unit: PWLU, value: Tensor) -> None:
+def write_weight(unit: PWLU, value: Tensor) -> None:
     """Write the weight of a unit in place, each process its part of a sharded one."""
-    parameter = plain_weight(unit)
+    parameter = weight_parameter(unit)
     if hasattr(parameter, "placements"):
         from torch.distributed.tensor import distribute_tensor
 

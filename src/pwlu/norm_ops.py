@@ -1,12 +1,13 @@
 """The operators of a unit behind a batch norm: y = PWLU(z) with z = gamma (x - m)/sqrt(v + eps) + beta (+ residual).
 
-    normalization(x, gamma, beta, running statistics, ..., pool) -> norm        one pass over x, or none
+    normalization(x, state...) -> norm                                         one pass over x, or none
     norm_forward(x, residual, norm, weight, intervals, pool) -> y               one pass
     norm_backward(grad, x, residual, norm, weight, intervals) -> gradient of z, sums of the norm, gradient of the weight
     norm_input(grad, x, norm, weight, intervals, sums, count, of_z) -> gradient of x
-    norm_act(...) -> y                                                         the first two, with the others as derivative
+    norm_act(x, residual, weight, intervals, state...) -> y, norm              the first two, with the others as derivative
 
-See ``reference.py`` for what they compute. ``x`` and ``weight`` have the same channels, in dimension 1 of x. ``norm_act`` holds
+See ``reference.py`` for what they compute, and ``NormState`` for the state of a norm: its parameters, running statistics and so
+on, which follow the batch in training. ``x`` and ``weight`` have the same channels, in dimension 1 of x. ``norm_act`` holds
 x, the residual and the norm for the backward pass: neither z nor the output of the norm exists in memory.
 
 A pool takes the moments of z, for Phase I. Behind a norm of the batch alone they follow from gamma, beta and v, without a pass.
@@ -19,22 +20,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pwlu import checks, implementations, ops, reference
-from pwlu.kernels import eager
+from pwlu import checks, ops, reference
+from pwlu.kernels import dispatch, eager
+from pwlu.kernels.layout import NormState
 
-_NORM = "Tensor? gamma, Tensor? beta"
-_STATE = (
-    "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, float factor, float eps, bool training, "
-    "Tensor(d!)? pool"
+_STATE = (  # NormState
+    "Tensor? gamma, Tensor? beta, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, "
+    "float factor, float eps, bool training, Tensor(d!)? pool"
 )
 _SCHEMAS = {
-    "normalization": f"(Tensor x, {_NORM}, {_STATE}) -> Tensor",
+    "normalization": f"(Tensor x, {_STATE}) -> Tensor",
     "norm_forward": "(Tensor x, Tensor? residual, Tensor norm, Tensor weight, int intervals, Tensor(a!)? pool) -> Tensor",
     "norm_backward": "(Tensor grad, Tensor x, Tensor? residual, Tensor norm, Tensor weight, int intervals)"
     " -> (Tensor, Tensor, Tensor)",
     "norm_input": "(Tensor grad, Tensor x, Tensor norm, Tensor weight, int intervals, Tensor? sums, float count, bool of_z)"
     " -> Tensor",
-    "norm_act": f"(Tensor x, Tensor? residual, {_NORM}, Tensor weight, int intervals, {_STATE}) -> Tensor",
+    "norm_act": f"(Tensor x, Tensor? residual, Tensor weight, int intervals, {_STATE}) -> (Tensor, Tensor)",
 }
 normalization, norm_forward, norm_backward, norm_input, norm_act = (ops.define(*each) for each in _SCHEMAS.items())
 
@@ -62,8 +63,8 @@ def _fake_input(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-def _fake_act(x: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(x)
+def _fake_act(x: Tensor, residual: Tensor | None, weight: Tensor, intervals: int, *state: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), _fake_normalization(x, *state)
 
 
 # Serving.
@@ -72,34 +73,19 @@ def _fake_act(x: Tensor, *rest: Any) -> Tensor:
 def _normalization_once(x: Tensor, *rest: Any) -> Tensor:
     """Count the input once: not when gradient checkpointing runs forward again."""
     *state, pool = rest
-    return implementations.normalization(x, *state, None if ops.is_rerun() else pool)
+    return dispatch.normalization(x, *state, None if ops.is_rerun() else pool)
 
 
 def _forward_once(x: Tensor, *rest: Any) -> Tensor:
     *arguments, pool = rest
-    return implementations.norm_forward(x, *arguments, None if ops.is_rerun() else pool)
+    return dispatch.norm_forward(x, *arguments, None if ops.is_rerun() else pool)
 
 
-def _act(
-    x: Tensor, residual: Tensor | None, gamma: Tensor | None, beta: Tensor | None, weight: Tensor, intervals: int, *state: Any
-) -> Tensor:
-    return _forward(x, residual, gamma, beta, weight, intervals, *state)[0]
-
-
-def _forward(
-    x: Tensor,
-    residual: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    weight: Tensor,
-    intervals: int,
-    *state: Any,
-) -> tuple[Tensor, Tensor]:
-    """Return y and the norm."""
-    *running, training, pool = state
-    follows = training and residual is None  # the moments of z follow from the norm
-    norm = normalization(x, gamma, beta, *running, training, pool if follows else None)
-    return norm_forward(x, residual, norm, weight, intervals, None if follows else pool), norm
+def _act(x: Tensor, residual: Tensor | None, weight: Tensor, intervals: int, *rest: Any) -> tuple[Tensor, Tensor]:
+    state = NormState(*rest)
+    follows = state.training and residual is None  # the moments of z follow from the norm
+    norm = normalization(x, *(state if follows else state._replace(pool=None)))
+    return norm_forward(x, residual, norm, weight, intervals, None if follows else state.pool), norm
 
 
 # Derivatives.
@@ -111,53 +97,42 @@ class _NormAct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        group: "dist.ProcessGroup | None",
         x: Tensor,
         residual: Tensor | None,
-        gamma: Tensor | None,
-        beta: Tensor | None,
         weight: Tensor,
         intervals: int,
-        group: "dist.ProcessGroup | None",
-        *state: Any,
-    ) -> Tensor:
-        *_, eps, training, pool = state
+        *rest: Any,
+    ) -> tuple[Tensor, Tensor]:
+        state = NormState(*rest)
         with torch._C._AutoDispatchBelowAutograd():
             if group is None:
-                y, norm = _forward(x, residual, gamma, beta, weight, intervals, *state)
+                y, norm = _act(x, residual, weight, intervals, *state)
                 count = x.numel() // x.shape[1]
             else:
-                norm, count = _over_processes(group, x, gamma, beta, *state[:5])
-                y = norm_forward(x, residual, norm, weight, intervals, pool)
-        ctx.save_for_backward(x, residual, gamma, beta, weight, norm)
+                norm, count = _over_processes(group, x, state)
+                y = norm_forward(x, residual, norm, weight, intervals, state.pool)
+        ctx.save_for_backward(x, residual, weight, state.gamma, state.beta, norm)
+        ctx.mark_non_differentiable(norm)
         ctx.set_materialize_grads(False)
-        ctx.intervals, ctx.eps, ctx.training, ctx.still = intervals, eps, training, pool is not None
+        ctx.intervals, ctx.eps, ctx.training, ctx.still = intervals, state.eps, state.training, state.pool is not None
         ctx.group, ctx.count = group, float(count)
-        return y
+        return y, norm
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, residual, gamma, beta, weight, norm = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        weight = ctx.saved_tensors[2]
         found: list[Tensor | None] = [None] * 5
         if grad is not None:
-            if torch.is_grad_enabled():
-                found = _twice(ctx, grad)
-            else:
-                found = _backward(ctx, grad, x, residual, gamma, beta, weight, norm)
-        if ctx.still and ctx.needs_input_grad[4]:
-            found[4] = torch.zeros_like(weight)  # zero, but not missing: DistributedDataParallel waits for it
-        return (*found, *[None] * (len(ctx.needs_input_grad) - 5))
+            found = _twice(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
+        if ctx.still and ctx.needs_input_grad[3]:
+            found[2] = torch.zeros_like(weight)  # zero, but not missing: DistributedDataParallel waits for it
+        x, residual, weight, gamma, beta = found
+        return (None, x, residual, weight, None, gamma, beta, *[None] * (len(ctx.needs_input_grad) - 7))
 
 
-def _backward(
-    ctx: Any,
-    grad: Tensor,
-    x: Tensor,
-    residual: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    weight: Tensor,
-    norm: Tensor,
-) -> list[Tensor | None]:
+def _backward(ctx: Any, grad: Tensor) -> list[Tensor | None]:
+    x, residual, weight, gamma, beta, norm = ctx.saved_tensors
     with torch._C._AutoDispatchBelowAutograd():
         grad_z, sums, grad_weight = norm_backward(grad, x, residual, norm, weight, ctx.intervals)
         of_all = sums
@@ -165,15 +140,15 @@ def _backward(
             of_all = sums.clone()
             dist.all_reduce(of_all, group=ctx.group)
         grad_x = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[1]:
             arguments = (of_all if ctx.training else None, ctx.count, residual is not None)
             grad_x = norm_input(grad if residual is None else grad_z, x, norm, weight, ctx.intervals, *arguments)
     return [
         grad_x,
         grad_z if residual is not None else None,
+        grad_weight,
         None if gamma is None else sums[2].to(gamma.dtype),
         None if beta is None else sums[0].to(beta.dtype),
-        grad_weight,
     ]
 
 
@@ -182,19 +157,20 @@ def _twice(ctx: Any, grad: Tensor) -> list[Tensor | None]:
         raise RuntimeError(
             "pwlu: there is no second derivative through the statistics of several processes. Write pwlu.unfuse_norms_(model)"
         )
-    x, residual, gamma, beta, weight, norm = ctx.saved_tensors
+    x, residual, weight, gamma, beta, norm = ctx.saved_tensors
     settings = (ctx.intervals, ctx.eps, ctx.training)
-    found = differentiable_backward(grad, x, residual, gamma, beta, weight, norm, *settings)
-    return [g if needed else None for g, needed in zip(found, ctx.needs_input_grad, strict=False)]
+    found = differentiable_backward(grad, x, residual, weight, gamma, beta, norm, *settings)
+    needed = [ctx.needs_input_grad[i] for i in (1, 2, 3, 5, 6)]
+    return [g if each else None for g, each in zip(found, needed, strict=True)]
 
 
 def differentiable_backward(
     grad: Tensor,
     x: Tensor,
     residual: Tensor | None,
+    weight: Tensor,
     gamma: Tensor | None,
     beta: Tensor | None,
-    weight: Tensor,
     norm: Tensor,
     intervals: int,
     eps: float,
@@ -204,8 +180,8 @@ def differentiable_backward(
     mean, variance = (None, None) if training else (norm[0], norm[1].square().reciprocal() - eps)
     with torch.enable_grad():
         # Aliases: x may depend on the residual, and partial derivatives are asked for.
-        tensors = [None if t is None else t.view_as(t) for t in (x, residual, gamma, beta, weight)]
-        one, added, of_gamma, of_beta, packed = tensors
+        tensors = [None if t is None else t.view_as(t) for t in (x, residual, weight, gamma, beta)]
+        one, added, packed, of_gamma, of_beta = tensors
         assert one is not None and packed is not None  # noqa: PT018
         y = reference.norm_act(one, added, of_gamma, of_beta, mean, variance, eps, *reference.unpack(packed, intervals))
         inputs = [t for t in tensors if t is not None and t.requires_grad]
@@ -213,17 +189,7 @@ def differentiable_backward(
     return [next(found) if t is not None and t.requires_grad else x.new_empty(0) for t in tensors]
 
 
-def _over_processes(
-    group: "dist.ProcessGroup",
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    batches: Tensor | None,
-    factor: float,
-    eps: float,
-) -> tuple[Tensor, int]:
+def _over_processes(group: "dist.ProcessGroup", x: Tensor, state: NormState) -> tuple[Tensor, int]:
     """Return the norm and the number of elements per channel over all processes; running statistics follow."""
     own = torch.zeros(3, x.shape[1], dtype=reference.compute_dtype(x), device=x.device)
     ops.moments(x, 1, own)
@@ -234,26 +200,20 @@ def _over_processes(
     mean = (counts * means).sum(0) / count
     m2 = (squares + counts * (means - mean).square()).sum(0)
     total = int(count[0])
-    for running, new in ((running_mean, mean), (running_var, m2 / max(total - 1, 1))):
-        if running is not None:
-            running.copy_((1 - factor) * running + factor * new)
-    if batches is not None:
-        batches.add_(1)
-    return reference.normalization(mean, m2 / count, gamma, beta, eps).to(own.dtype), total
+    norm = dispatch.follow_batch(state._replace(pool=None), total, mean, m2)  # each process observes its own z
+    return norm.to(own.dtype), total
 
 
-def _autograd_act(
-    x: Tensor, residual: Tensor | None, gamma: Tensor | None, beta: Tensor | None, weight: Tensor, intervals: int, *state: Any
-) -> Tensor:
-    if ops.wanted(x, residual, gamma, beta, weight):
-        return _NormAct.apply(x, residual, gamma, beta, weight, intervals, None, *state)
-    return ops.below_autograd(norm_act, x, residual, gamma, beta, weight, intervals, *state)
+def _autograd_act(x: Tensor, residual: Tensor | None, weight: Tensor, intervals: int, *rest: Any) -> tuple[Tensor, Tensor]:
+    state = NormState(*rest)
+    if ops.wanted(x, residual, weight, state.gamma, state.beta):
+        return _NormAct.apply(None, x, residual, weight, intervals, *state)
+    return ops.below_autograd(norm_act, x, residual, weight, intervals, *state)
 
 
-def norm_act_of_processes(group: "dist.ProcessGroup", *arguments: Any) -> Tensor:
+def norm_act_of_processes(group: "dist.ProcessGroup", *arguments: Any) -> tuple[Tensor, Tensor]:
     """Call norm_act with statistics of all processes of a group."""
-    *tensors, intervals = arguments[:6]
-    return _NormAct.apply(*tensors, intervals, group, *arguments[6:])
+    return _NormAct.apply(group, *arguments)
 
 
 def _refuse(name: str) -> Any:
@@ -270,15 +230,15 @@ def _refuse(name: str) -> Any:
 _IMPLEMENTATIONS: dict[str, Sequence[Any]] = {
     "normalization": (_normalization_once, _fake_normalization, _refuse("normalization")),
     "norm_forward": (_forward_once, _fake_forward, _refuse("norm_forward")),
-    "norm_backward": (implementations.norm_backward, _fake_backward, _refuse("norm_backward")),
-    "norm_input": (implementations.norm_input, _fake_input, _refuse("norm_input")),
+    "norm_backward": (dispatch.norm_backward, _fake_backward, _refuse("norm_backward")),
+    "norm_input": (dispatch.norm_input, _fake_input, _refuse("norm_input")),
     "norm_act": (_act, _fake_act, _autograd_act),
 }
 for _name, _functions in _IMPLEMENTATIONS.items():
     ops.register(_name, _SCHEMAS[_name], *_functions)
 ops.register_for_eager(
     "differentiable_norm_backward",
-    "(Tensor grad, Tensor x, Tensor? residual, Tensor? gamma, Tensor? beta, Tensor weight, Tensor norm, int intervals, "
+    "(Tensor grad, Tensor x, Tensor? residual, Tensor weight, Tensor? gamma, Tensor? beta, Tensor norm, int intervals, "
     "float eps, bool training) -> Tensor[]",
     differentiable_backward,
 )

@@ -11,7 +11,7 @@ of each channel; ``moments`` and ``observe`` add those of x, in place. A unit th
 gives its weight a gradient of zero. Outputs have the memory layout of ``torch.empty_like(x)``. In ``backward`` an empty tensor
 stands for a gradient that was not asked for.
 
-A call goes from here to ``implementations.py`` and on to a kernel. Where ``eager.cpp`` could be compiled, its functions for CPU
+A call goes from here to ``kernels.dispatch`` and on to a kernel. Where ``eager.cpp`` could be compiled, its functions for CPU
 and CUDA take precedence over those registered here, and call these for whatever is not ordinary.
 
 The derivatives are registered under the Autograd key by hand: with ``torch.library.register_autograd`` a call on a small
@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pwlu import checks, implementations, reference
+from pwlu import checks, reference
+from pwlu.kernels import dispatch
 
 _SCHEMAS = {
     "forward": "(Tensor x, Tensor weight, int intervals, int channel_dim) -> Tensor",
@@ -55,7 +56,7 @@ def _fake_forward(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -
 
 
 def _fake_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    implementations.check_backward(grad, x, weight, *rest)
+    dispatch.check_backward(grad, x, weight, *rest)
     *_, need_input, need_weight = rest
     return torch.empty_like(x) if need_input else x.new_empty(0), weight.new_empty(weight.shape if need_weight else 0)
 
@@ -66,7 +67,7 @@ def _fake_lookup(x: Tensor, *rest: Any) -> Tensor:
 
 
 def _fake_observe(x: Tensor, *rest: Any) -> Tensor:
-    implementations.check_observe(x, *rest)
+    dispatch.check_observe(x, *rest)
     return torch.empty_like(x)
 
 
@@ -145,7 +146,7 @@ def _autograd_forward(x: Tensor, weight: Tensor, intervals: int, channel_dim: in
 def _autograd_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Use plain torch, which is differentiable, where a second derivative is asked for."""
     if _transformed() or wanted(grad, x, weight):
-        return implementations.plain_backward(grad, x, weight, *rest)
+        return dispatch.plain_backward(grad, x, weight, *rest)
     return below_autograd(backward, grad, x, weight, *rest)
 
 
@@ -181,19 +182,19 @@ def is_rerun() -> bool:
 
 def _observe_once(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
     if is_rerun():
-        implementations.check_observe(x, weight, intervals, channel_dim, pool)
-        return implementations.forward(x, weight, intervals, channel_dim)
-    return implementations.observe(x, weight, intervals, channel_dim, pool)
+        dispatch.check_observe(x, weight, intervals, channel_dim, pool)
+        return dispatch.forward(x, weight, intervals, channel_dim)
+    return dispatch.observe(x, weight, intervals, channel_dim, pool)
 
 
 def _moments_once(x: Tensor, channel_dim: int, pool: Tensor) -> None:
     if not is_rerun():
-        implementations.moments(x, channel_dim, pool)
+        dispatch.moments(x, channel_dim, pool)
 
 
 def _observe_batched(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
     moments(x, channel_dim, pool)
-    return implementations.plain_forward(x, weight, intervals, channel_dim)
+    return dispatch.plain_forward(x, weight, intervals, channel_dim)
 
 
 def _moments_batched(info: Any, in_dims: Sequence[int | None], x: Tensor, channel_dim: int, pool: Tensor) -> tuple[None, None]:
@@ -209,9 +210,9 @@ def _moments_batched(info: Any, in_dims: Sequence[int | None], x: Tensor, channe
 
 # Served, faked, differentiated, and batched by torch.vmap: by plain torch, whose operators know how.
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "forward": (implementations.forward, _fake_forward, _autograd_forward, implementations.plain_forward),
-    "backward": (implementations.backward, _fake_backward, _autograd_backward, implementations.plain_backward),
-    "lookup": (implementations.lookup, _fake_lookup, _autograd_lookup, implementations.plain_lookup),
+    "forward": (dispatch.forward, _fake_forward, _autograd_forward, dispatch.plain_forward),
+    "backward": (dispatch.backward, _fake_backward, _autograd_backward, dispatch.plain_backward),
+    "lookup": (dispatch.lookup, _fake_lookup, _autograd_lookup, dispatch.plain_lookup),
     "observe": (_observe_once, _fake_observe, _autograd_observe, _observe_batched),
     "moments": (_moments_once, _fake_moments, _autograd_moments),
 }

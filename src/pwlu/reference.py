@@ -59,7 +59,7 @@ def along(parameter: Tensor, x: Tensor, channel_dim: int) -> Tensor:
     return parameter.reshape(shape)
 
 
-def pick(table: Tensor, index: Tensor, x: Tensor, channel_dim: int, unchecked: bool = False) -> Tensor:
+def pick(table: Tensor, index: Tensor, x: Tensor, channel_dim: int, *, unchecked: bool = False) -> Tensor:
     """table[c, index], element by element: from (C, M) and an index shaped like x to the shape of x."""
     rows = torch.arange(table.shape[0], device=table.device, dtype=index.dtype) * table.shape[1]
     flat, place = table.reshape(-1), along(rows, x, channel_dim) + index
@@ -190,6 +190,7 @@ def backward(
     left_slope: Tensor,
     right_slope: Tensor,
     channel_dim: int,
+    *,
     need_input: bool = True,
     need_parameters: bool = True,
 ) -> tuple[Tensor | None, list[Tensor] | None]:
@@ -260,6 +261,7 @@ def lookup(
     slopes: Tensor,
     offsets: Tensor,
     channel_dim: int,
+    *,
     unchecked: bool = False,
 ) -> Tensor:
     """The form for inference: y = x S_j + O_j with j = clip(floor((x - B_L)/d), -1, N).
@@ -275,7 +277,7 @@ def lookup(
     # NaN may go to any segment: the result is NaN.
     known = torch.where(position >= -1, position, -1.0) if unchecked else position.nan_to_num(nan=0.0)
     j = known.clamp(-1, slopes.shape[1] - 2).to(torch.int32 if unchecked else torch.int64) + 1
-    slope, offset = (pick(table, j, x, channel_dim, unchecked) for table in (slopes, offsets))
+    slope, offset = (pick(table, j, x, channel_dim, unchecked=unchecked) for table in (slopes, offsets))
     return (value * slope + offset).to(x.dtype)
 
 

@@ -1,8 +1,9 @@
-"""Tables for a terminal, numbers of things, how to install more, and JSON that others may have written."""
+"""Tables for a terminal, numbers of things, names in errors, how to install more, and JSON that others may have written."""
 
+import difflib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -23,6 +24,16 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = 
 def counted(number: int, one: str, many: str = "") -> str:
     """``1 image``, ``2,000 images``. `many`: where it is not `one` with an s."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def abbreviate(names: Sequence[str]) -> str:
+    """Return the first three names of a list, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def nearest(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.5) -> list[str]:
+    """Return the known names that look most like this one, for an error that asks whether they were meant."""
+    return difflib.get_close_matches(name, list(known), most, cutoff)
 
 
 def install(*extras: str) -> str:

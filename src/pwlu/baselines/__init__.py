@@ -9,12 +9,12 @@ from pwlu.baselines.frelu import FReLU
 from pwlu.baselines.pau import PAU
 from pwlu.baselines.prelu import PReLU
 from pwlu.baselines.relu import ReLU
+from pwlu.initial_functions import InitialFunction
 from pwlu.module import PWLU
-from pwlu.starts import Start
 
 __all__ = ["APL", "NAMES", "PAU", "FReLU", "PReLU", "ReLU", "activation", "check_name"]
 
-_Init = str | Callable[[Tensor], Tensor] | Start
+_Init = str | Callable[[Tensor], Tensor] | InitialFunction
 
 _MAKERS: dict[str, Callable[[int, int, _Init], nn.Module]] = {
     "relu": lambda channels, channel_dim, start: nn.ReLU(),

@@ -34,6 +34,7 @@ class APL(nn.Module):
         channels: int = 1,
         hinges: int = 3,
         channel_dim: int = 1,
+        *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

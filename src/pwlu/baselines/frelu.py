@@ -34,6 +34,7 @@ class FReLU(nn.Module):
         self,
         channels: int,
         channel_dim: int = 1,
+        *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         norm: str = "batch",

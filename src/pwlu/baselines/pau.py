@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from pwlu import checks, reference
 from pwlu.baselines import fused
 from pwlu.baselines.rational import fit
-from pwlu.starts import Start, find_start
+from pwlu.initial_functions import InitialFunction, find_initial_function
 
 
 class PAU(nn.Module):
@@ -23,7 +23,8 @@ class PAU(nn.Module):
 
     Args:
         start: the function it begins as, nearly: see :func:`pwlu.baselines.rational.fit`. The default is that of its authors;
-            ``pwlu.convert_(..., to="pau")`` takes what stood there. A name, a function of a tensor, or a ``pwlu.starts.Start``.
+            ``pwlu.convert_(..., to="pau")`` takes what stood there. A name, a function of a tensor, or a
+            ``pwlu.initial_functions.InitialFunction``.
 
     Parameters: ``numerator`` (6,), a_0 to a_5, and ``denominator`` (4,), b_1 to b_4. ``start_error`` is the largest difference
     to the function at the start, for \|x\| <= 3.
@@ -35,12 +36,12 @@ class PAU(nn.Module):
 
     def __init__(
         self,
-        start: str | Callable[[Tensor], Tensor] | Start = "leaky_relu",
+        start: str | Callable[[Tensor], Tensor] | InitialFunction = "leaky_relu",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        function = find_start(start)
+        function = find_initial_function(start)
         self._fit = fit(function)  # numbers, not the function, which may not be possible to pickle
         self.start, self.start_error = function.name, self._fit.error
         self.numerator = nn.Parameter(torch.empty(6, device=device, dtype=dtype))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pwlu.starts import Start
+from pwlu.initial_functions import InitialFunction
 
 _NEAR, _FAR, _FAR_WEIGHT = 3.0, 10.0, 1e-3
 _STEPS = 200
@@ -23,7 +23,7 @@ class Fit(NamedTuple):
 
 
 @functools.cache
-def fit(start: Start) -> Fit:
+def fit(start: InitialFunction) -> Fit:
     """P/Q with P = a_0 + ... + a_5 x^5 and Q = 1 + |b_1 x + ... + b_4 x^4| nearest to a function, in float64.
 
     Least squares between -3 and 3, as PAU's authors do it, and with a thousandth of the weight out to 10 on either side, where

@@ -1,13 +1,13 @@
 """The command line: ``pwlu <command>``. Each command is a file beside this one, imported when it is called."""
 
 import argparse
-import difflib
 import importlib
 import os
 import re
 import sys
 from collections.abc import Sequence
 
+from pwlu.text import nearest
 from pwlu.version import __version__
 
 COMMANDS = {
@@ -55,10 +55,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _meant(unknown: Sequence[str], help_text: str) -> str:
     """Name the flags that are nearest to those that are not known."""
     flags = sorted(set(re.findall(r"--[a-z][\w-]*", help_text)))
-    near = {
-        word: match
-        for word in unknown
-        if word.startswith("--")
-        for match in difflib.get_close_matches(word.partition("=")[0], flags, n=1, cutoff=0.5)
-    }
+    near = {word: match for word in unknown if word.startswith("--") for match in nearest(word.partition("=")[0], flags)}
     return "".join(f". Instead of {word}, did you mean {match}?" for word, match in near.items())

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pwlu.recipes.processes import joined
-from pwlu.recipes.settings import UserError
+from pwlu.lab.recipes.settings import UserError
+from pwlu.lab.runs.processes import joined
 from pwlu.text import columns, install
 
 if TYPE_CHECKING:
-    from pwlu.recipes.speed import Contender
-    from pwlu.recipes.trained import Trained
+    from pwlu.lab.inference.benchmark import Contender
+    from pwlu.lab.inference.trained_network import TrainedNetwork
 
 BATCH = {"cpu": 8}  # of other devices 64: fewer images would not keep them busy
 
@@ -70,9 +70,9 @@ def _bench(options: argparse.Namespace) -> None:
         if value is not None and value < 1:
             raise UserError(f"--{flag} must be at least 1, not {value}")
     try:
-        from pwlu.recipes.environment import environment
-        from pwlu.recipes.speed import measured
-        from pwlu.recipes.trained import load
+        from pwlu.lab.inference.benchmark import measured
+        from pwlu.lab.inference.trained_network import load
+        from pwlu.lab.runs.environment import environment
 
         trained = load(options.run)
     except ImportError as error:
@@ -96,7 +96,7 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _title(trained: "Trained", batch: int) -> str:
+def _title(trained: "TrainedNetwork", batch: int) -> str:
     settings = trained.settings
     part = ", the backbone alone" if trained.detects else ""
     return (
@@ -134,7 +134,7 @@ def _table(found: "list[Contender]", batch: int) -> list[str]:
     return [*lines[:2], *(f"{line}  {contender.why}".rstrip() for line, contender in zip(lines[2:], found, strict=True))]
 
 
-def _notes(trained: "Trained", rounds: int, calls: int) -> list[str]:
+def _notes(trained: "TrainedNetwork", rounds: int, calls: int) -> list[str]:
     each = f"{calls} calls" if calls > 1 else "a call"
     notes = [f"Medians, p20 and p80 of {rounds} rounds, {each} in each. x ReLU: times that of ReLU in the same runtime."]
     if trained.settings.activation == "relu":

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pwlu import files
 from pwlu.cli.train import add_runs, add_settings, given
-from pwlu.recipes.presets import BASELINE, PRESETS, Comparison, comparison
-from pwlu.recipes.settings import Settings, UserError
-from pwlu.recipes.table import Table
+from pwlu.lab.compare.presets import BASELINE, PRESETS, Comparison, comparison
+from pwlu.lab.compare.table import Table
+from pwlu.lab.recipes.settings import Settings, UserError
 from pwlu.text import install
 
 
@@ -64,11 +64,11 @@ def _compare(options: argparse.Namespace) -> int:
     comparisons, asked = _asked(options)
     if options.dry_run:
         return 0
-    from pwlu.recipes.children import ended_by_signals
-    from pwlu.recipes.comparison import bring_about, title
+    from pwlu.lab.compare.comparison import complete_runs, title
+    from pwlu.lab.compare.subprocesses import ended_by_signals
 
     with ended_by_signals():
-        failures = bring_about(asked, options.runs, options.results, options.jobs)
+        failures = complete_runs(asked, options.runs, options.results, options.jobs)
     _show(comparisons, options.results)
     if failures:
         print(f"\n{len(failures)} of {len(asked)} runs failed:", file=sys.stderr)
@@ -81,16 +81,16 @@ def _in_step(options: argparse.Namespace) -> int:
     """Under torchrun: no children, all processes train each run together. The first speaks."""
     if options.jobs > 1:
         raise UserError(f"--jobs {options.jobs}: the processes of torchrun train one run after the other. Leave --jobs out")
-    from pwlu.recipes.processes import joined
+    from pwlu.lab.runs.processes import joined
 
     with joined(options.device) as processes:
-        comparisons, asked = _asked(options, silent=not processes.first)
+        comparisons, asked = _asked(options, silent=not processes.is_main)
         if options.dry_run:
             return 0
-        from pwlu.recipes.comparison import bring_about_in_step
+        from pwlu.lab.compare.comparison import bring_about_in_step
 
         bring_about_in_step(asked, options.runs, options.results, processes)
-        if processes.first:
+        if processes.is_main:
             _show(comparisons, options.results)
     return 0
 
@@ -107,7 +107,7 @@ def _asked(options: argparse.Namespace, silent: bool = False) -> tuple[list[Comp
     what = next((text for text in (options.acts, options.preset) if text is not None), "activations")
     comparisons = [comparison(recipe, what, given(options)) for recipe in dict.fromkeys(options.recipes)]
     try:
-        from pwlu.recipes.comparison import find, title, wanted
+        from pwlu.lab.compare.comparison import find, title, wanted
     except ImportError as error:
         raise UserError(f"training needs more packages ({error}): {install('train')}") from None
     asked, found = wanted(comparisons, options.seeds), find(options.results, options.runs)
@@ -130,15 +130,15 @@ def _asked(options: argparse.Namespace, silent: bool = False) -> tuple[list[Comp
 
 
 def _document(options: argparse.Namespace) -> int:
-    from pwlu.recipes import document
-    from pwlu.recipes.results import find_runs
+    from pwlu.lab.compare import results_page
+    from pwlu.lab.runs.results import find_runs
 
     if options.recipes or options.acts or options.preset or given(options):
         raise UserError("--document makes the tables that the page asks for: leave recipes, --acts, --preset and settings out")
     runs, complaints = find_runs(options.results)
     for complaint in complaints:
         print(f"skipped: {complaint}", file=sys.stderr)
-    before, after = document.with_tables(options.document, runs)
+    before, after = results_page.with_tables(options.document, runs)
     if options.check and before != after:
         print(f"{options.document} is not up to date: run pwlu compare --document {options.document}", file=sys.stderr)
         return 1
@@ -152,7 +152,7 @@ def _document(options: argparse.Namespace) -> int:
 
 
 def _show(comparisons: list[Comparison], results: Path) -> None:
-    from pwlu.recipes.results import find_runs, place
+    from pwlu.lab.runs.results import find_runs, place
 
     runs, _ = find_runs(results)
     tables = [Table(compared, runs) for compared in comparisons]
@@ -161,7 +161,7 @@ def _show(comparisons: list[Comparison], results: Path) -> None:
         text = f"# {compared.recipe}: {compared.stem}\n\n{table.markdown()}\n"
         print(f"\n{text}")
         if table.measured:
-            folder = place(results, next(iter(compared.cells.values())))
+            folder = place(results, next(iter(compared.experiments.values())))
             folder.mkdir(parents=True, exist_ok=True)
             stem = folder / compared.stem
             drawn = _draw([table], Path(f"{stem}.png"))
@@ -179,7 +179,7 @@ def _draw(tables: list[Table], path: Path) -> bool:
     drawn = {table.comparison.recipe: table for table in tables if table.baseline is not None and len(table.measured) > 1}
     if not drawn:
         return False
-    from pwlu.improvements import plot_improvements
+    from pwlu.plotting.gain_chart import plot_improvements
 
     statistics = {recipe: table.statistics() for recipe, table in drawn.items()}
     try:

@@ -5,9 +5,9 @@ import math
 import sys
 from pathlib import Path
 
-from pwlu.recipes.rows import find
-from pwlu.recipes.run_folder import RunFolder
-from pwlu.recipes.settings import UserError
+from pwlu.lab.recipes.catalog import find
+from pwlu.lab.recipes.settings import UserError
+from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.text import install
 
 SAVED = "detections.json"
@@ -48,8 +48,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _evaluated(options: argparse.Namespace) -> dict[str, float]:
     try:
-        from pwlu.recipes import coco, evaluation
-        from pwlu.recipes.datasets import held_out
+        from pwlu.lab.data import coco
+        from pwlu.lab.data.datasets import held_out
+        from pwlu.lab.tasks import coco_evaluation
     except ImportError as error:
         raise UserError(f"evaluation needs more packages ({error}): {install('train', 'detection')}") from None
     if options.most is not None and options.most < 1:
@@ -65,14 +66,14 @@ def _evaluated(options: argparse.Namespace) -> dict[str, float]:
             raise UserError(f"{options.what} has no {SAVED}: pwlu train writes it with --save-detections, at the end")
     elif data is None:
         raise UserError("which data set is it? Write --data DIR, the folder that holds annotations/instances_val*.json")
-    rows, kinds = evaluation.saved(path)
+    rows, kinds = coco_evaluation.saved(path)
     part = coco.annotated(data, "train" if holdout else "val", with_masks="mask" in kinds)
     if holdout:
         part = held_out(part, holdout)[1]
-    rows = evaluation.checked(path, rows, kinds, part)
+    rows = coco_evaluation.checked(path, rows, kinds, part)
     values: dict[str, float] = {}
     for kind in kinds:
-        values |= evaluation.average_precision(part, rows, kind, options.most or most)
+        values |= coco_evaluation.average_precision(part, rows, kind, options.most or most)
     return values
 
 

@@ -6,17 +6,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pwlu.deploy.onnx_forms import FASTEST, FORMS
+from pwlu.deploy.simplify import simplify_
+from pwlu.lab.recipes.settings import UserError
+from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.module import units_of
-from pwlu.onnx_forms import FASTEST, FORMS
-from pwlu.recipes.run_folder import RunFolder
-from pwlu.recipes.settings import UserError
-from pwlu.simplify import simplify_
 from pwlu.text import install
 from pwlu.version import __version__
 
 if TYPE_CHECKING:
-    from pwlu.recipes.preprocessing import Preprocessing
-    from pwlu.recipes.trained import Trained
+    from pwlu.lab.inference.preprocessing import Preprocessing
+    from pwlu.lab.inference.trained_network import TrainedNetwork
 
 SUFFIXES = {".onnx": "standard operators of ONNX, for ONNX Runtime and others", ".pt2": "for torch.export.load"}
 
@@ -75,9 +75,9 @@ def run(options: argparse.Namespace) -> int:
 def _exported(options: argparse.Namespace) -> str:
     _check(options)
     try:
-        from pwlu.recipes import shipping
-        from pwlu.recipes.preprocessing import preprocessing
-        from pwlu.recipes.trained import load
+        from pwlu.lab.inference import shipping
+        from pwlu.lab.inference.preprocessing import preprocessing
+        from pwlu.lab.inference.trained_network import load
 
         trained = load(options.run)
     except ImportError as error:
@@ -112,7 +112,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--opset and --form are for ONNX: leave them out, or write {options.file.with_suffix('.onnx')}")
 
 
-def _part(trained: "Trained", backbone: bool) -> "Trained":
+def _part(trained: "TrainedNetwork", backbone: bool) -> "TrainedNetwork":
     """The whole, or of a detector its backbone."""
     if backbone and not trained.detects:
         raise UserError(f"{trained.path} is a run of {trained.settings.recipe}, which is no detector: leave --backbone out")
@@ -122,11 +122,12 @@ def _part(trained: "Trained", backbone: bool) -> "Trained":
         f"{trained.path} is a run of {trained.settings.recipe}. The course of a detector depends on what it finds, and "
         "torch.export cannot follow torchvision's through the suppression of overlapping boxes. What can be written is the "
         f"ResNet with its feature pyramid, which has {len(trained.backbone().sites)} of its {len(trained.sites)} activations: "
-        f"add --backbone. The whole runs in PyTorch: pwlu.recipes.trained.load(Path({str(trained.path)!r})).network"
+        "add --backbone. The whole runs in PyTorch: "
+        f"pwlu.lab.inference.trained_network.load(Path({str(trained.path)!r})).network"
     )
 
 
-def _simplified(trained: "Trained", tolerance: float) -> str:
+def _simplified(trained: "TrainedNetwork", tolerance: float) -> str:
     if not units_of(trained.network):
         raise UserError(f"{trained.path} is a run of {trained.settings.activation}, without PWLUs: leave --simplify out")
     try:
@@ -135,7 +136,7 @@ def _simplified(trained: "Trained", tolerance: float) -> str:
         raise UserError(f"--simplify {tolerance:g}: {error}") from None
 
 
-def _metadata(trained: "Trained", expected: "Preprocessing") -> dict[str, str]:
+def _metadata(trained: "TrainedNetwork", expected: "Preprocessing") -> dict[str, str]:
     """For the file: what a program needs to know of it."""
     settings, folder = trained.settings, RunFolder(trained.path)
     known = {name: json.dumps(values) for name in ("mean", "std") if (values := getattr(expected, name))}
@@ -153,7 +154,7 @@ def _metadata(trained: "Trained", expected: "Preprocessing") -> dict[str, str]:
     } | known
 
 
-def _output(trained: "Trained", expected: "Preprocessing") -> str:
+def _output(trained: "TrainedNetwork", expected: "Preprocessing") -> str:
     if trained.detects:
         return f"the output is the maps of the pyramid, for a detector of {trained.classes} classes"
     names = f": {', '.join(expected.names[:10])}{', ...' if len(expected.names) > 10 else ''}" if expected.names else ""

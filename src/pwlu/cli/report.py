@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from pwlu import files
-from pwlu.recipes.settings import UserError
+from pwlu.lab.recipes.settings import UserError
 
 NAME = "report.html"
 
@@ -36,15 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the page, and say what it cannot show."""
-    from pwlu.report.compared import compared
-    from pwlu.report.evidence import read_evidence
     from pwlu.report.page import page
+    from pwlu.report.run_data import read_run_data
+    from pwlu.report.side_by_side import compared
 
     output = options.output or options.runs[0] / NAME
     try:
         if output.is_dir():
             raise UserError(f"-o must be a file, not the folder {output}. Write -o {output / NAME}")
-        runs, baseline = ([read_evidence(path) for path in paths] for paths in (options.runs, options.baseline))
+        runs, baseline = ([read_run_data(path) for path in paths] for paths in (options.runs, options.baseline))
         beside = compared(runs, baseline) if len(runs) > 1 or baseline else None
         content = page(runs[0], beside).encode()
         files.write(output, content)

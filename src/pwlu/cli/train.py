@@ -7,10 +7,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from pwlu.recipes.processes import joined
-from pwlu.recipes.rows import RECIPES, settings
-from pwlu.recipes.run_folder import RunFolder
-from pwlu.recipes.settings import Settings, UserError, flag
+from pwlu.lab.recipes.catalog import RECIPES, settings
+from pwlu.lab.recipes.settings import Settings, UserError, flag
+from pwlu.lab.runs.processes import joined
+from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.text import install
 
 RUNS = Path("runs")
@@ -83,12 +83,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        from pwlu.recipes.loop import begin, train
+        from pwlu.lab.training.loop import begin, train
     except ImportError as error:
         raise UserError(f"training needs more packages ({error}): {install('train')}") from None
-    from pwlu.recipes.divergence import STATUS
-    from pwlu.recipes.report import headline
-    from pwlu.recipes.results import read_run
+    from pwlu.lab.runs.divergence import STATUS
+    from pwlu.lab.runs.results import read_run
+    from pwlu.lab.training.summary import headline
 
     changes = given(options)
     asked = settings(options.recipe or "digits", **changes) if options.resume is None else _resumed(options, changes)
@@ -97,16 +97,16 @@ def _run(options: argparse.Namespace) -> int:
         if RunFolder(path).finished:
             result = read_run(path).result
             assert result is not None
-            if processes.first:
+            if processes.is_main:
                 print(f"{path} is finished: {headline(result, asked.as_dict())}")
             return STATUS if result["diverged"] else 0
         try:
             result = train(asked, path, processes)
         except KeyboardInterrupt:
-            if processes.first:
+            if processes.is_main:
                 print(f"\nstopped. To go on: pwlu train --resume {path}", file=sys.stderr)
             return 130
-        if processes.first:
+        if processes.is_main:
             print(headline(result, asked.as_dict()))
             picture = path / "functions.png"
             drawn = picture.exists() and not result["diverged"]

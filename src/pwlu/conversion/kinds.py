@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pwlu.baselines import PReLU
-from pwlu.starts import STARTS, Slopes, Start
+from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction, Slopes
 
 PRELU = (nn.PReLU, PReLU)
 
@@ -53,7 +53,7 @@ class Activation(NamedTuple):
 
     kind: str
     x: Tensor
-    start: Start
+    start: InitialFunction
     in_place: bool
 
     def apply(self) -> Tensor:
@@ -74,7 +74,7 @@ def recognise(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     given = dict(zip(ARGUMENTS[kind], args[1:], strict=False)) | {k: v for k, v in kwargs.items() if k in ARGUMENTS[kind]}
     in_place = name.endswith("_") or bool(given.pop("inplace", False))
     if kind == "prelu":
-        return Activation(kind, x, Start(partial(F.prelu, weight=given["weight"]), name=kind), in_place)
+        return Activation(kind, x, InitialFunction(partial(F.prelu, weight=given["weight"]), name=kind), in_place)
     if kind == "clamp" and not all(v is None or isinstance(v, (int, float)) for v in given.values()):
         return None
     given.pop("training", None)  # of a function that is random: it is not another one in evaluation
@@ -85,19 +85,19 @@ def recognise(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 _BASES = {  # of kinds that no unit starts as by their name
-    "hardshrink": Start(F.hardshrink, (), (1.0, 1.0), "hardshrink"),  # it jumps
-    "rrelu": Start(partial(F.rrelu, training=True), (0.0,), name="rrelu"),
-    "threshold": Start(partial(F.threshold, threshold=0.0, value=0.0), (0.0,), (0.0, 1.0), "threshold"),
+    "hardshrink": InitialFunction(F.hardshrink, (), (1.0, 1.0), "hardshrink"),  # it jumps
+    "rrelu": InitialFunction(partial(F.rrelu, training=True), (0.0,), name="rrelu"),
+    "threshold": InitialFunction(partial(F.threshold, threshold=0.0, value=0.0), (0.0,), (0.0, 1.0), "threshold"),
 }
 
 
 @cache
-def _start(kind: str, *arguments: tuple[str, Any]) -> Start:
+def _start(kind: str, *arguments: tuple[str, Any]) -> InitialFunction:
     """The start of that kind, with other arguments than the default ones if there are any."""
     special = dict(arguments)
     if kind == "clamp":
         return _clamp(special.get("min"), special.get("max"))
-    known = STARTS.get(kind) or _BASES[kind]
+    known = INITIAL_FUNCTIONS.get(kind) or _BASES[kind]
     if not special:
         return known
     function = partial(known.function, **special)
@@ -113,34 +113,36 @@ def _start(kind: str, *arguments: tuple[str, Any]) -> Start:
         kinks = (-float(special["lambd"]), float(special["lambd"]))
     elif kind == "hardtanh":
         kinks = (float(special.get("min_val", -1.0)), float(special.get("max_val", 1.0)))
-    return Start(function, kinks, slopes, name)
+    return InitialFunction(function, kinks, slopes, name)
 
 
-def _clamp(low: float | None, high: float | None) -> Start:
-    known = STARTS["relu"] if (low, high) == (0, None) else STARTS["relu6"] if (low, high) == (0, 6) else None
+def _clamp(low: float | None, high: float | None) -> InitialFunction:
+    known = (
+        INITIAL_FUNCTIONS["relu"] if (low, high) == (0, None) else INITIAL_FUNCTIONS["relu6"] if (low, high) == (0, 6) else None
+    )
     slopes = float(low is None), float(high is None)
     kinks = tuple(float(limit) for limit in (low, high) if limit is not None)
-    return known or Start(partial(torch.clamp, min=low, max=high), kinks, slopes, f"clamp({low}, {high})")
+    return known or InitialFunction(partial(torch.clamp, min=low, max=high), kinks, slopes, f"clamp({low}, {high})")
 
 
-def prelu_start(weight: Tensor) -> Start:
+def prelu_function(weight: Tensor) -> InitialFunction:
     """Return the start that equals PReLU with these slopes, one per channel or one for all."""
     if weight.is_meta:
-        return Start(partial(F.prelu, weight=weight), name="prelu")
+        return InitialFunction(partial(F.prelu, weight=weight), name="prelu")
     if len(weight) == 1:
         return _start("leaky_relu", ("negative_slope", weight.item()))
-    return Start(Slopes(weight), (0.0,), None, "prelu", len(weight))
+    return InitialFunction(Slopes(weight), (0.0,), None, "prelu", len(weight))
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-_QUICK_GELU = Start(_quick_gelu, (), (0.0, 1.0), "quick_gelu")
-Recognised = tuple[str, Start]
+_QUICK_GELU = InitialFunction(_quick_gelu, (), (0.0, 1.0), "quick_gelu")
+Recognised = tuple[str, InitialFunction]
 # Kind and start of what modules write out.
 WRITTEN_OUT: list[Recognised] = [
-    *((kind, STARTS[kind]) for kind in ARGUMENTS if kind in STARTS),
+    *((kind, INITIAL_FUNCTIONS[kind]) for kind in ARGUMENTS if kind in INITIAL_FUNCTIONS),
     ("gelu", _start("gelu", ("approximate", "tanh"))),
     ("gelu", _QUICK_GELU),
 ]
@@ -148,9 +150,9 @@ WRITTEN_OUT: list[Recognised] = [
 
 def recognise_module(module: nn.Module, kinds: Iterable[str | type[nn.Module]]) -> Recognised | None:
     """Kind and start of a module that is an activation because of its class: one of `kinds`, or PReLU."""
-    learned = prelu_start(module.weight) if isinstance(module, nn.PReLU) and type(module) in PRELU else None
+    learned = prelu_function(module.weight) if isinstance(module, nn.PReLU) and type(module) in PRELU else None
     if kind := next((kind for kind in kinds if isinstance(kind, type) and isinstance(module, kind)), None):
-        return kind.__name__, learned or Start(frozen(module), name=type(module).__name__)
+        return kind.__name__, learned or InitialFunction(frozen(module), name=type(module).__name__)
     return ("prelu", learned) if learned else None
 
 

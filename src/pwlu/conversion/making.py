@@ -9,12 +9,20 @@ import torch
 from torch import nn
 
 from pwlu.baselines import PAU, FReLU, ReLU, activation, check_name
+from pwlu.conversion.conversion_report import Site
 from pwlu.conversion.probing import refusal
-from pwlu.conversion.report import Site
 from pwlu.conversion.sites import Found
 from pwlu.conversion.tracing import Call
+from pwlu.initial_functions import (
+    INITIAL_FUNCTIONS,
+    InitialFunction,
+    best_bounds,
+    enough_intervals,
+    far_slopes,
+    find_initial_function,
+    initial_error,
+)
 from pwlu.module import PWLU
-from pwlu.starts import STARTS, Start, best_bounds, enough_intervals, far_slopes, find_start, start_error
 
 Factory = Callable[[int, Site], nn.Module]
 
@@ -33,9 +41,9 @@ def maker(
     if isinstance(bounds, str) and bounds != "sample":
         raise ValueError(f"convert_: bounds must be two numbers such as (-3.0, 3.0), or 'sample', not {bounds!r}")
     fixed = None if bounds == "sample" else bounds
-    start = find_start("relu" if init == "same" else init)
+    start = find_initial_function("relu" if init == "same" else init)
     start = _usable(start, f"init={start.name}", "channel")
-    PWLU(1, intervals, fixed or (-3.0, 3.0), "identity")  # intervals and bounds are checked before bounds are fitted
+    PWLU(1, intervals, fixed or (-3.0, 3.0), init="identity")  # intervals and bounds are checked before bounds are fitted
     PWLU(1, intervals, fixed or best_bounds(start, intervals), init=start)
     given = start if init != "same" else None
 
@@ -46,11 +54,11 @@ def maker(
         near = fixed or (found.inputs if _fits(start, found.inputs, intervals) else None)
         enough = intervals if tolerance is None else enough_intervals(start, intervals, tolerance, near)
         fitted = best_bounds(start, enough, near)
-        by_name = start.name if STARTS.get(start.name) == start else start
+        by_name = start.name if INITIAL_FUNCTIONS.get(start.name) == start else start
         channels = _channels(site, granularity)
-        act = PWLU(channels, enough, fitted, by_name, site.channel_dim, device=call.device, dtype=_wide(call))
+        act = PWLU(channels, enough, fitted, init=by_name, channel_dim=site.channel_dim, device=call.device, dtype=_wide(call))
         if given in (None, site.start):
-            site.error = start_error(start, act.bounds, enough, found.inputs or (-100, 100))
+            site.error = initial_error(start, act.bounds, enough, found.inputs or (-100, 100))
         return act
 
     return unit
@@ -60,7 +68,7 @@ def _channels(site: Site, granularity: str) -> int:
     return site.channels if granularity == "channel" else 1
 
 
-def _fits(start: Start, inputs: tuple[float, float] | None, intervals: int) -> bool:
+def _fits(start: InitialFunction, inputs: tuple[float, float] | None, intervals: int) -> bool:
     """Return whether bounds at these inputs leave a knot for each kink."""
     try:
         best_bounds(start, intervals, inputs)
@@ -69,9 +77,9 @@ def _fits(start: Start, inputs: tuple[float, float] | None, intervals: int) -> b
     return True
 
 
-def _usable(start: Start, what: str, granularity: str) -> Start:
+def _usable(start: InitialFunction, what: str, granularity: str) -> InitialFunction:
     """Return the start, with its slopes far out; an error, which names it `what`, if a PWLU cannot start as that."""
-    if (start.channels > 1 and granularity == "channel") or STARTS.get(start.name) == start:
+    if (start.channels > 1 and granularity == "channel") or INITIAL_FUNCTIONS.get(start.name) == start:
         return start
     why = "differs from channel to channel" if start.channels > 1 else refusal(start.function)
     if why:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from pwlu.conversion.conversion_report import Site
 from pwlu.conversion.nodes import SEVERAL
-from pwlu.conversion.report import Site
 from pwlu.conversion.rewrite import Edit
-from pwlu.conversion.runs import Recorded, Run
+from pwlu.conversion.sample_runs import Recorded, Run
 from pwlu.conversion.tracing import Call
 from pwlu.text import counted
 

@@ -21,7 +21,7 @@ _MACHINERY = frozenset(
         "_tensor.py",
         "_jit_internal.py",
     )
-) | {os.path.join(os.path.dirname(__file__), name) for name in ("tracing.py", "runs.py")}
+) | {os.path.join(os.path.dirname(__file__), name) for name in ("tracing.py", "sample_runs.py")}
 
 
 class Location(NamedTuple):

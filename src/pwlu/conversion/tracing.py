@@ -16,7 +16,7 @@ from pwlu.conversion.dataflow import Dataflow
 from pwlu.conversion.kinds import Activation, Recognised, recognise
 from pwlu.conversion.nodes import Node, node_of
 from pwlu.conversion.source import Location, caller
-from pwlu.starts import STARTS, Start
+from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Call:
     """An activation applied once: kind and start, the module that owns the call (or is it), the place, and the input."""
 
     kind: str
-    start: Start
+    start: InitialFunction
     was: str
     module: str | None
     location: Location
@@ -80,7 +80,7 @@ class Recorder(TorchFunctionMode):
     def _of_features(self, clamp: Activation) -> bool:
         """Whether a clamp may be an activation: most limit parameters, whole numbers or boxes, or write into their input."""
         node = node_of(clamp.x)
-        if not self.clamps and clamp.start not in (STARTS["relu"], STARTS["relu6"]):
+        if not self.clamps and clamp.start not in (INITIAL_FUNCTIONS["relu"], INITIAL_FUNCTIONS["relu6"]):
             return False
         return node is not None and node.varies and clamp.x.is_floating_point() and not clamp.in_place
 
@@ -92,7 +92,7 @@ class Recorder(TorchFunctionMode):
             kind, parts = found
             self.dataflow.written_out.add(node)
             self.calls = [call for call in self.calls if call.node not in parts]
-            call = self._call(kind, STARTS[kind], kind, x, node_of(x), node, y)
+            call = self._call(kind, INITIAL_FUNCTIONS[kind], kind, x, node_of(x), node, y)
             call.written_out = True
 
     def _used(self, values: Any) -> None:
@@ -100,7 +100,9 @@ class Recorder(TorchFunctionMode):
             if self.written and isinstance(tensor, Tensor):
                 self.used_again += [(call, x, tensor) for call, x in self.written.get(_storage(tensor), ())]
 
-    def _call(self, kind: str, start: Start, was: str, x: Tensor, before: Node | None, node: Node | None, y: Tensor) -> Call:
+    def _call(
+        self, kind: str, start: InitialFunction, was: str, x: Tensor, before: Node | None, node: Node | None, y: Tensor
+    ) -> Call:
         channel_dim = before.channel_dim if before is not None else None
         location = caller(sys._getframe(2), self.names)
         call = Call(

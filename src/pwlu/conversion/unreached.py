@@ -6,11 +6,11 @@ from types import FunctionType
 
 from torch import nn
 
+from pwlu.conversion.conversion_report import Site
 from pwlu.conversion.kinds import ARGUMENTS, recognise_module
 from pwlu.conversion.probing import stateless
-from pwlu.conversion.report import Site
 from pwlu.conversion.rewrite import NotPossible, definition, original, rewritten_places
-from pwlu.conversion.runs import Recorded
+from pwlu.conversion.sample_runs import Recorded
 from pwlu.conversion.sites import Rules, joined
 from pwlu.conversion.source import innermost
 from pwlu.conversion.tracing import Call, registrations, stateless_leaf

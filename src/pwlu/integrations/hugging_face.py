@@ -23,9 +23,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from pwlu.learning import TwoPhase
+from pwlu.conversion.saving import conversion_of, convert_as_
+from pwlu.learning.two_phase import TwoPhase
 from pwlu.module import units_of
-from pwlu.saving import conversion_of, convert_as_
 from pwlu.text import install
 
 try:

@@ -103,7 +103,7 @@ def build(variant: str, afresh: bool = False, keep: bool = False) -> Path:
         stem = _folder_of_this_process() / f"cpu-{variant}"
     if afresh and (found := find(stem)):
         found.unlink(missing_ok=True)
-    return make(stem, lambda: [*_c_compiler(), *flags(variant), "-shared", "-fPIC"], SOURCE, ["-lm"], keep)
+    return make(stem, lambda: [*_c_compiler(), *flags(variant), "-shared", "-fPIC"], SOURCE, ["-lm"], keep=keep)
 
 
 def _c_compiler() -> list[str]:
@@ -159,7 +159,7 @@ def is_being_made(stem: Path) -> bool:
 
 
 def make(
-    stem: Path, command: Callable[[], list[str]], source: Path, libraries: list[str], keep: bool = False, announce: str = ""
+    stem: Path, command: Callable[[], list[str]], source: Path, libraries: list[str], *, keep: bool = False, announce: str = ""
 ) -> Path:
     """Return the path of a library, compiled if the cache lacks it; OSError says why that is impossible.
 

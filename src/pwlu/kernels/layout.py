@@ -4,9 +4,24 @@ Every dense layout has such a form: inner is the stride of the channel dimension
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class NormState(NamedTuple):
+    """What a batch norm has besides its input, in the order in which operators take it. `factor`: of the running average."""
+
+    gamma: Tensor | None
+    beta: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    batches: Tensor | None
+    factor: float
+    eps: float
+    training: bool
+    pool: Tensor | None
 
 
 def laid_out_as(like: Tensor, x: Tensor) -> Tensor:
@@ -36,6 +51,21 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
             "(torch's efficient zeros). Call the whole module that owns it, or write .clone()"
         )
     return found
+
+
+def optional_addresses(*tensors: Tensor | None) -> list[int]:
+    """Where they are in memory; 0 for one that is missing."""
+    return [0 if tensor is None else addresses([tensor])[0] for tensor in tensors]
+
+
+def note_changes(state: NormState) -> None:
+    """Count the changes in place that a norm of a batch makes; of running statistics torch counts none either.
+
+    It holds them for the backward pass of a norm that is called twice.
+    """
+    for changed in (state.batches, state.pool):
+        if state.training and changed is not None:
+            torch.autograd.graph.increment_version(changed)
 
 
 def blocks(weight: int, channels: int, intervals: int, itemsize: int) -> list[int]:

@@ -59,7 +59,9 @@ class Axes:
         )
 
 
-def lines(series: Sequence[Line], x_title: str, y_title: str, mark: tuple[float, str] | None = None, log: bool = False) -> str:
+def lines(
+    series: Sequence[Line], x_title: str, y_title: str, *, mark: tuple[float, str] | None = None, log: bool = False
+) -> str:
     """Lines over x, each with its name at its end; `mark`: an x to mark, and what it is called."""
     xs, ys = ([point[side] for line in series for point in line.points] for side in (0, 1))
     log = log and min(ys) > 0

@@ -8,53 +8,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pwlu.analysis import UnitAlignment
+from pwlu.analysis.alignment import UnitAlignment
+from pwlu.analysis.shapes import CLASSES, UnitShapes
+from pwlu.initial_functions import INITIAL_FUNCTIONS
 from pwlu.report.encoding import growth, halves, packed, shares
-from pwlu.report.evidence import Evidence
-from pwlu.shapes import CLASSES, UnitShapes
-from pwlu.starts import STARTS
+from pwlu.report.run_data import RunData
 
 LIMIT = 4_750_000  # letters; the page is to stay below 5 MB, tables and all
 BARS = 32
 
 
-def gallery(evidence: Evidence, limit: int = LIMIT) -> dict[str, Any]:
+def gallery(run: RunData, limit: int = LIMIT) -> dict[str, Any]:
     """For JSON: layers, moments, and bytes in base64. What does not fit is left out, and ``left_out`` says so.
 
     First go moments, at even distances, but for the first and the last; then the distributions of inputs.
     """
-    every = list(evidence.moments)
-    inputs = {unit.name: unit for unit in evidence.alignment or ()}
+    every = list(run.moments)
+    inputs = {unit.name: unit for unit in run.alignment or ()}
     bars = any(unit.histogram for unit in inputs.values())
-    fixed = _fixed(evidence, inputs, bars)
+    fixed = _fixed(run, inputs, bars)
     kept = len(every)
-    content = _encoded(evidence, every, fixed)
+    content = _encoded(run, every, fixed)
     if len(content) > limit and kept > 2:
         kept, most = 2, len(every)  # so many fit, unless nothing does; so many do not
         while most - kept > 1:
             middle = (kept + most) // 2
-            fits = len(_encoded(evidence, _some(every, middle), fixed)) <= limit
+            fits = len(_encoded(run, _some(every, middle), fixed)) <= limit
             kept, most = (middle, most) if fits else (kept, middle)
-        content = _encoded(evidence, _some(every, kept), fixed)
+        content = _encoded(run, _some(every, kept), fixed)
     left_out = [] if kept == len(every) else [f"{len(every) - kept} of {len(every)} snapshots"]
     if len(content) > limit and bars:
         bars = False
-        content = _encoded(evidence, _some(every, kept), _fixed(evidence, inputs, bars))
+        content = _encoded(run, _some(every, kept), _fixed(run, inputs, bars))
         left_out.append("the distributions of inputs")
-    used = {name: STARTS[name] for name in sorted(set(evidence.starts.values()))}
+    used = {name: INITIAL_FUNCTIONS[name] for name in sorted(set(run.starts.values()))}
     return {
         "layers": [
             {
                 "name": name or "the model",
                 "channels": len(unit["left"]),
                 "intervals": unit["heights"].shape[1] - 1,
-                "start": evidence.starts.get(name),
+                "start": run.starts.get(name),
                 "members": _members(shapes),
             }
-            for (name, unit), shapes in zip(evidence.functions.items(), evidence.shapes or (), strict=True)
+            for (name, unit), shapes in zip(run.functions.items(), run.shapes or (), strict=True)
         ],
-        "moments": [_moment(evidence, step) for step in _some(every, kept)],
-        "ended": evidence.ended,
+        "moments": [_moment(run, step) for step in _some(every, kept)],
+        "ended": run.ended,
         "classes": [shape.words for shape in CLASSES.values()],
         "starts": {name: _sampled(start.function, start.kinks) for name, start in used.items()},
         "bars": BARS if bars else 0,
@@ -70,9 +70,9 @@ def _some(steps: list[float], most: int) -> list[float]:
     return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
 
 
-def _moment(evidence: Evidence, step: float) -> dict[str, Any]:
-    epoch = step / evidence.steps_per_epoch if evidence.steps_per_epoch else None
-    after = evidence.realigned_after
+def _moment(run: RunData, step: float) -> dict[str, Any]:
+    epoch = step / run.steps_per_epoch if run.steps_per_epoch else None
+    after = run.realigned_after
     return {
         "step": step if math.isfinite(step) else None,
         "epoch": epoch,
@@ -93,21 +93,21 @@ def _sampled(function: Any, kinks: tuple[float, ...]) -> list[list[float]]:
     return [[float(f"{number:.4g}") for number in numbers] for numbers in (x, y)]
 
 
-def _fixed(evidence: Evidence, inputs: dict[str, UnitAlignment], bars: bool) -> dict[str, bytes]:
+def _fixed(run: RunData, inputs: dict[str, UnitAlignment], bars: bool) -> dict[str, bytes]:
     """By layer, what does not depend on moments: a few numbers of each channel, then the distribution of its inputs."""
-    assert evidence.shapes is not None
+    assert run.shapes is not None
     parts = {}
-    for unit in evidence.shapes:
+    for unit in run.shapes:
         seen = inputs.get(unit.name)
         parts[unit.name] = b"".join(_numbers(unit, seen) + (_distribution(seen, unit.channels) if bars else []))
     return parts
 
 
-def _encoded(evidence: Evidence, steps: list[float], fixed: dict[str, bytes]) -> str:
+def _encoded(run: RunData, steps: list[float], fixed: dict[str, bytes]) -> str:
     """Layer after layer: the functions at these moments, then what is fixed."""
     parts: list[bytes] = []
-    for name in evidence.functions:
-        moments = [evidence.moments[step][name] for step in steps]
+    for name in run.functions:
+        moments = [run.moments[step][name] for step in steps]
         for columns in (("left", "right"), ("heights",), ("left_slope", "right_slope")):
             values = [torch.cat([_columns(moment[column]) for column in columns], dim=1) for moment in moments]
             parts.append(growth(torch.stack(values)))

@@ -9,24 +9,24 @@ from string import Template
 from typing import Any
 
 from pwlu.report import sections
-from pwlu.report.compared import Compared
-from pwlu.report.evidence import Evidence
 from pwlu.report.gallery import gallery
+from pwlu.report.run_data import RunData
 from pwlu.report.shape_table import shape_table
+from pwlu.report.side_by_side import Compared
 from pwlu.version import __version__
 
 _SCRIPTS = ("decode.js", "draw.js", "gallery.js", "main.js")
 
 
-def page(evidence: Evidence, beside: Compared | None = None) -> str:
+def page(run: RunData, beside: Compared | None = None) -> str:
     """Return the report as HTML; `beside`: the same run with others, which are compared with it."""
     script = '"use strict";\n' + "\n".join(_part(name) for name in _SCRIPTS)
-    parts = _sections(evidence, beside)
+    parts = _sections(run, beside)
     ids = {title: title.lower() for title in parts}
-    data: dict[str, Any] | None = gallery(evidence) if evidence.functions else None
+    data: dict[str, Any] | None = gallery(run) if run.functions else None
     return Template(_part("page.html")).substitute(
-        title=escape(evidence.title),
-        headline=escape(sections.headline(evidence, beside.verdict() if beside else "")),
+        title=escape(run.title),
+        headline=escape(sections.headline(run, beside.verdict() if beside else "")),
         version=__version__,
         style=_part("page.css"),
         script=script,
@@ -41,19 +41,17 @@ def page(evidence: Evidence, beside: Compared | None = None) -> str:
     )
 
 
-def _sections(evidence: Evidence, beside: Compared | None) -> dict[str, str]:
+def _sections(run: RunData, beside: Compared | None) -> dict[str, str]:
     """By title, those for which there is something to show."""
-    parts = {"Result": sections.summary(evidence)}
+    parts = {"Result": sections.summary(run)}
     if beside is not None:
         parts["Comparison"] = beside.section()
-    if drawn := sections.curves(evidence):
+    if drawn := sections.curves(run):
         parts["Training"] = drawn
-    if evidence.alignment is not None:
-        parts["Alignment"] = sections.alignment(
-            evidence.alignment, evidence.functions or [unit.name for unit in evidence.alignment]
-        )
-    if evidence.shapes is not None:
-        parts["Shapes"] = shape_table(evidence.shapes, evidence.alignment)
+    if run.alignment is not None:
+        parts["Alignment"] = sections.alignment(run.alignment, run.functions or [unit.name for unit in run.alignment])
+    if run.shapes is not None:
+        parts["Shapes"] = shape_table(run.shapes, run.alignment)
         parts["Functions"] = _part("functions.html")
     return parts
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from pwlu.analysis import HEALTHY, Alignment, UnitAlignment
-from pwlu.recipes import cells, rows
-from pwlu.recipes.divergence import described
-from pwlu.recipes.measures import said
-from pwlu.recipes.settings import UserError
+from pwlu.analysis.alignment import HEALTHY, Alignment, UnitAlignment
+from pwlu.lab.recipes import catalog, experiment
+from pwlu.lab.recipes.metrics import format_metrics
+from pwlu.lab.recipes.settings import UserError
+from pwlu.lab.runs.divergence import described
 from pwlu.report.charts import Line, histogram, lines, whiskers
-from pwlu.report.evidence import Evidence
+from pwlu.report.run_data import RunData
 
 _REALIGNED = "\u03bc \u00b1 3\u03c3"  # mu plus or minus 3 sigma
 _CURVES = {  # by name in metrics.jsonl, what it is called in its chart
@@ -21,69 +21,69 @@ _CURVES = {  # by name in metrics.jsonl, what it is called in its chart
 }
 
 
-def summary(evidence: Evidence) -> str:
+def summary(run: RunData) -> str:
     """The result in large figures, the notes, and all settings."""
-    result = evidence.result
-    figures = "".join(f"<div><dt>{title}</dt><dd>{value}</dd></div>" for title, value in _figures(evidence))
+    result = run.result
+    figures = "".join(f"<div><dt>{title}</dt><dd>{value}</dd></div>" for title, value in _figures(run))
     parts = []
-    if evidence.diverged:
+    if run.diverged:
         words = "The training diverged. What this page shows is what it left, not what was learned."
         parts.append(f'<p class="warning">{words}</p>')
     parts.append(f'<dl class="figures">{figures}</dl>' if figures else "")
-    if evidence.notes:
-        items = "".join(f"<li>{escape(note)}</li>" for note in evidence.notes)
+    if run.notes:
+        items = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
         parts.append(f'<aside class="notes" role="note" aria-label="What this page cannot show"><ul>{items}</ul></aside>')
-    if words := _settings(evidence):
+    if words := _settings(run):
         parts.append(f"<p>{escape(words)}</p>")
-    for title, values in (("Settings", evidence.config), ("Environment", evidence.environment), ("Result", result)):
+    for title, values in (("Settings", run.config), ("Environment", run.environment), ("Result", result)):
         if values:
             entries = "".join(f"<div><dt>{escape(_words(k))}</dt><dd>{escape(_value(v))}</dd></div>" for k, v in values.items())
             parts.append(f'<details><summary>{title}</summary><dl class="all">{entries}</dl></details>')
     return "".join(parts)
 
 
-def headline(evidence: Evidence, verdict: str) -> str:
+def headline(run: RunData, verdict: str) -> str:
     """Return what stands under the title: what was gained, if it was compared; then what was measured, and the functions."""
-    result = {name: value for name, value in evidence.result.items() if value is not None}
+    result = {name: value for name, value in run.result.items() if value is not None}
     parts = []
-    if evidence.diverged:
-        return f"{described(evidence.result, evidence.config)} {verdict}".strip()
-    if said(result):
-        parts.append(f"{said(result)} on {result.get('measured_images', 0):,} {result.get('measured_on', 'images')}")
-    if evidence.functions:
-        counts = [len(unit["left"]) for unit in evidence.functions.values()]
+    if run.diverged:
+        return f"{described(run.result, run.config)} {verdict}".strip()
+    if format_metrics(result):
+        parts.append(f"{format_metrics(result)} on {result.get('measured_images', 0):,} {result.get('measured_on', 'images')}")
+    if run.functions:
+        counts = [len(unit["left"]) for unit in run.functions.values()]
         whole = "a layer" if max(counts) == 1 else "a channel"
-        learned = "learned " if evidence.learned else ""
-        when = "" if evidence.ended else f", as they were at step {max(evidence.moments):,}"
+        learned = "learned " if run.learned else ""
+        when = "" if run.ended else f", as they were at step {max(run.moments):,}"
         parts.append(f"{sum(counts):,} {learned}functions in {len(counts)} layers, one {whole}{when}")
     words = "; ".join(parts) + "."
     words = words[0].upper() + words[1:] if parts else "A run of which little is known yet."
     return f"{verdict} {words}".strip()
 
 
-def curves(evidence: Evidence) -> str:
+def curves(run: RunData) -> str:
     """Accuracy, or average precision, and losses over epochs."""
     charts = []
     mark = None
-    if evidence.realigned_after:
-        mark = evidence.realigned_after / evidence.steps_per_epoch, f"realignment, step {evidence.realigned_after:,}"
-    detects = any("box_ap" in row for row in evidence.metrics)
+    if run.realigned_after:
+        mark = run.realigned_after / run.steps_per_epoch, f"realignment, step {run.realigned_after:,}"
+    detects = any("box_ap" in row for row in run.metrics)
     titles = {"measures": "average precision, %" if detects else "accuracy, %", "losses": "loss, logarithmic"}
     for group, names in _CURVES.items():
         series = [
             Line(
-                "held out" if label == "test" and evidence.config.get("holdout") else label,
+                "held out" if label == "test" and run.config.get("holdout") else label,
                 "first" if name in ("accuracy", "test_loss", "box_ap") else "second",
                 points,
             )
             for name, label in names.items()
-            if (points := evidence.points(name))
+            if (points := run.points(name))
         ]
         if series:
-            charts.append(f"<figure>{lines(series, 'epoch', titles[group], mark, log=group == 'losses')}</figure>")
+            charts.append(f"<figure>{lines(series, 'epoch', titles[group], mark=mark, log=group == 'losses')}</figure>")
     if not charts:
         return ""
-    return f'<div class="pair">{"".join(charts)}</div>' + _epochs(evidence.metrics)
+    return f'<div class="pair">{"".join(charts)}</div>' + _epochs(run.metrics)
 
 
 def alignment(aligned: Alignment, names: Iterable[str]) -> str:
@@ -110,29 +110,29 @@ def alignment(aligned: Alignment, names: Iterable[str]) -> str:
     )
 
 
-def _figures(evidence: Evidence) -> list[tuple[str, str]]:
-    result, found = evidence.result, []
+def _figures(run: RunData) -> list[tuple[str, str]]:
+    result, found = run.result, []
     for name, title in (("accuracy", "accuracy"), ("box_ap", "box AP"), ("mask_ap", "mask AP")):
         if result.get(name) is not None:
             found.append((title, f"{result[name]:.2f} %"))
     if result.get("parameters") is not None:
         found.append(("parameters", f"{result['parameters']:,}"))
-    if evidence.metrics:
-        found.append(("epochs", f"{len(evidence.metrics)}" if result else evidence.progress))
+    if run.metrics:
+        found.append(("epochs", f"{len(run.metrics)}" if result else run.progress))
     if result.get("seconds_per_epoch") is not None:
         found.append(("an epoch", f"{result['seconds_per_epoch']:.3g} s"))
-    if evidence.metrics and 0 < evidence.realigned_after <= evidence.metrics[-1]["step"]:
-        found.append(("realigned after", f"{evidence.realigned_after:,} steps"))
+    if run.metrics and 0 < run.realigned_after <= run.metrics[-1]["step"]:
+        found.append(("realigned after", f"{run.realigned_after:,} steps"))
     return found
 
 
-def _settings(evidence: Evidence) -> str:
+def _settings(run: RunData) -> str:
     """In sentences, what one wants to know first; what differs from the recipe."""
-    config, where = evidence.config, evidence.environment
+    config, where = run.config, run.environment
     sentences = []
-    if evidence.functions and config:
+    if run.functions and config:
         began = "what stood there before" if config.get("init") == "same" else config.get("init", "relu")
-        intervals = sorted({unit["heights"].shape[1] - 1 for unit in evidence.functions.values()})
+        intervals = sorted({unit["heights"].shape[1] - 1 for unit in run.functions.values()})
         sentences.append(f"PWLUs have {' or '.join(map(str, intervals))} intervals and began as {began}.")
     if where:
         revision = f" ({where['revision']})" if where.get("revision") else ""
@@ -140,11 +140,11 @@ def _settings(evidence: Evidence) -> str:
             f"Trained with pwlu {where.get('pwlu')}{revision} and torch {where.get('torch')} on {where.get('device')}."
         )
     try:
-        changed = cells.differences(rows.settings(**config)) if config else {}
+        changed = experiment.differences(catalog.settings(**config)) if config else {}
     except (TypeError, UserError):  # of another version
         changed = {}
     if changed:
-        named = ", ".join(f"{_words(name)} {cells.short(value)}" for name, value in changed.items())
+        named = ", ".join(f"{_words(name)} {experiment.short(value)}" for name, value in changed.items())
         sentences.append(f"Other than the recipe has it: {named}.")
     return " ".join(sentences)
 

@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Callable, Iterable
 from html import escape
 
-from pwlu.analysis import Alignment
-from pwlu.shapes import CLASSES, FLAT, Shapes, UnitShapes
+from pwlu.analysis.alignment import Alignment
+from pwlu.analysis.shapes import CLASSES, FLAT, Shapes, UnitShapes
 
 _SATURATING = "saturating"
 _SHAPES = {  # a column each, with its explanation
@@ -31,8 +31,8 @@ _NUMBERS = {
 def shape_table(shapes: Shapes, alignment: Alignment | None) -> str:
     """A sentence that sums up, and the table: a row a layer, a column a shape."""
     iou = {unit.name: unit.iou for unit in alignment or ()}
-    explained = {CLASSES[shape].words if shape in CLASSES else shape: why for shape, why in _SHAPES.items()} | _NUMBERS
-    head = "".join(f'<th scope="col" title="{escape(why)}"><span>{name}</span></th>' for name, why in explained.items())
+    explain_errors = {CLASSES[shape].words if shape in CLASSES else shape: why for shape, why in _SHAPES.items()} | _NUMBERS
+    head = "".join(f'<th scope="col" title="{escape(why)}"><span>{name}</span></th>' for name, why in explain_errors.items())
     body = []
     for place, unit in enumerate(shapes):  # the number is that of the layer in the chart of the alignment
         link = f'<a href="#functions" data-layer="{place}">{escape(unit.name or "the model")}</a>'

@@ -15,7 +15,7 @@ from torch import Tensor
 from pwlu.kernels import build, eager, layout
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-_POINTER, _LONG, _UNSIGNED = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint
+_POINTER, _LONG, _UNSIGNED, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint, ctypes.c_double
 _START: list[Any] = [_POINTER, _UNSIGNED, ctypes.c_int]
 _GEOMETRY: list[Any] = [_LONG, _LONG, _LONG]
 _WORKER = ctypes.CFUNCTYPE(None, _POINTER)
@@ -68,6 +68,15 @@ class Kernel:
         self._lookup.argtypes = [*_START, *[_POINTER] * 2, *_GEOMETRY, _LONG, *[_POINTER] * 4]
         self._backward.argtypes = [*_START, *[_POINTER] * 3, *_GEOMETRY, _LONG, *[_POINTER] * 10]
         self._moments.argtypes = [*_START, _POINTER, *_GEOMETRY, _POINTER]
+        self._normalization, self._norm_forward = library.pwlu_normalization, library.pwlu_norm_forward
+        self._norm_backward, self._norm_input = library.pwlu_norm_backward, library.pwlu_norm_input
+        self._normalization.argtypes = [*_START, _POINTER, *_GEOMETRY, *[_POINTER] * 5, *[_DOUBLE] * 2, *[_POINTER] * 2]
+        self._norm_forward.argtypes = [*_START, *[_POINTER] * 3, *_GEOMETRY, _POINTER, _LONG, *[_POINTER] * 2]
+        self._norm_backward.argtypes = [*_START, *[_POINTER] * 4, *_GEOMETRY, *[_POINTER] * 2, _LONG, *[_POINTER] * 2]
+        self._norm_input.argtypes = [
+            *(*_START, *[_POINTER] * 3, *_GEOMETRY),
+            *(_POINTER, _POINTER, _DOUBLE, ctypes.c_int, _LONG, _POINTER),
+        ]
 
     def forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
         """Return y."""
@@ -97,7 +106,7 @@ class Kernel:
         y = torch.empty_like(x)
         if not x.numel():
             return y
-        self._teach()
+        self._register()
         x = layout.laid_out_as(y, x)
         source, *_ = layout.addresses([x, *held])
         start, geometry = self._start(x), layout.geometry(x, channels, channel_dim)
@@ -112,7 +121,7 @@ class Kernel:
         grad_x = torch.empty_like(x) if need_input else x.new_empty(0)
         if not x.numel():
             return grad_x, weight.new_zeros(weight.shape if need_weight else 0)
-        self._teach()
+        self._register()
         x, grad = layout.laid_out_as(like, x), layout.laid_out_as(like, grad.to(x.dtype))
         packed = _for_compute(x, weight)
         grad_weight = torch.empty_like(packed) if need_weight else packed.new_empty(0)
@@ -131,7 +140,7 @@ class Kernel:
 
     def moments(self, x: Tensor, channel_dim: int, pool: Tensor) -> Any:
         """Add the moments of x to the pool; NotImplemented unless that is contiguous and of the type of the arithmetic."""
-        if pool.dtype != (torch.float64 if x.dtype == torch.float64 else torch.float32) or not pool.is_contiguous():
+        if pool.dtype != _compute(x) or not pool.is_contiguous():
             return NotImplemented
         if x.numel():
             x = layout.dense(x)
@@ -141,16 +150,105 @@ class Kernel:
             torch.autograd.graph.increment_version(pool)  # as every change in place does
         return None
 
-    def _teach(self) -> None:
-        eager.learn_cpu(self, self._parallel, [self._forward, self._lookup, self._backward, self._moments])
+    # Behind a batch norm.
+
+    def normalization(self, x: Tensor, *rest: Any) -> Tensor:
+        """Return what normalises x, of the batch (running statistics follow it) or of running statistics."""
+        self._register()
+        state = layout.NormState(*rest)
+        vectors = (state.gamma, state.beta, state.running_mean, state.running_var, state.pool)
+        dtype = _compute(x)
+        if not x.numel() or not all(v is None or (v.dtype == dtype and v.is_contiguous()) for v in vectors):
+            return NotImplemented
+        x, norm = layout.dense(x), x.new_empty(4, x.shape[1], dtype=dtype)
+        start, geometry = self._start(x), layout.geometry(x, x.shape[1], 1)
+        source = layout.addresses([x])[0] if state.training else None
+        *of_vectors, pool = layout.optional_addresses(*vectors)
+        (batches,) = layout.optional_addresses(state.batches)
+        numbers = (state.factor, state.eps)
+        _raise(self._normalization(*start, source, *geometry, *of_vectors, batches, *numbers, pool, norm.data_ptr()))
+        layout.note_changes(state)
+        return norm
+
+    def norm_forward(
+        self, x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int, pool: Tensor | None
+    ) -> Tensor:
+        """Return y of the normalised x, and with a pool add the moments of z to that."""
+        y = torch.empty_like(x)
+        if not x.numel():
+            return y
+        if pool is not None and (pool.dtype != norm.dtype or not pool.is_contiguous()):
+            return NotImplemented
+        x, residual = layout.laid_out_as(y, x), residual if residual is None else layout.laid_out_as(y, residual)
+        packed = _for_compute(x, weight)
+        source, of_norm, of_weight = layout.addresses([x, norm, packed])
+        added, of_pool = layout.optional_addresses(residual, pool)
+        start, geometry = self._start(x), layout.geometry(x, x.shape[1], 1)
+        _raise(self._norm_forward(*start, source, added, y.data_ptr(), *geometry, of_norm, intervals, of_weight, of_pool))
+        if pool is not None:
+            torch.autograd.graph.increment_version(pool)
+        return y
+
+    def norm_backward(
+        self, grad: Tensor, x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradient of z (empty without a residual), the norm's sums, and the gradient of the weight."""
+        grad_z, sums = x.new_empty(0) if residual is None else torch.empty_like(x), norm.new_zeros(3, norm.shape[1])
+        if not x.numel():
+            return grad_z, sums, torch.zeros_like(weight)
+        x = layout.laid_out_as(grad_z, x) if residual is not None else layout.dense(x)
+        grad = layout.laid_out_as(x, grad.to(x.dtype))
+        residual = residual if residual is None else layout.laid_out_as(x, residual)
+        packed = _for_compute(x, weight)
+        grad_weight = torch.empty_like(packed)
+        of_grad, source, of_norm, of_weight = layout.addresses([grad, x, norm, packed])
+        (added,) = layout.optional_addresses(residual)
+        start, geometry = self._start(x), layout.geometry(x, x.shape[1], 1)
+        outputs = (sums.data_ptr(), intervals, of_weight, grad_weight.data_ptr())
+        target = grad_z.data_ptr() if added else None
+        _raise(self._norm_backward(*start, of_grad, source, added, target, *geometry, of_norm, *outputs))
+        return grad_z, sums, grad_weight.to(weight.dtype)
+
+    def norm_input(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        norm: Tensor,
+        weight: Tensor,
+        intervals: int,
+        sums: Tensor | None,
+        count: float,
+        of_z: bool,
+    ) -> Tensor:
+        """Return the gradient of x behind a norm."""
+        grad_x = torch.empty_like(x)
+        if not x.numel():
+            return grad_x
+        x, grad = layout.laid_out_as(grad_x, x), layout.laid_out_as(grad_x, grad.to(x.dtype))
+        packed = _for_compute(x, weight)
+        of_grad, source, of_norm, of_weight = layout.addresses([grad, x, norm, packed])
+        (of_sums,) = layout.optional_addresses(sums)
+        start, geometry = self._start(x), layout.geometry(x, x.shape[1], 1)
+        tail = (of_norm, of_sums, count, of_z, intervals, of_weight)
+        _raise(self._norm_input(*start, of_grad, source, grad_x.data_ptr(), *geometry, *tail))
+        return grad_x
+
+    def _register(self) -> None:
+        functions = [self._forward, self._lookup, self._backward, self._moments]
+        functions += [self._normalization, self._norm_forward, self._norm_backward, self._norm_input]
+        eager.register_cpu(self, self._parallel, functions)
 
     def _start(self, x: Tensor) -> tuple[ctypes.c_void_p, int, int]:
         return self._parallel, torch.get_num_threads(), _DTYPES[x.dtype]
 
 
+def _compute(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def _for_compute(x: Tensor, parameter: Tensor) -> Tensor:
     """Return a parameter as C reads it: float64 for float64 x, else float32, and contiguous."""
-    return parameter.to(torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()
+    return parameter.to(_compute(x)).contiguous()
 
 
 def _raise(status: int) -> None:

@@ -8,6 +8,9 @@
 #define as_indices _mm256_castps_si256
 typedef __m256 lanes;
 typedef __m256i indices;
+typedef __m256d doubles;
+INLINE doubles first_half(lanes v) { return _mm256_cvtps_pd(_mm256_castps256_ps128(v)); }
+INLINE doubles second_half(lanes v) { return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)); }
 
 /* The first n < LANES floats. */
 INLINE indices first_lanes(int n) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)); }

@@ -1,13 +1,16 @@
 /* Registers of 16 floats: AVX-512F. */
 #define LANES 16
 #define PARTS 5
-#define REGISTER_ENTRIES 66
+#define REGISTER_ENTRIES 67 /* of 64 intervals, and the sums of a norm */
 #define REGISTER_PAIRS 66
 #define V(name) _mm512_##name
 #define store_places(p, s) _mm512_storeu_si512(p, s)
 #define as_indices _mm512_castps_si512
 typedef __m512 lanes;
 typedef __m512i indices;
+typedef __m512d doubles;
+INLINE doubles first_half(lanes v) { return _mm512_cvtps_pd(_mm512_castps512_ps256(v)); }
+INLINE doubles second_half(lanes v) { return _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1))); }
 
 /* The first n < LANES floats. */
 INLINE lanes load_some(const float *p, int n) { return _mm512_maskz_loadu_ps((__mmask16)((1 << n) - 1), p); }

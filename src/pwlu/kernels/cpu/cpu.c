@@ -14,6 +14,7 @@
 #endif
 
 #include <float.h>
+#include <math.h>
 #if defined(__SSE2__) || defined(_M_X64)
 #include <immintrin.h>
 #define PAIRS 1 /* 128-bit registers hold the two sums of a segment, or two table entries */
@@ -48,13 +49,16 @@ static int start(job *j, int summing) {
     const size_t entries = 2 * (size_t)(j->channels * j->segments), sums = summing ? (size_t)j->units * entries : 0;
     /* in short planes, clearing and adding copies would take longer than they save */
     const int copies = summing && j->intervals && !in_rows(j) && j->inner >= 8 * j->segments;
+    const size_t vectors = j->norm ? NORM_VECTORS : 0;
     const size_t columns = copies ? (size_t)(j->units * COLUMNS * 2 * j->segments) : 0;
-    char *scratch = malloc(sizeof(double) * (sums + columns) + real * (2 * entries + TILE + 3 * positions) + sizeof(int32_t) * positions);
+    char *scratch = malloc(sizeof(double) * (sums + columns) + real * (2 * entries + TILE + (3 + vectors) * positions) + sizeof(int32_t) * positions);
     if (!scratch) return 1;
     j->sums = summing ? (double *)scratch : NULL, j->columns = copies ? (double *)scratch + sums : NULL;
     j->table = (double *)scratch + sums + columns, j->split = (char *)j->table + real * entries;
     j->left = (char *)j->split + real * (entries + TILE), j->scale = (char *)j->left + real * positions;
-    j->right = (char *)j->scale + real * positions, j->base = (int32_t *)((char *)j->right + real * positions);
+    j->right = (char *)j->scale + real * positions;
+    for (size_t k = 0; k < vectors; k++) j->vectors[k] = (char *)j->right + real * (k + 1) * positions;
+    j->base = (int32_t *)((char *)j->right + real * (vectors + 1) * positions);
     memset((char *)j->split + real * entries, 0, real * TILE); /* loaded, though never selected */
     if (j->dtype == FLOAT64) execute_double(j);
     else execute_float(j);
@@ -97,4 +101,52 @@ EXPORT int pwlu_backward(parallel_fn parallel, unsigned threads, int dtype, cons
 EXPORT int pwlu_moments(parallel_fn parallel, unsigned threads, int dtype, const void *x, GEOMETRY, void *pool) {
     job j = JOB(.x = x, .segments = 1, .gradients = {pool});
     return start(&j, 1);
+}
+
+/* Behind a batch norm: reference.norm_forward and what follows it there. A norm is REAL (4, channels). `weight`: of a unit, packed. */
+#define BLOCK_OF(weight, k) ((weight) ? (char *)(weight) + (k) * channels * (dtype == FLOAT64 ? 8 : 4) : NULL)
+#define BLOCKS(weight) {BLOCK_OF(weight, 0), BLOCK_OF(weight, 1), BLOCK_OF(weight, 4), BLOCK_OF(weight, 2), BLOCK_OF(weight, 3)}
+
+/* With x: of the batch. The running statistics, the number of batches and the pool follow it; each may be NULL, gamma and beta too.
+ * Without x: of the running statistics. */
+EXPORT int pwlu_normalization(parallel_fn parallel, unsigned threads, int dtype, const void *x, GEOMETRY, const void *gamma,
+                              const void *beta, void *running_mean, void *running_variance, void *batches, double factor,
+                              double eps, void *pool, void *norm) {
+    job j = JOB(.x = x, .segments = 1, .parameters = {gamma, beta}, .factor = factor, .eps = eps,
+                .gradients = {pool, running_mean, running_variance, batches, norm});
+    if (x) return start(&j, 1);
+    for (int64_t c = 0; c < channels; c++) {
+        if (dtype == FLOAT64) write_norm_double(&j, c, ((double *)running_mean)[c], ((double *)running_variance)[c]);
+        else write_norm_float(&j, c, ((float *)running_mean)[c], ((float *)running_variance)[c]);
+    }
+    return 0;
+}
+
+/* A pool takes the moments of z: in a pass of its own, as pwlu_moments does. */
+EXPORT int pwlu_norm_forward(parallel_fn parallel, unsigned threads, int dtype, const void *x, const void *residual, void *y,
+                             GEOMETRY, const void *norm, int64_t intervals, const void *weight, void *pool) {
+    job j = JOB(.x = x, .y = y, .residual = residual, .norm = norm, .intervals = intervals, .segments = intervals + 2,
+                .parameters = BLOCKS(weight));
+    job observed = JOB(.x = x, .residual = residual, .norm = norm, .segments = 1, .gradients = {pool});
+    const int failed = start(&j, 0);
+    return failed || !pool ? failed : start(&observed, 1);
+}
+
+/* grad_z may be NULL. */
+EXPORT int pwlu_norm_backward(parallel_fn parallel, unsigned threads, int dtype, const void *grad, const void *x,
+                              const void *residual, void *grad_z, GEOMETRY, const void *norm, void *sums, int64_t intervals,
+                              const void *weight, void *grad_weight) {
+    job j = JOB(.x = x, .grad = grad, .y = grad_z, .residual = residual, .norm = norm, .norm_total = sums,
+                .intervals = intervals, .segments = intervals + 3, .parameters = BLOCKS(weight),
+                .gradients = BLOCKS(grad_weight));
+    return start(&j, 1);
+}
+
+/* Without sums mean and variance are constants. With of_z, grad is the gradient of z, and the unit is not needed. */
+EXPORT int pwlu_norm_input(parallel_fn parallel, unsigned threads, int dtype, const void *grad, const void *x, void *grad_x,
+                           GEOMETRY, const void *norm, const void *sums, double count, int of_z, int64_t intervals,
+                           const void *weight) {
+    job j = JOB(.x = x, .grad = grad, .y = grad_x, .norm = norm, .norm_sums = sums, .count = count, .of_norm = 1, .of_z = of_z,
+                .intervals = intervals, .segments = intervals + 2, .parameters = BLOCKS(weight));
+    return start(&j, 0);
 }

@@ -11,6 +11,13 @@ static const REAL *FOR_REAL(read)(const job *j, const void *from, int64_t at, in
     return buffer;
 }
 
+/* `count` rows of n elements as REAL, from `at` on: where they lie, `positions` apart, or in the buffer, WIDTH apart. */
+static const REAL *FOR_REAL(read_rows)(const job *j, const void *from, int64_t at, int count, int n, REAL *buffer) {
+    const REAL *first = FOR_REAL(read)(j, from, at, n, buffer);
+    for (int r = 1; r < count && first == buffer; r++) FOR_REAL(read)(j, from, at + r * j->positions, n, buffer + r * WIDTH);
+    return first;
+}
+
 /* Where in the table each element's segment is: from `base` on in planes; in rows (along = 1) bounds and bases are read from arrays.
  * The arithmetic of reference.segments, or, for a look-up, reference.lookup. */
 INLINE void FOR_REAL(locate)(const job *j, int64_t p, const int32_t *base, const REAL *restrict x, int n, int along, int lookup,
@@ -36,6 +43,29 @@ static void FOR_REAL(locate_plane)(const job *j, int64_t c, int32_t base, const 
 }
 
 #ifndef VECTORS
+/* Adds to sums[0] and sums[1] the sums of g and g (x - shift), or without g of x - shift and its square. */
+INLINE void FOR_REAL(sums_of)(const REAL *g, const REAL *x, REAL shift, int n, double *sums) {
+    enum { COPIES = 8 };
+    double first[COPIES] = {0}, second[COPIES] = {0};
+    for (int i = 0; i < n; i += COPIES)
+        for (int k = 0; k < COPIES && i + k < n; k++) {
+            const double centred = (double)x[i + k] - shift, value = g ? g[i + k] : centred;
+            first[k] += value, second[k] += value * centred;
+        }
+    for (int k = 0; k < COPIES; k++) sums[0] += first[k], sums[1] += second[k];
+}
+
+/* The same two sums of each of n positions over `count` rows: totals[i] and totals[WIDTH + i]. */
+INLINE void FOR_REAL(sums_of_rows)(const REAL *g, int64_t g_row, const REAL *x, int64_t x_row, const REAL *shift, int count, int n,
+                                   double *totals) {
+    for (int i = 0; i < n; i++) totals[i] = totals[WIDTH + i] = 0;
+    for (int r = 0; r < count; r++)
+        for (int i = 0; i < n; i++) {
+            const double centred = (double)x[r * x_row + i] - shift[i], value = g ? g[r * g_row + i] : centred;
+            totals[i] += value, totals[WIDTH + i] += value * centred;
+        }
+}
+
 static void FOR_REAL(locate_row)(const job *j, int64_t p, const REAL *x, int n, int32_t *place) {
     if (j->lookup) FOR_REAL(locate)(j, p, j->base + p, x, n, 1, 1, place);
     else FOR_REAL(locate)(j, p, j->base + p, x, n, 1, 0, place);

@@ -36,18 +36,27 @@ enum {
 /* `parallel` has the signature of GOMP_parallel, so that torch's own threads can do the work. */
 typedef void (*parallel_fn)(void (*worker)(void *), void *data, unsigned threads, unsigned flags);
 
+enum { MEAN, GAIN, SHIFT, OF_G, OF_CENTRED, NORM_VECTORS }; /* z = (x - mean) gain + shift; and what norm_gradient takes off */
+
 typedef struct job {
     int dtype, lookup;
+    int of_norm, of_z;              /* the output is the gradient of the norm's input; grad is that of z, not of y */
     int64_t outer, channels, inner, intervals, segments;
     const void *x, *grad;           /* elements in */
     void *y;                        /* elements out: the output, or the gradient of x, or NULL */
     const void *parameters[5];      /* left, right, heights, left_slope, right_slope; or the four tables of a look-up */
-    void *gradients[5];             /* of the same; of moments: the pool */
+    void *gradients[5];             /* of the same; of moments: the pool; of a norm: see pwlu_normalization */
+    const void *residual;           /* behind a norm: elements that are added to its output, or NULL */
+    const void *norm, *norm_sums;   /* REAL (4, channels), (3, channels): as in reference.py; or NULL */
+    void *norm_total;               /* (3, channels): sums that are made, or NULL */
+    double factor, eps, count;      /* of the running average; of the norm; elements per channel in all processes */
     void *left, *scale, *right;     /* REAL (positions): B_L, r = N/(B_R - B_L), B_R; of moments: the shift */
+    void *vectors[NORM_VECTORS];    /* REAL (positions), behind a norm */
     int32_t *base;                  /* rows, (positions): where a position's channel begins in `table`, `split` and `sums` */
     void *table;                    /* REAL (channels, segments, 2): slope and offset */
     void *split;                    /* REAL (channels, 2, segments): the table as vectors read it, TILE longer */
-    double *sums;                   /* (units, channels, segments, 2): of g and g x; of moments: x - shift, its square */
+    double *sums;                   /* (units, channels, segments, 2): of g and g x; of moments: x - shift, its square.
+                                       Behind a norm the last segment is none: sums of g_z and g_z (x - mean) */
     double *columns;                /* (units, COLUMNS, segments, 2): copies for one plane, or NULL */
     int64_t positions;              /* planes: channels; rows: elements until the next row */
     int64_t chunk;                  /* elements per unit */
@@ -79,12 +88,12 @@ static inline int64_t first_position(const job *j, int64_t c) { return in_rows(j
 static inline int64_t channels_per_unit(const job *j) { return larger(1, 16384 / j->segments); } /* of small serial work */
 
 /* How the work is cut: by shapes and the thread count alone, so that results repeat. Short rows are joined into one of at
- * least PANEL positions. */
+ * least PANEL positions, or of BLOCK where there are neither tables nor sums. */
 static void plan(job *j, int summing) {
     const int64_t size = size_of(j), row = j->channels * j->inner;
     j->threads = (unsigned)smaller(j->threads, size / 32768 + 1); /* the grain of torch's own loops */
     const int64_t units = j->threads == 1 ? 1 : summing ? j->threads : 4 * (int64_t)j->threads; /* sums: memory for each */
-    j->positions = in_rows(j) ? row * smaller(j->outer, ceil_div(PANEL, row)) : j->channels;
+    j->positions = in_rows(j) ? row * smaller(j->outer, ceil_div(j->of_z ? BLOCK : PANEL, row)) : j->channels;
     const int64_t align = !in_rows(j) ? BLOCK : size / j->positions < TILE * units ? j->positions : TILE * j->positions;
     j->chunk = ceil_div(ceil_div(size, units), align) * align;
     j->units = ceil_div(size, j->chunk);
@@ -94,9 +103,10 @@ static void plan(job *j, int summing) {
  * that takes longest, so that memory is busy all the time. */
 static inline void fetch(const job *j, int64_t at, int64_t n) {
     const int64_t bytes = j->dtype == FLOAT64 ? 8 : j->dtype == FLOAT32 ? 4 : 2, stop = bytes * (at + n);
-    const char *x = j->x, *grad = j->grad, *y = j->y ? j->y : x;
+    const char *x = j->x, *grad = j->grad, *y = j->y ? j->y : x, *residual = j->residual;
     for (int64_t i = bytes * at; i < stop; i += 64) FETCH(x + i), FETCH(y + i);
     for (int64_t i = bytes * at; grad && i < stop; i += 64) FETCH(grad + i);
+    for (int64_t i = bytes * at; residual && i < stop; i += 64) FETCH(residual + i);
 }
 
 /* What to fetch beside the panel of `count` rows whose first element, at position p, is `at`: processors do not foresee the order of

@@ -41,6 +41,68 @@ INLINE void plane_of_vectors(const job *j, int64_t c, int64_t base, const float 
     if (out) store_some(out + i, backward ? V(mul_ps)(load_some(grad + i, n - i), v) : v, n - i);
 }
 
+/* One register of g and x, or without g of x alone, as two pairs of doubles: what `sums_of` adds. */
+#define ADD_HALF(half, k, v, w, shift)                                               \
+    {                                                                                \
+        const doubles centred = V(sub_pd)(half(v), half(shift));                     \
+        const doubles value = g ? half(w) : centred;                                 \
+        first[k] = V(add_pd)(first[k], value);                                       \
+        second[k] = V(add_pd)(second[k], V(mul_pd)(value, centred));                 \
+    }
+#define ADD_VECTOR(k, at, shift)                                                     \
+    {                                                                                \
+        const lanes v = V(loadu_ps)(x + (at)), w = g ? V(loadu_ps)(g + (at)) : v;    \
+        ADD_HALF(first_half, k, v, w, shift) ADD_HALF(second_half, (k) + 1, v, w, shift) \
+    }
+
+/* `sums_of` in four pairs of registers, so that additions do not wait for each other. */
+INLINE void sums_of_vectors(const float *g, const float *x, float shift, int n, double *sums) {
+    enum { HALF = LANES / 2 };
+    const lanes shifts = V(set1_ps)(shift);
+    doubles first[4], second[4];
+    double parts[2][HALF];
+    for (int k = 0; k < 4; k++) first[k] = second[k] = V(setzero_pd)();
+    int i = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES) {
+        ADD_VECTOR(0, i, shifts)
+        ADD_VECTOR(2, i + LANES, shifts)
+    }
+    for (; i + LANES <= n; i += LANES) ADD_VECTOR(0, i, shifts)
+    V(storeu_pd)(parts[0], V(add_pd)(V(add_pd)(first[0], first[1]), V(add_pd)(first[2], first[3])));
+    V(storeu_pd)(parts[1], V(add_pd)(V(add_pd)(second[0], second[1]), V(add_pd)(second[2], second[3])));
+    for (; i < n; i++) {
+        const double centred = (double)x[i] - shift, value = g ? g[i] : centred;
+        parts[0][i % HALF] += value, parts[1][i % HALF] += value * centred;
+    }
+    for (int k = 0; k < HALF; k++) sums[0] += parts[0][k], sums[1] += parts[1][k];
+}
+
+/* `sums_of_rows`, a register of positions after another. */
+INLINE void sums_of_rows_of_vectors(const float *g, int64_t g_row, const float *x, int64_t x_row, const float *shift, int count, int n,
+                                    double *totals) {
+    int q = 0;
+    for (; q + LANES <= n; q += LANES) {
+        doubles first[2] = {V(setzero_pd)(), V(setzero_pd)()}, second[2] = {V(setzero_pd)(), V(setzero_pd)()};
+        const lanes shifts = V(loadu_ps)(shift + q);
+        const float *const g_first = g, *const x_first = x;
+        for (int r = 0; r < count; r++, x += x_row, g = g ? g + g_row : NULL) ADD_VECTOR(0, q, shifts)
+        g = g_first, x = x_first;
+        for (int k = 0; k < 2; k++) {
+            V(storeu_pd)(totals + q + k * LANES / 2, first[k]);
+            V(storeu_pd)(totals + WIDTH + q + k * LANES / 2, second[k]);
+        }
+    }
+    for (; q < n; q++) {
+        totals[q] = totals[WIDTH + q] = 0;
+        for (int r = 0; r < count; r++) {
+            const double centred = (double)x[r * x_row + q] - shift[q], value = g ? g[r * g_row + q] : centred;
+            totals[q] += value, totals[WIDTH + q] += value * centred;
+        }
+    }
+}
+#undef ADD_VECTOR
+#undef ADD_HALF
+
 /* `locate` in rows. `place` has room for LANES more. */
 INLINE void row_of_vectors(const job *j, int64_t p, const float *x, int n, int32_t *place, int lookup) {
     const float *left = (const float *)j->left + p, *scale = (const float *)j->scale + p, *right = (const float *)j->right + p;
@@ -69,17 +131,17 @@ INLINE void transpose(lanes *v) { /* 4 x 4, in each quarter or half of the regis
     v[2] = V(unpacklo_ps)(b, d), v[3] = V(unpackhi_ps)(b, d);
 }
 
-/* Tiles of LANES positions in LANES rows, `row` apart, from position p on. Four floats of several rows are loaded into a register
+/* Tiles of LANES positions in LANES rows, which lie so far apart in x, grad and out, from position p on. Four floats of several rows are loaded into a register
  * at once; transposed, it holds elements of one position. Places are stored position by position. */
-INLINE void panel_of_tiles(const job *j, int64_t p, const float *x, const float *grad, float *out, int64_t row, int n, int32_t *place,
-                           int64_t next, int backward, int lookup, int parts) {
+INLINE void panel_of_tiles(const job *j, int64_t p, const float *x, int64_t x_row, const float *grad, int64_t grad_row, float *out,
+                           int64_t out_row, int n, int32_t *place, int64_t next, int backward, int lookup, int parts) {
     const int intervals = (int)j->intervals;
     for (int q = 0; q < n; q += LANES) {
         const int first = q < n - LANES ? q : n - LANES; /* the last tile may overlap another */
         lanes v[LANES];
         for (int k = 0; k < LANES; k += 4) {
             fetch(j, next + (q + k) * LANES, 4 * LANES);
-            for (int r = 0; r < 4; r++) v[k + r] = load_quads(x + first + k + r * row, row);
+            for (int r = 0; r < 4; r++) v[k + r] = load_quads(x + first + k + r * x_row, x_row);
             transpose(v + k);
             for (int c = k; c < k + 4; c++) {
                 const int32_t base = j->base[p + first + c];
@@ -90,10 +152,8 @@ INLINE void panel_of_tiles(const job *j, int64_t p, const float *x, const float 
         }
         if (!out) continue;
         exchange_quads(v);
-        for (int r = 0; r < LANES; r++) {
-            const int64_t at = first + r * row;
-            V(storeu_ps)(out + at, backward ? V(mul_ps)(V(loadu_ps)(grad + at), v[r]) : v[r]);
-        }
+        for (int r = 0; r < LANES; r++)
+            V(storeu_ps)(out + first + r * out_row, backward ? V(mul_ps)(V(loadu_ps)(grad + first + r * grad_row), v[r]) : v[r]);
     }
 }
 
@@ -113,7 +173,7 @@ static void map_plane(const job *j, int64_t c, int64_t base, const float *x, con
     IN_ITS_FORM(plane_of_vectors, j, c, base, x, grad, n, out, place)
 }
 
-static void map_panel(const job *j, int64_t p, const float *x, const float *grad, float *out, int64_t row, int n, int32_t *place,
-                      int64_t next) {
-    IN_ITS_FORM(panel_of_tiles, j, p, x, grad, out, row, n, place, next)
+static void map_panel(const job *j, int64_t p, const float *x, int64_t x_row, const float *grad, int64_t grad_row, float *out,
+                      int64_t out_row, int n, int32_t *place, int64_t next) {
+    IN_ITS_FORM(panel_of_tiles, j, p, x, x_row, grad, grad_row, out, out_row, n, place, next)
 }

@@ -1,50 +1,36 @@
-/* Moments, for one REAL: sums of x - shift and of its square. The shift, a channel's first element, keeps the squares small. */
+/* Moments of x, or behind a norm of z, for one REAL: sums of x - shift and of its square. The shift, a channel's first element, keeps
+ * the squares small. */
 
 static void FOR_REAL(moments_of_planes)(const job *j, int64_t at, int64_t stop, double *sums) {
-    enum { COPIES = 8 };
-    REAL buffer[BLOCK];
+    REAL buffer[BLOCK], z[BLOCK];
     for (int64_t n; at < stop; at += n) {
         const int64_t c = at / j->inner % j->channels;
         n = smaller(smaller(BLOCK, stop - at), j->inner - at % j->inner);
-        const REAL *x = FOR_REAL(read)(j, j->x, at, (int)n, buffer), shift = ((const REAL *)j->left)[c];
-        double first[COPIES] = {0}, second[COPIES] = {0};
-        int64_t i = 0;
-        for (; i + COPIES <= n; i += COPIES)
-            for (int k = 0; k < COPIES; k++) {
-                const double v = (double)x[i + k] - shift;
-                first[k] += v, second[k] += v * v;
-            }
-        for (int k = 0; i + k < n; k++) {
-            const double v = (double)x[i + k] - shift;
-            first[k] += v, second[k] += v * v;
-        }
-        for (int k = 0; k < COPIES; k++) sums[2 * c] += first[k], sums[2 * c + 1] += second[k];
+        const REAL *given = FOR_REAL(read)(j, j->x, at, (int)n, buffer), shift = ((const REAL *)j->left)[c];
+        const REAL *x = FOR_REAL(normalized)(j, at, c, given, (int)n, 0, z);
+        SUMS_OF(NULL, x, shift, (int)n, sums + 2 * c);
     }
 }
 
 /* Positions [p, p + n) of `count` rows. */
 static void FOR_REAL(moments_of_panel)(const job *j, int64_t at, int count, int64_t p, int n, double *sums) {
-    REAL buffer[WIDTH];
-    double first[WIDTH] = {0}, second[WIDTH] = {0};
-    const REAL *shift = (const REAL *)j->left + p;
-    for (int r = 0; r < count; r++) {
+    REAL x_buffer[TILE * WIDTH], z_buffer[TILE * WIDTH];
+    double totals[2 * WIDTH];
+    const REAL *given = FOR_REAL(read_rows)(j, j->x, at, count, n, x_buffer), *x = given;
+    const int64_t row = given == x_buffer ? WIDTH : j->positions;
+    for (int r = count - 1; r >= 0; r--) {
         fetch(j, after_rows(j, at, count, p) + r * n, n);
-        const REAL *x = FOR_REAL(read)(j, j->x, at + r * j->positions, n, buffer);
-        for (int i = 0; i < n; i++) {
-            const double v = (double)x[i] - shift[i];
-            first[i] += v, second[i] += v * v;
-        }
+        x = FOR_REAL(normalized)(j, at + r * j->positions, p, given + r * row, n, 1, z_buffer + r * WIDTH);
     }
-    for (int i = 0; i < n; i++) sums[j->base[p + i]] += first[i], sums[j->base[p + i] + 1] += second[i];
+    SUMS_OF_ROWS(NULL, 0, x, j->norm ? WIDTH : row, (const REAL *)j->left + p, count, n, totals);
+    for (int i = 0; i < n; i++) sums[j->base[p + i]] += totals[i], sums[j->base[p + i] + 1] += totals[WIDTH + i];
 }
 
-/* Adds the moments of channel c to the pool: reference.merge, each operation rounded as there. */
-static void FOR_REAL(finish_moments)(job *j, int64_t c) {
-    const double *total = FOR_REAL(total)(j, c), mean = total[0] / (double)(j->outer * j->inner);
-    const double m2 = total[1] - total[0] * mean;
+/* Adds moments of channel c to the pool: reference.merge, each operation rounded as there. */
+static void FOR_REAL(add_to_pool)(job *j, int64_t c, REAL mean, REAL m2) {
     REAL *pool = (REAL *)j->gradients[0] + c, *pool_mean = pool + j->channels, *pool_m2 = pool_mean + j->channels;
     const REAL n_1 = *pool, n_2 = (REAL)(j->outer * j->inner), n = n_1 + n_2, share = n_2 / (n < 1 ? 1 : n);
-    const REAL distance = (REAL)(((REAL *)j->left)[first_position(j, c)] + mean) - *pool_mean;
+    const REAL distance = mean - *pool_mean;
     *pool = n, *pool_mean += distance * share;
-    *pool_m2 = *pool_m2 + (REAL)(m2 < 0 ? 0 : m2) + distance * n_1 * (distance * share);
+    *pool_m2 = *pool_m2 + m2 + distance * n_1 * (distance * share);
 }

@@ -16,16 +16,22 @@
 #define MAP_PLANE map_plane
 #define MAP_PANEL map_panel
 #define LOCATE_ROW locate_row
+#define SUMS_OF sums_of_vectors
+#define SUMS_OF_ROWS sums_of_rows_of_vectors
 #else
 #define LANES 1
 #define IN_REGISTERS(j) 0
 #define MAP_PLANE(...) ((void)0)
 #define MAP_PANEL(...) ((void)0)
 #define LOCATE_ROW FOR_REAL(locate_row)
+#define SUMS_OF FOR_REAL(sums_of)
+#define SUMS_OF_ROWS FOR_REAL(sums_of_rows)
 #endif
 
+#include "norm.h"
 #include "table.h"
 #include "moments.h"
+#include "norm_state.h"
 #include "planes.h"
 #include "rows.h"
 
@@ -60,6 +66,8 @@ static void FOR_REAL(execute)(job *j) {
 #undef MAP_PLANE
 #undef MAP_PANEL
 #undef LOCATE_ROW
+#undef SUMS_OF
+#undef SUMS_OF_ROWS
 #undef JOIN
 #undef NAMED
 #undef FOR_REAL

@@ -1,49 +1,47 @@
 /* Rows, for one REAL: `inner` is short, and neighbours are of different channels. TILE rows or fewer are done at once, a panel of
  * positions after another. */
 
-/* `count` rows of n elements as REAL, from `at` on: where they lie, `positions` apart, or in the buffer, WIDTH apart. */
-static const REAL *FOR_REAL(read_rows)(const job *j, const void *from, int64_t at, int count, int n, REAL *buffer) {
-    const REAL *first = FOR_REAL(read)(j, from, at, n, buffer);
-    for (int r = 1; r < count && first == buffer; r++) FOR_REAL(read)(j, from, at + r * j->positions, n, buffer + r * WIDTH);
-    return first;
-}
-
 /* Positions [p, p + n) of `count` rows; `at` is the first element. Where tables fit into vector registers, tiles are transposed.
  * Sums are taken along the rows: neighbours are then of different channels and do not wait for each other. */
 static void FOR_REAL(panel)(const job *j, int64_t at, int count, int64_t p, int n, double *sums) {
     const int64_t next = after_rows(j, at, count, p);
-    _Alignas(64) REAL x_buffer[TILE * WIDTH], grad_buffer[TILE * WIDTH], out_buffer[TILE * WIDTH];
+    _Alignas(64) REAL x_buffer[TILE * WIDTH], grad_buffer[TILE * WIDTH], out_buffer[TILE * WIDTH], z_buffer[TILE * WIDTH];
     _Alignas(64) int32_t place[TILE * WIDTH + TILE];
-    const int tiles = IN_REGISTERS(j) && count % LANES == 0 && n >= LANES;
+    const int tiles = IN_REGISTERS(j) && count % LANES == 0 && n >= LANES && !j->of_z;
     const int in_place = j->dtype <= FLOAT64;
-    const int64_t row = in_place ? j->positions : WIDTH;
-    const REAL *x = FOR_REAL(read_rows)(j, j->x, at, count, n, x_buffer);
+    const int64_t row = in_place ? j->positions : WIDTH, x_row = j->norm && !j->of_z ? WIDTH : row, out_row = j->y ? row : WIDTH;
+    const REAL *given = FOR_REAL(read_rows)(j, j->x, at, count, n, x_buffer), *x = given;
     const REAL *grad = FOR_REAL(read_rows)(j, j->grad, at, count, n, grad_buffer);
-    REAL *out = !j->y ? NULL : in_place ? (REAL *)j->y + at : out_buffer;
-    for (int r = 0; r < count; r += tiles ? LANES : 1) {
+    REAL *out = j->y && in_place ? (REAL *)j->y + at : j->y || j->norm ? out_buffer : NULL;
+    for (int r = count - 1; r >= 0 && j->norm; r--)
+        x = FOR_REAL(normalized)(j, at + r * j->positions, p, given + r * row, n, 1, z_buffer + r * WIDTH);
+    for (int r = 0; r < count && !j->of_z; r += tiles ? LANES : 1) {
         if (tiles)
-            MAP_PANEL(j, p, x + r * row, grad ? grad + r * row : NULL, out ? out + r * row : NULL, row, n, place + r * WIDTH,
-                      next + r * n);
-        else LOCATE_ROW(j, p, x + r * row, n, place + r * WIDTH);
+            MAP_PANEL(j, p, x + r * x_row, x_row, grad ? grad + r * row : NULL, row, out ? out + r * out_row : NULL, out_row, n,
+                      place + r * WIDTH, next + r * n);
+        else LOCATE_ROW(j, p, x + r * x_row, n, place + r * WIDTH);
     }
     for (int r = 0; r < count && (sums || !tiles); r++) {
         if (!tiles) fetch(j, next + r * n, n);
-        const REAL *x_here = x + r * row, *grad_here = grad ? grad + r * row : NULL;
-        if (out && !tiles) FOR_REAL(apply)(j->table, x_here, grad_here, place + r * WIDTH, n, out + r * row);
+        const REAL *x_here = x + r * x_row, *grad_here = grad ? grad + r * row : NULL;
+        if (out && !tiles && !j->of_z) FOR_REAL(apply)(j->table, x_here, grad_here, place + r * WIDTH, n, out + r * out_row);
         if (sums && tiles) FOR_REAL(accumulate)(grad_here, x_here, place + r / LANES * LANES * WIDTH + r % LANES, LANES, n, sums, 0);
         else if (sums) FOR_REAL(accumulate)(grad_here, x_here, place + r * WIDTH, 1, n, sums, 0);
     }
-    for (int r = 0; r < count && out == out_buffer; r++)
+    if (sums && j->norm) FOR_REAL(norm_sums_of_panel)(j, p, out, out_row, given, row, count, n, sums);
+    for (int r = 0; r < count && j->of_norm; r++)
+        FOR_REAL(norm_gradient)(j, p, j->of_z ? grad + r * row : out + r * out_row, given + r * row, n, 1, out + r * out_row);
+    for (int r = 0; r < count && j->y && out == out_buffer; r++)
         narrow(j->dtype, (const float *)out + r * WIDTH, (uint16_t *)j->y + at + r * j->positions, n);
 }
 
-/* Elements [at, stop): whole rows, and the beginning of one at most. */
+/* Elements [at, stop): whole rows, and the beginning of one at most. Without tables and sums they are taken in the order of memory. */
 static void FOR_REAL(map_rows)(const job *j, int64_t at, int64_t stop, double *sums) {
     for (int count; at < stop; at += count * j->positions) {
-        count = (int)larger(1, smaller(TILE, (stop - at) / j->positions));
+        count = j->of_z ? 1 : (int)larger(1, smaller(TILE, (stop - at) / j->positions));
         const int64_t width = smaller(j->positions, stop - at);
         for (int64_t p = 0, n; p < width; p += n) {
-            n = width - p <= WIDTH ? width - p : PANEL;
+            n = j->of_z ? smaller(width - p, BLOCK) : width - p <= WIDTH ? width - p : PANEL;
             if (j->intervals) FOR_REAL(panel)(j, at + p, count, p, (int)n, sums);
             else FOR_REAL(moments_of_panel)(j, at + p, count, p, (int)n, sums);
         }

@@ -21,16 +21,21 @@ static void FOR_REAL(prepare_channel)(job *j, int64_t c) {
         const double slope = ((double)heights[i + 1] - heights[i]) / step;
         slopes[i + 1] = (REAL)slope, offsets[i + 1] = (REAL)(heights[i] - (left + i * step) * slope);
     }
+    slopes[j->segments - 1] = offsets[j->segments - 1] = 0; /* behind a norm, that segment is none */
     slopes[n + 1] = right_slope, offsets[n + 1] = (REAL)(heights[n] - (double)right * right_slope);
 }
 
 static void FOR_REAL(prepare)(job *j, int64_t unit) {
     const int64_t first = unit * channels_per_unit(j), stop = smaller(j->channels, first + channels_per_unit(j));
     for (int64_t c = first; c < stop; c++) {
+        if (j->norm) FOR_REAL(prepare_norm)(j, c);
         if (!j->intervals) { /* moments: the shift */
-            ((REAL *)j->left)[c] = *FOR_REAL(read)(j, j->x, c * j->inner, 1, (REAL *)j->left + c);
+            REAL buffer, z;
+            const REAL *x = FOR_REAL(read)(j, j->x, c * j->inner, 1, &buffer);
+            ((REAL *)j->left)[c] = *FOR_REAL(normalized)(j, c * j->inner, c, x, 1, 0, &z);
             continue;
         }
+        if (j->of_z) continue;
         FOR_REAL(prepare_channel)(j, c);
         REAL *restrict table = (REAL *)j->table + 2 * c * j->segments;
         const REAL *restrict split = (const REAL *)j->split + 2 * c * j->segments;
@@ -45,6 +50,7 @@ static void FOR_REAL(spread)(job *j) {
         ((REAL *)j->left)[p] = ((REAL *)j->left)[c];
         ((REAL *)j->scale)[p] = ((REAL *)j->scale)[c];
         ((REAL *)j->right)[p] = ((REAL *)j->right)[c];
+        for (int k = 0; j->norm && k < NORM_VECTORS; k++) ((REAL *)j->vectors[k])[p] = ((REAL *)j->vectors[k])[c];
         j->base[p] = (int32_t)(2 * c * j->segments);
     }
 }
@@ -61,6 +67,7 @@ static const double *FOR_REAL(total)(job *j, int64_t c) {
 static void FOR_REAL(finish_gradients)(job *j, int64_t c) {
     const int64_t n = j->intervals, p = first_position(j, c);
     const double *total = FOR_REAL(total)(j, c) + 2;
+    if (j->norm) FOR_REAL(finish_norm_sums)(j, c, total + 2 * (n + 1));
     const REAL *const *given = (const REAL *const *)j->parameters;
     REAL *const *gradients = (REAL *const *)j->gradients;
     const double left = given[0][c], right = given[1][c], left_slope = given[3][c], right_slope = given[4][c];

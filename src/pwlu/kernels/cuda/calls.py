@@ -100,7 +100,7 @@ class Kernel:
         `x`: on the device. `key`: what eager.cpp recognises such a call by; later ones need no Python.
         """
         if eager.new(key):
-            eager.learn_gpu(key, self._described(plan), second and self._described(second), plan.splits, launcher())
+            eager.register_gpu(key, self._described(plan), second and self._described(second), plan.splits, launcher())
         if second is None:
             self._launch(plan, _arguments(**arguments))
             return
@@ -181,7 +181,7 @@ class Kernel:
             return y
         x = layout.laid_out_as(y, x) if dtype else layout.dense(x)
         residual = residual if residual is None else layout.laid_out_as(x, residual)
-        source, added = layout.addresses([x]) + _addresses(residual)
+        source, added = layout.optional_addresses(x, residual)
         target = y.data_ptr() if dtype else 0
         aligned = not (source | target | added) & 15
         form = layout.geometry(x, channels, channel_dim)
@@ -190,7 +190,7 @@ class Kernel:
             return NotImplemented
         second = None if pool is None else self._finish_channels_plan("moments", plan, channels)
         key = (what, self.index, x.dtype, dtype or torch.float32, intervals, *form, aligned)
-        of_pool, of_norm = _addresses(pool, norm)
+        of_pool, of_norm = layout.optional_addresses(pool, norm)
         tensors = {"x": source, "out": target, "parameters": parameters, "pool": of_pool, "residual": added, "norm": of_norm}
         self._run(x, key, plan, second, 3 * channels, tensors)
         if pool is not None:
@@ -262,7 +262,7 @@ class Kernel:
         residual = residual if residual is None else layout.laid_out_as(x, residual)
         packed = _for_kernel(weight)
         source, of_grad, address = layout.addresses([x, grad, packed])
-        added, of_norm, of_sums = _addresses(residual, norm, sums)
+        added, of_norm, of_sums = layout.optional_addresses(residual, norm, sums)
         aligned = not (source | of_grad | out.data_ptr() | added) & 15
         form = layout.geometry(x, channels, channel_dim)
         plan = self._backward_plan(what, NAMES[x.dtype], form, intervals, _KINDS[packed.dtype], aligned)
@@ -288,34 +288,23 @@ class Kernel:
 
     # Norms.
 
-    def normalization(
-        self,
-        x: Tensor,
-        gamma: Tensor | None,
-        beta: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        batches: Tensor | None,
-        factor: float,
-        eps: float,
-        training: bool,
-        pool: Tensor | None,
-    ) -> Tensor:
+    def normalization(self, x: Tensor, *rest: Any) -> Tensor:
         """Return what normalises x, of the batch (running statistics follow it) or of running statistics."""
-        states = (gamma, beta, running_mean, running_var, pool)
-        if x.dtype not in _KINDS or not x.numel() or not all(map(_is_plain, states)):
+        state = layout.NormState(*rest)
+        vectors = (state.gamma, state.beta, state.running_mean, state.running_var, state.pool)
+        if x.dtype not in _KINDS or not x.numel() or not all(map(_is_plain, vectors)):
             return NotImplemented
         channels = x.shape[1]
         norm = torch.empty(4, channels, dtype=torch.float32, device=x.device)
-        of_gamma, of_beta, of_mean, of_var, of_pool, of_batches = _addresses(*states, batches)
+        of_gamma, of_beta, of_mean, of_var, of_pool, of_batches = layout.optional_addresses(*vectors, state.batches)
         tensors: dict[str, Any] = {
             "parameters": [of_gamma, of_beta, 0, 0, 0],
             "gradients": [of_mean, of_var, of_batches, 0, 0],
             "norm": norm.data_ptr(),
-            "factor": factor,
-            "eps": eps,
+            "factor": state.factor,
+            "eps": state.eps,
         }
-        if not training:
+        if not state.training:
             key = ("running_norm", self.index, torch.float32, torch.float32, 1, 0, channels, 1, True)
             self._run(x, key, plan_running_norm(channels), None, 0, tensors)
             return norm
@@ -329,14 +318,8 @@ class Kernel:
         second = self._finish_channels_plan("norm", plan, channels)
         key = ("batch_norm", self.index, x.dtype, torch.float32, 1, *form, aligned)
         self._run(x, key, plan, second, 3 * channels, tensors)
-        for changed in (running_mean, running_var, batches, pool):
-            if changed is not None:
-                torch.autograd.graph.increment_version(changed)
+        layout.note_changes(state)
         return norm
-
-
-def _addresses(*tensors: Tensor | None) -> list[int]:
-    return [0 if tensor is None else layout.addresses([tensor])[0] for tensor in tensors]
 
 
 def _is_plain(tensor: Tensor | None) -> bool:

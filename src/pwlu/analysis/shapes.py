@@ -1,0 +1,278 @@
+"""Shapes: what kind of function each channel has learned, as numbers and classes."""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pwlu import reference
+from pwlu.analysis.alignment import Alignment, UnitAlignment
+from pwlu.analysis.curves import Curves, curves_of, inputs_of
+from pwlu.initial_functions import initial_parameters
+from pwlu.text import columns
+
+STEPS = 256
+# up to or from which number a channel is of a class: UnitShapes says which
+LINEAR = 0.05
+RELU_LIKE = 0.1
+V_SHAPED = 0.2
+NON_MONOTONE = 0.1
+FLAT = 0.1
+MOVED = 0.1
+COLLAPSED = 0.05
+
+
+class ShapeClass(NamedTuple):
+    """A class of shapes: what it is called, which number of :class:`UnitShapes` decides, and which values of it belong."""
+
+    words: str
+    column: str
+    has: Callable[[float], bool]
+
+
+CLASSES = {
+    "linear": ShapeClass("linear", "bend", lambda number: number <= LINEAR),
+    "relu_like": ShapeClass("ReLU-like", "relu_distance", lambda number: number <= RELU_LIKE),
+    "v_shaped": ShapeClass("V-shaped", "v", lambda number: number >= V_SHAPED),
+    "non_monotone": ShapeClass("not monotone", "back", lambda number: number >= NON_MONOTONE),
+    "flat_left": ShapeClass("flat left", "left_end", lambda number: number <= FLAT),
+    "flat_right": ShapeClass("flat right", "right_end", lambda number: number <= FLAT),
+    "moved": ShapeClass("moved", "movement", lambda number: number >= MOVED),
+    "collapsed": ShapeClass("collapsed", "width", lambda number: number < COLLAPSED),
+}
+_COLUMNS = ("bend", "relu_distance", "v", "back", "left_end", "right_end", "movement", "width", "outside", "empty")
+
+
+@dataclass
+class UnitShapes:
+    """One unit: lists have an entry for each of its functions; NaN is what cannot be known.
+
+    A function f is looked at from ``low`` to ``high``: from p5 to p95 of its inputs if an alignment was given (of a layer-wise
+    unit: from the lowest to the highest of all channels), else between its bounds. It has 257 evenly spaced values there, the
+    range R = max f - min f, and the variation V = sum |f_{j+1} - f_j|. Numbers, each with the class that it decides:
+
+    - ``bend``: max |f - line|/R, with the straight line of least squares. *linear*: at most 0.05.
+    - ``relu_distance``: max |f - g|/R, with g(x) = b + a max(0, x - k) of least squares, a > 0, and k the best of 17 places
+      in the middle half of [low, high]; infinite if no a is above 0. *relu_like*: at most 0.1.
+    - ``v``: how far f falls and rises again, (min(f(low), f(high)) - min f - wrong)/R, where wrong is all that f rises before
+      its minimum and falls after it. 1 for |x| around 0; 0 or less for what is monotone, or goes up and down more than
+      once. *v_shaped*: at least 0.2.
+    - ``back``: the smaller of all rises and all falls of f, as a share of R; 0 if it is monotone. *non_monotone*: at least 0.1.
+    - ``left_end``, ``right_end``: the mean |f'| over the first and the last eighth, relative to that over the whole, 8 V_end/V.
+      *flat_left*, *flat_right*: at most 0.1. A function that saturates on both sides is both.
+    - ``movement``: how far the unit is from its start s, max_k |Y_k - s(B_k)|, relative to the range of Y or of s(B), whichever
+      is larger. *moved*: at least 0.1.
+    - ``width``: (B_R - B_L)/(p95 - p5), or, without inputs, B_R - B_L relative to the unit's median. *collapsed*: below 0.05;
+      it is below 0 if the bounds have crossed.
+    - ``outside``: the share of inputs outside of the bounds.
+    - ``empty``: the share of intervals that no inputs fall in, as far as the histograms of the alignment tell.
+    """
+
+    name: str
+    low: list[float]
+    high: list[float]
+    bend: list[float]
+    relu_distance: list[float]
+    v: list[float]
+    back: list[float]
+    left_end: list[float]
+    right_end: list[float]
+    movement: list[float]
+    width: list[float]
+    outside: list[float]
+    empty: list[float]
+
+    @property
+    def channels(self) -> int:
+        """How many functions it has."""
+        return len(self.low)
+
+    def members(self, shape: str) -> list[bool]:
+        """Whether each channel is of that class, one of ``CLASSES``; False where that cannot be known."""
+        numbers, has = self._decided(shape)
+        return [has(number) for number in numbers]
+
+    def share(self, shape: str) -> float:
+        """The share of that class among the channels of which it is known; NaN if it is known of none."""
+        numbers, has = self._decided(shape)
+        known = [has(number) for number in numbers if not math.isnan(number)]
+        return sum(known) / len(known) if known else math.nan
+
+    def _decided(self, shape: str) -> tuple[list[float], Callable[[float], bool]]:
+        if shape not in CLASSES:
+            raise ValueError(f"{shape!r} is no class of shapes. Write one of {', '.join(CLASSES)}")
+        return getattr(self, CLASSES[shape].column), CLASSES[shape].has
+
+
+@dataclass
+class Shapes:
+    """Every unit, in the order of the model. Prints as a table: of each unit the share of channels of each class."""
+
+    units: list[UnitShapes] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[UnitShapes]:
+        return iter(self.units)
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def share(self, shape: str) -> float:
+        """Of all channels of which it is known, the share that is of this class, one of ``CLASSES``; NaN if of none."""
+        return self.together().share(shape)
+
+    def together(self) -> UnitShapes:
+        """All channels as if they were of one unit."""
+        columns = (f.name for f in fields(UnitShapes) if f.name != "name")
+        return UnitShapes("all", *([number for unit in self.units for number in getattr(unit, c)] for c in columns))
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """A row for each channel, numbers and classes, for a data frame."""
+        rows = []
+        for unit in self.units:
+            classes = {shape: unit.members(shape) for shape in CLASSES}
+            for channel in range(unit.channels):
+                numbers = {column: getattr(unit, column)[channel] for column in ("low", "high", *_COLUMNS)}
+                rows.append({"unit": unit.name, "channel": channel, **numbers} | {s: classes[s][channel] for s in CLASSES})
+        return rows
+
+    def to_json(self) -> str:
+        """A list of units with their numbers and classes; numbers have 6 digits, what is not finite becomes null."""
+        units = []
+        for unit in self.units:
+            columns = {
+                name: [float(f"{number:.6g}") if math.isfinite(number) else None for number in values]
+                for name, values in asdict(unit).items()
+                if name != "name"
+            }
+            units.append({"name": unit.name} | columns | {shape: unit.members(shape) for shape in CLASSES})
+        return json.dumps(units, separators=(",", ":"), allow_nan=False)
+
+    def __str__(self) -> str:
+        head = ("unit", "channels", *(shape.words for shape in CLASSES.values()), "inputs outside", "empty intervals")
+        rows = [(u.name or "the model", str(u.channels), *_shares(u)) for u in (*self.units, self.together())]
+        lines = columns(head, rows, numbers=True)
+        lines.insert(-1, lines[1])
+        return "\n".join(lines)
+
+
+def describe(model: nn.Module | Mapping[str, Mapping[str, Any]], alignment: Alignment | None = None) -> Shapes:
+    """Say of every function of every PWLU what shape it has: straight, ReLU-like, V-shaped, flat at its ends, and more.
+
+    :class:`UnitShapes` has the formulas and the thresholds. The paper says that V shapes appear often and that
+    those of the first layer are close to linear: ``print(pwlu.describe(model))`` shows whether it is so.
+
+    Args:
+        model: with PWLUs; or their parameters, by name, as :func:`pwlu.plot_functions` takes them.
+        alignment: what ``pwlu.alignment`` measured. Functions are then looked at where their inputs are; without it, what lies
+            within the bounds but beyond the inputs counts as well, and that nothing has taught.
+    """
+    units = curves_of(model, "describe")
+    inputs = inputs_of(units, alignment, "describe")
+    return Shapes([_described(name, curves, inputs.get(name)) for name, curves in units.items()])
+
+
+class _Inputs(NamedTuple):
+    """Of the inputs of each function (C,): p5, p95, share outside of the bounds, share of intervals with none; NaN for none."""
+
+    p5: Tensor
+    p95: Tensor
+    outside: Tensor
+    empty: Tensor
+
+
+def _described(name: str, curves: Curves, seen: UnitAlignment | None) -> UnitShapes:
+    inputs = _inputs(curves, seen)
+    usual = inputs.p95 > inputs.p5  # else there are none, or they are all the same
+    low, high = torch.where(usual, inputs.p5, curves.left), torch.where(usual, inputs.p95, curves.right)
+    between = curves.right - curves.left
+    usually = torch.where(usual, inputs.p95 - inputs.p5, between.abs().nanmedian())
+    width = torch.where(between == 0, between, between / usually)
+    shares = torch.linspace(0, 1, STEPS + 1, dtype=torch.float64, device="cpu")
+    x = low[:, None] + (high - low)[:, None] * shares
+    y = reference.forward(x, *curves[:5], channel_dim=0)
+    numbers = [torch.where(high > low, number, torch.nan) for number in _numbers(shares, y)]
+    columns = (low, high, *numbers, _movement(curves), width, inputs.outside, inputs.empty)
+    return UnitShapes(name, *(column.tolist() for column in columns))
+
+
+def _numbers(x: Tensor, y: Tensor) -> Iterator[Tensor]:
+    """bend, relu_distance, v, back, left_end, right_end (C,) of functions with the values y (C, J) at x (J,)."""
+    scale = y.amax(1) - y.amin(1)
+    step = y.diff(dim=1)
+    rises, falls = step.clamp(min=0), -step.clamp(max=0)
+
+    def share(number: Tensor) -> Tensor:  # of the range; a constant function has none of anything
+        return torch.where(scale == 0, 0.0, number / scale)
+
+    def distance(g: Tensor) -> tuple[Tensor, Tensor]:  # from b + a g, and a
+        g = g - g.mean()
+        a = (y @ g) / (g @ g)
+        return share((y - y.mean(1, keepdim=True) - a[:, None] * g).abs().amax(1)), a
+
+    yield distance(x)[0]
+    kinks = x[STEPS // 4 : 3 * STEPS // 4 + 1 : STEPS // 32]
+    hinges = [distance((x - k).clamp(min=0)) for k in kinks]
+    yield torch.stack([torch.where(a <= 0, torch.inf, d) for d, a in hinges]).amin(0)
+    lowest = y.argmin(1, keepdim=True)
+    before = torch.arange(STEPS, device="cpu") < lowest
+    wrong = torch.where(before, rises, falls).sum(1)
+    yield share(torch.minimum(y[:, 0], y[:, -1]) - y.amin(1) - wrong)
+    yield share(torch.minimum(rises.sum(1), falls.sum(1)))
+    variation, end = step.abs().sum(1), STEPS // 8
+    for part in (step[:, :end], step[:, -end:]):
+        yield torch.where(variation == 0, 0.0, 8 * part.abs().sum(1) / variation)
+
+
+def _movement(curves: Curves) -> Tensor:
+    if curves.start is None:
+        return torch.full_like(curves.left, torch.nan)
+    with torch.no_grad():
+        start = initial_parameters(curves.start, curves.left, curves.right, curves.heights.shape[1] - 1)[0]
+    scale = torch.stack([h.amax(1) - h.amin(1) for h in (curves.heights, start)]).amax(0)
+    distance = (curves.heights - start).abs().amax(1)
+    return torch.where(distance == 0, 0.0, distance / scale)
+
+
+def _inputs(curves: Curves, seen: UnitAlignment | None) -> _Inputs:
+    unknown = torch.full_like(curves.left, torch.nan)
+    if seen is None:
+        return _Inputs(unknown, unknown, unknown, unknown)
+    p5, p95, outside, count = (
+        torch.tensor(values, dtype=torch.float64, device="cpu") for values in (seen.p5, seen.p95, seen.outside, seen.count)
+    )
+    full = _reached(curves, seen) if seen.histogram else None
+    if curves.channels < seen.channels:  # layer-wise: one function for all of them
+        some = count > 0
+        p5 = p5.masked_fill(~some, torch.inf).amin(0, keepdim=True)
+        p95 = p95.masked_fill(~some, -torch.inf).amax(0, keepdim=True)
+        outside = (outside.nan_to_num() * count).sum(0, keepdim=True) / count.sum()
+        full = None if full is None else full.any(0, keepdim=True)
+        count = count.sum(0, keepdim=True)
+    known = (count > 0) & (curves.right - curves.left).isfinite()
+    empty = unknown if full is None else torch.where(known, 1 - full.double().mean(1), torch.nan)
+    return _Inputs(p5, p95, outside, empty)
+
+
+def _reached(curves: Curves, seen: UnitAlignment) -> Tensor:
+    """Whether inputs fall in each interval (C, N): whether a bar of the histogram that is not empty overlaps it."""
+    low, high, bars = (torch.tensor(v, dtype=torch.float64, device="cpu") for v in (seen.low, seen.high, seen.histogram))
+    number = bars.shape[1]
+    edges = low[:, None] + (high - low)[:, None] * torch.arange(number + 1, device="cpu") / number
+    places = torch.linspace(0, 1, curves.heights.shape[1], dtype=torch.float64, device="cpu")
+    knots = curves.left[:, None] + (curves.right - curves.left)[:, None] * places
+    begin, end = knots[:, :-1, None], knots[:, 1:, None]
+    overlap = (edges[:, None, :-1] < end) & (edges[:, None, 1:] > begin)
+    return (overlap & (bars > 0)[:, None]).any(2)
+
+
+def _shares(unit: UnitShapes) -> Iterator[str]:
+    for shape in CLASSES:
+        yield "-" if math.isnan(share := unit.share(shape)) else f"{100 * share:.0f} %"
+    for numbers in (unit.outside, unit.empty):
+        known = [number for number in numbers if not math.isnan(number)]
+        yield f"{100 * statistics.mean(known):.1f} %" if known else "-"

@@ -1,0 +1,360 @@
+"""A batch norm that waits for the unit behind it, so that both take one pass over memory.
+
+A norm that :func:`pwlu.fuse_norms_` has chosen returns a :class:`Deferred` in place of its output. An addition is remembered,
+and a :class:`pwlu.PWLU` computes norm, addition and function by one operator. Whatever else is done with a Deferred computes
+the output of the norm first, as torch does, and goes on with that. So a model stays right wherever it goes.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._pytree import tree_map_only
+
+from pwlu import checks, norm_ops, reference
+
+_functional, _autograd = cast("Any", F), cast("Any", torch._C._autograd)  # with what they do not declare
+
+
+def plain_forward(norm: Any, x: Tensor) -> Tensor:
+    """Return the output of a norm as torch computes it, without the activation that timm's classes apply as well."""
+    of_torch: Any = nn.SyncBatchNorm.forward if isinstance(norm, nn.SyncBatchNorm) else _BatchNorm.forward
+    return of_torch(norm, x)
+
+
+class DeferredNorm:
+    """What :func:`pwlu.fuse_norms_` adds to the class of a norm: see :func:`deferring`."""
+
+    original: type[nn.Module]  # the class of the norm without this one
+    applies_activation: bool  # timm's classes do
+
+    def forward(self: Any, x: Any) -> Any:
+        """Return a Deferred, or what the norm itself returns."""
+        if not self.applies_activation:
+            return Deferred(self, x) if _can_defer(self, x) else self.original.forward(self, x)
+        if not _can_defer(self, x):
+            return self.original.forward(self, x)
+        return self.act(self.drop(Deferred(self, x)))
+
+    def _get_name(self) -> str:
+        return self.original.__name__
+
+    def extra_repr(self) -> str:
+        """Say that the norm is fused."""
+        return f"{super().extra_repr()}, fused with the PWLU behind it"  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class has no name by which pickle could find it.
+        return _rebuild, (self.original,), self.__getstate__()
+
+
+def _rebuild(original: type[nn.Module]) -> Any:
+    made: Any = deferring(original)  # type: ignore[arg-type]  # classes of modules are hashable
+    return made.__new__(made)
+
+
+@functools.cache
+def deferring(original: Any) -> type[Any]:
+    """Return the class of norms of this class that wait for a unit; ValueError says why there is none."""
+    own = original.forward
+    with_activation = original.__module__.startswith("timm.") and original.__name__ in ("BatchNormAct2d", "SyncBatchNormAct")
+    if not with_activation and own not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        raise ValueError(f"{original.__name__} has a forward of its own")
+    return type(
+        f"Deferred{original.__name__}",
+        (DeferredNorm, original),
+        {"original": original, "applies_activation": with_activation, "__module__": original.__module__},
+    )
+
+
+def _can_defer(norm: Any, x: Any) -> bool:
+    """Return whether nobody but a unit looks at the output of a norm: no hook, no tracer, no transform."""
+    if norm.recorder is not None:
+        return True
+    if type(x) is not Tensor or x.dtype not in checks.FLOATS or has_hooks(norm):
+        return False
+    for unit in norm.units:
+        if has_hooks(unit) or not hasattr(unit, "statistics"):  # a fused one has none
+            return False
+    if torch.compiler.is_compiling():
+        return is_compiled() and not isinstance(norm, nn.SyncBatchNorm)
+    return not (
+        torch.jit.is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack()
+        or _has_any_global_hook()
+    )
+
+
+def is_compiled() -> bool:
+    """Return whether torch.compile, and not torch.export, sees the call."""
+    # the flag, because in torch 2.11 is_exporting() is true for whatever torch.compile sees
+    return torch.compiler.is_dynamo_compiling() and not torch.compiler._is_exporting_flag
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether somebody watches the module."""
+    of = module.__dict__
+    return bool(of["_forward_hooks"] or of["_forward_pre_hooks"] or of["_backward_hooks"] or of["_backward_pre_hooks"])
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
+
+
+class Deferred:
+    """The output of a norm that is not computed yet, or its sum with a residual, which may be the output of another norm."""
+
+    def __init__(self, norm: Any, x: Tensor) -> None:
+        self.norm, self.x = norm, x
+        self.residual: Tensor | Deferred | None = None
+        self._versions = (_version(x), 0)
+        self._value: Tensor | None = None
+        self._done = [False]  # whether the running statistics have followed this batch; sums have the same list
+
+    # What a unit asks for.
+
+    def activate(self, unit: Any) -> Tensor:
+        """Return the unit's output: norm, addition and function in one pass, or apart where that is not possible."""
+        statistics, channels = unit._modules["statistics"], self.x.shape[1]
+        observes = statistics.phase == 1 and unit.training
+        weight = unit.effective_weight()
+        if self._done[0]:
+            return unit(self.value())
+        if why := self._why_apart(unit, weight, observes):
+            self._note(f"{type(unit).__name__} ({why})")
+            return unit(self.value())
+        if self.norm.recorder is not None:
+            self.norm.recorder.paired(self, unit)
+        if unit.channels != channels:
+            blocks = reference.unpack(weight, unit.intervals)
+            weight = reference.pack(*(block.expand(channels, *block.shape[1:]) for block in blocks))
+        residual, hooks = self.residual, nullcontext()
+        if isinstance(residual, Deferred):
+            residual, hooks = residual._added()
+        with hooks:
+            return self._act(residual, weight, unit.intervals, statistics.pool if observes else None)[0]
+
+    def _act(self, residual: Tensor | None, weight: Tensor, intervals: int, pool: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return y and the norm."""
+        self._check_versions()
+        self._done[0] = True
+        x, norm = self.x, self.norm
+        # Attributes of modules are slow, and this runs for every norm in every step.
+        parameters, buffers = norm._parameters, norm._buffers
+        norm._check_input_dim(x)
+        mean, variance, batches, factor = buffers["running_mean"], buffers["running_var"], None, norm.momentum or 0.0
+        batch = self._of_batch()
+        if batch and x.numel() == x.shape[1]:
+            _functional._verify_batch_size(list(x.size()))
+        if norm.training:  # as torch's batch norm does it
+            if not norm.track_running_stats:
+                mean = variance = None
+            elif norm.momentum is None:
+                buffers["num_batches_tracked"].add_(1)
+                factor = 1.0 / float(buffers["num_batches_tracked"])
+            else:
+                batches = buffers["num_batches_tracked"]
+        state = (parameters["weight"], parameters["bias"], mean, variance, batches, factor, norm.eps, batch, pool)
+        group = _group(norm) if batch else None
+        act = norm_ops.norm_act if group is None else functools.partial(norm_ops.norm_act_of_processes, group)
+        y, of_norm = act(x, residual, weight, intervals, *state)
+        return y, of_norm
+
+    def _of_batch(self) -> bool:
+        return bool(self.norm.training or self.norm._buffers["running_mean"] is None)
+
+    def _added(self) -> tuple[Tensor, Any]:
+        """Return the tensor that this stands for, which is added to the output of another norm, and a context.
+
+        What is saved for the backward pass within the context does not hold that tensor, which is computed again there: from x,
+        which this norm's own derivative holds anyway, by the same kernel and so with the same bits.
+        """
+        gamma = self.norm._parameters["weight"]
+        if (
+            not self._of_batch()  # in evaluation nothing is held
+            or self.norm.recorder is not None
+            or hasattr(type(gamma), "full_tensor")  # sharded
+            or torch.compiler.is_compiling()  # which decides itself what to hold
+            or _autograd._top_saved_tensors_default_hooks(False) is not None  # gradient checkpointing, say
+            or not _autograd._saved_tensors_hooks_is_enabled()
+        ):
+            return self.value(), nullcontext()
+        x, version = self.x, _version(self.x)
+        weight = _identity(x.shape[1], reference.compute_dtype(x), x.device)
+        value, norm = self._act(None, weight, 1, None)
+        place = id(value)
+
+        def pack(saved: Tensor) -> Any:
+            return None if id(saved) == place else (saved, _version(saved))
+
+        def unpack(packed: Any) -> Tensor:
+            tensor, known = packed or (x, version)
+            if _version(tensor) != known:
+                raise RuntimeError(
+                    "pwlu: an input of a batch norm, or of the PWLU behind it, was changed in place before the backward pass. "
+                    "Write pwlu.unfuse_norms_(model), or do not change it in place"
+                )
+            return tensor if packed else norm_ops.norm_forward(x.detach(), None, norm, weight, 1, None)
+
+        return value, torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def _why_apart(self, unit: Any, weight: Tensor, observes: bool) -> str:
+        """Return why one pass cannot serve this unit; nothing if it can."""
+        x = self.x
+        dimensions, channels = x.dim(), unit.channels
+        if dimensions < 2 or unit.channel_dim not in (1, 1 - dimensions):
+            return f"its channel_dim is {unit.channel_dim}"
+        if channels != x.shape[1]:
+            if channels != 1:
+                return f"it has {channels} channels"
+            if observes:
+                return "it observes all channels as one in Phase I"
+        if weight.device != x.device:
+            return f"it is on {weight.device}"
+        gamma = self.norm._parameters["weight"]
+        if hasattr(type(weight), "full_tensor") or (gamma is not None and hasattr(type(gamma), "full_tensor")):
+            return "parameters are sharded here"
+        return ""
+
+    def _check_versions(self) -> None:
+        residual = self.residual
+        if (_version(self.x), _version(residual) if isinstance(residual, Tensor) else 0) != self._versions:
+            raise RuntimeError(
+                "pwlu: an input of a batch norm, or what was added to its output, was changed in place before the PWLU behind "
+                "it ran. Write pwlu.unfuse_norms_(model), or do not change it in place"
+            )
+
+    # What everybody else asks for.
+
+    def value(self) -> Tensor:
+        """Return the tensor that this stands for."""
+        if self._value is None:
+            self._check_versions()
+            z = self._again() if self._done[0] else plain_forward(self.norm, self.x)
+            self._done[0] = True
+            residual = self.residual.value() if isinstance(self.residual, Deferred) else self.residual
+            self._value = z if residual is None else z + residual
+        return self._value
+
+    def _again(self) -> Tensor:
+        """Return the norm's output where the running statistics have followed this batch already."""
+        norm = self.norm
+        batch = norm.training or (norm.running_mean is None and norm.running_var is None)
+        if batch and _group(norm) is not None:
+            raise RuntimeError(
+                "pwlu: the output of a SyncBatchNorm is used by a PWLU and by something else. Write pwlu.unfuse_norms_(model)"
+            )
+        running = (None, None) if batch else (norm.running_mean, norm.running_var)
+        return F.batch_norm(self.x, running[0], running[1], norm.weight, norm.bias, batch, 0.0, norm.eps)
+
+    def _note(self, what: str) -> None:
+        if self.norm.recorder is not None:
+            self.norm.recorder.used(self, what)
+            if isinstance(self.residual, Deferred):
+                self.residual._note(what)
+
+    def add(self, other: Any) -> Any:
+        """Return the sum; one with a tensor of the same shape and type, or with the output of another norm, waits, too."""
+        x, waits = self.x, isinstance(other, Deferred)
+        fits = (waits or isinstance(other, Tensor)) and self.residual is None and not self._done[0]
+        fits = fits and (other.shape, other.dtype, other.device) == (x.shape, x.dtype, x.device)
+        if waits and other.norm is self.norm:
+            self._note("an addition with another output of the same norm")
+            return self.value() + other.value()  # running statistics follow in this order
+        if waits and not (fits and other.residual is None and not other._done[0]):
+            other._note("an addition with another norm")
+            other, waits = other.value(), False
+        if fits:
+            total = Deferred(self.norm, x)
+            total.residual, total._done = other, self._done
+            total._versions = (self._versions[0], 0 if waits else _version(other))
+            return total
+        self._note("an addition of another shape or type" if isinstance(other, Tensor) else "an addition")
+        return self.value() + other
+
+    __add__ = __radd__ = __iadd__ = add
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the shape of the tensor that this stands for."""
+        return self.x.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of the tensor that this stands for."""
+        return self.x.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the tensor that this stands for."""
+        return self.x.device
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._note(f"the attribute {name}")
+        return getattr(self.value(), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ADDITIONS and len(args) == 2 and not kwargs:
+            one, other = args
+            return one.add(other) if isinstance(one, Deferred) else other.add(one)
+        if func in _DROPOUTS and not kwargs.get("training", True):
+            return args[0]
+        name = getattr(func, "__name__", str(func))
+
+        def value(deferred: Deferred) -> Tensor:
+            deferred._note(name)
+            return deferred.value()
+
+        return func(*tree_map_only(Deferred, value, args), **tree_map_only(Deferred, value, kwargs))
+
+
+_ADDITIONS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
+_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+
+
+def _through(name: str) -> Callable[..., Any]:
+    def operator(deferred: Deferred, *args: Any) -> Any:
+        deferred._note(name)
+        return getattr(deferred.value(), name)(*args)
+
+    return operator
+
+
+for _name in (
+    *(f"__{prefix}{name}__" for prefix in ("", "r") for name in ("sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")),
+    *(
+        f"__{name}__"
+        for name in ("isub", "imul", "itruediv", "neg", "abs", "getitem", "setitem", "len", "iter", "bool", "float")
+    ),
+    *(f"__{name}__" for name in ("lt", "le", "gt", "ge", "eq", "ne")),
+):
+    setattr(Deferred, _name, _through(_name))
+Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+@functools.cache
+def _identity(channels: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the weight of a unit with one interval that returns its input, to the last bit."""
+    zeros, ones = (make(channels, dtype=dtype, device=device) for make in (torch.zeros, torch.ones))
+    return reference.pack(zeros, ones, torch.stack([zeros, ones], 1), ones, ones)
+
+
+def _group(norm: Any) -> "dist.ProcessGroup | None":
+    """Return the processes over which a norm takes its statistics; None if it does not."""
+    if not isinstance(norm, nn.SyncBatchNorm) or not norm.training or not (dist.is_available() and dist.is_initialized()):
+        return None
+    group: Any = norm.process_group or dist.group.WORLD
+    return group if dist.get_world_size(group) > 1 else None

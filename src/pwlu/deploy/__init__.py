@@ -1,0 +1,1 @@
+"""Trained models for inference: fused, simplified, as int8 tables, or exported to ONNX."""

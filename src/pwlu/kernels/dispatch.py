@@ -1,0 +1,220 @@
+"""Which code serves which device: a kernel where there is one and it takes the arguments, else plain torch.
+
+The functions take and return what the operators of the same names do; see ``ops.py``.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pwlu import checks, reference
+from pwlu.kernels import eager
+from pwlu.kernels.layout import NormState
+
+# Plain torch, on every device.
+
+
+def _laid_out(x: Tensor, y: Tensor) -> Tensor:
+    like = torch.empty_like(x)
+    return y if y.stride() == like.stride() else like.copy_(y)
+
+
+def plain_forward(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
+    """Return y."""
+    return _laid_out(x, reference.forward(x, *reference.unpack(weight, intervals), channel_dim))
+
+
+def plain_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the weight; an empty tensor for one that is not needed."""
+    blocks = reference.unpack(weight, intervals)
+    grad_x, grads = reference.backward(grad, x, *blocks, channel_dim, need_input=need_input, need_parameters=need_weight)
+    none = x.new_empty(0)
+    return none if grad_x is None else _laid_out(x, grad_x), none.clone() if grads is None else reference.pack(*grads)
+
+
+def plain_lookup(x: Tensor, *rest: Any) -> Tensor:
+    """Return y of the fused form."""
+    return _laid_out(x, reference.lookup(x, *rest))
+
+
+def plain_moments(x: Tensor, channel_dim: int, pool: Tensor) -> None:
+    """Add the moments of x to a pool."""
+    channels = pool.shape[1]
+    count = torch.full((), x.numel() // channels, dtype=torch.int64, device=x.device)
+    pool.copy_(reference.merge(pool, count, *reference.moments(x, channels, channel_dim)))
+
+
+def plain_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
+    """Return y and add the moments of x to a pool."""
+    plain_moments(x, channel_dim, pool)
+    return plain_forward(x, weight, intervals, channel_dim)
+
+
+# Kernels.
+
+
+@functools.cache  # so that a warning that there is none comes once
+def _serving(device: torch.device) -> Any:
+    from pwlu.kernels import cpu, cuda
+
+    kernel: Any = None
+    if device.type == "cuda":
+        kernel = cuda.kernel(device.index)
+    elif device.type == "cpu":
+        kernel = cpu.kernel()
+    if kernel is not None:
+        eager.build_in_background()
+    return kernel
+
+
+def kernel_of(x: Tensor) -> Any:
+    """Return the kernels that serve the device of x, or None; they are imported when first used."""
+    eager.load_if_ready()
+    return _serving(x.device)
+
+
+def _served(name: str, plain: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that checks its arguments and calls the kernel's method of that name, or plain torch."""
+
+    def call(*arguments: Any) -> Any:
+        check(*arguments)
+        kernel = kernel_of(arguments[0])
+        found = NotImplemented if not hasattr(kernel, name) else getattr(kernel, name)(*arguments)
+        return plain(*arguments) if found is NotImplemented else found
+
+    return call
+
+
+def check_backward(grad: Tensor, x: Tensor, *rest: Any) -> None:
+    """Raise unless the arguments of ``backward`` fit each other."""
+    checks.check_weight(x, *rest[:3])
+    checks.check_gradient(grad, x)
+
+
+def check_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> None:
+    """Raise unless the arguments of ``observe`` fit each other."""
+    channels = checks.check_weight(x, weight, intervals, channel_dim)
+    if checks.check_pool(x, channel_dim, pool) != channels:
+        raise ValueError(f"pwlu: pool must have {channels} channels as the weight has, not {pool.shape[1]}")
+
+
+forward = _served("forward", plain_forward, checks.check_weight)
+backward = _served("backward", plain_backward, check_backward)
+lookup = _served("lookup", plain_lookup, checks.check_tables)
+moments = _served("moments", plain_moments, checks.check_pool)
+
+
+def _observe_apart(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
+    """A kernel that cannot do both may do one of them."""
+    moments(x, channel_dim, pool)
+    return forward(x, weight, intervals, channel_dim)
+
+
+observe = _served("observe", _observe_apart, check_observe)
+
+
+# Behind a batch norm. Where there is no kernel for all of it, torch normalises, and the kernels of a unit do the rest.
+
+
+def follow_batch(state: NormState, count: int, mean: Tensor, m2: Tensor) -> Tensor:
+    """Return the norm of a batch with these moments; the running statistics, the number of batches and the pool follow it."""
+    for running, new in ((state.running_mean, mean), (state.running_var, m2 / max(count - 1, 1))):
+        if running is not None:
+            running.copy_((1 - state.factor) * running.to(new.dtype) + state.factor * new)
+    if state.batches is not None:
+        state.batches.add_(1)
+    norm = reference.normalization(mean, m2 / count, state.gamma, state.beta, state.eps)
+    if state.pool is not None:  # z has the mean beta and the deviation gamma, but for eps
+        _, _, scale, shift = norm
+        state.pool.copy_(reference.merge(state.pool, torch.tensor(count, device=mean.device), shift, m2 * scale.square()))
+    return norm
+
+
+def plain_normalization(x: Tensor, *rest: Any) -> Tensor:
+    """Return the norm of x, which :func:`follow_batch` completes, or of the running statistics."""
+    state, dtype = NormState(*rest), reference.compute_dtype(x)
+    if not state.training:
+        assert state.running_mean is not None and state.running_var is not None  # noqa: PT018  # checked
+        mean, variance = state.running_mean.to(dtype), state.running_var.to(dtype)
+        return reference.normalization(mean, variance, state.gamma, state.beta, state.eps)
+    own = torch.zeros(3, x.shape[1], dtype=dtype, device=x.device)
+    moments(x, 1, own)
+    return follow_batch(state, x.numel() // x.shape[1], own[1], own[2])
+
+
+def norm_forward_apart(
+    x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int, pool: Tensor | None
+) -> Tensor:
+    """Return y of the normalised x, and with a pool add the moments of z to that."""
+    z = reference.normalize(x, residual, norm)
+    y = forward(z, weight, intervals, 1) if pool is None else observe(z, weight, intervals, 1, pool)
+    return _laid_out(x, y.to(x.dtype))
+
+
+def norm_backward_apart(
+    grad: Tensor, x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of z (empty without a residual), the sums of the norm, and the gradient of the weight."""
+    z = reference.normalize(x, residual, norm)
+    grad_z, grad_weight = backward(grad.to(z.dtype), z, weight, intervals, 1, True, True)
+    sums = reference.norm_sums(grad_z, x, norm)
+    return x.new_empty(0) if residual is None else _laid_out(x, grad_z.to(x.dtype)), sums, grad_weight
+
+
+def norm_input_apart(
+    grad: Tensor,
+    x: Tensor,
+    norm: Tensor,
+    weight: Tensor,
+    intervals: int,
+    sums: Tensor | None,
+    count: float,
+    of_z: bool,
+) -> Tensor:
+    """Return the gradient of x; `of_z`: grad is the gradient of z, else that of y."""
+    if not of_z:
+        z = reference.normalize(x, None, norm)
+        grad, _ = backward(grad.to(z.dtype), z, weight, intervals, 1, True, False)
+    return _laid_out(x, reference.norm_input(grad, x, norm, sums, count))
+
+
+_normalization = _served("normalization", plain_normalization, checks.check_norm_input)
+
+
+def normalization(x: Tensor, *rest: Any) -> Tensor:
+    """Return the norm; kernels take parameters and statistics in the type of the arithmetic, others are converted and back."""
+    state, dtype = NormState(*rest), reference.compute_dtype(x)
+    vectors = {name: t for name, t in state._asdict().items() if isinstance(t, Tensor) and name != "batches"}
+    converted = {name: t.to(dtype) for name, t in vectors.items()}
+    norm: Tensor = _normalization(x, *(converted.get(name, value) for name, value in state._asdict().items()))
+    for name in ("running_mean", "running_var", "pool"):
+        if state.training and name in vectors and converted[name] is not vectors[name]:
+            vectors[name].copy_(converted[name])
+    return norm
+
+
+norm_forward = _served("norm_forward", norm_forward_apart, checks.check_norm)
+norm_backward = _served("norm_backward", norm_backward_apart, lambda grad, *rest: checks.check_norm(*rest))
+norm_input = _served("norm_input", norm_input_apart, lambda grad, x, *rest: checks.check_norm(x, None, *rest))
+
+
+def warm_up(
+    device: torch.device | str = "cuda", dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
+) -> int:
+    """Compile and load now what the first calls on that device would; return the number of kernels.
+
+    Worth it before a CUDA graph is captured, where nothing can be loaded, and before timing anything. `dtypes`: of the inputs.
+    The first time on a machine takes some ten seconds of a core for each; later, kernels come from the cache. 0: plain torch
+    serves the device, and `pwlu info` says why.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        from pwlu.kernels import cuda
+
+        return cuda.warm_up(torch.cuda.current_device() if device.index is None else device.index, tuple(dtypes))
+    return int(device.type == "cpu" and kernel_of(torch.empty(0, device=device)) is not None)

@@ -1,0 +1,491 @@
+// The operators in eager mode without Python: autograd, memory, and the call of a kernel.
+//
+// No mathematics and no decisions are here. Which kernel serves which shape it learns from the Python code of this package
+// (__init__.py), and whatever is new to it, or not is_plain, it leaves to that code: a mode, a transform, another type of
+// tensor, a layout that needs a copy, a wrong shape, a kernel that fails.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/library.h>
+
+#include "eager_kernels.h"
+#include "eager_norm.h"
+
+namespace {
+
+using Forward = Tensor(const Tensor&, const Tensor&, int64_t, int64_t);
+using Observe = Tensor(const Tensor&, const Tensor&, int64_t, int64_t, Tensor);
+using Gradients = std::tuple<Tensor, Tensor>;
+using Backward = Gradients(const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t, bool, bool);
+using Lookup = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t);
+
+using Normalization = Tensor(const Tensor&, PWLU_NORM_STATE);
+using NormForward = Tensor(const Tensor&, const MaybeTensor&, const Tensor&, const Tensor&, int64_t, const MaybeTensor&);
+using NormBackward = NormGradients(const Tensor&, const Tensor&, const MaybeTensor&, const Tensor&, const Tensor&, int64_t);
+using NormInput = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, const MaybeTensor&, double, bool);
+using NormAct = std::tuple<Tensor, Tensor>(const Tensor&, const MaybeTensor&, const Tensor&, int64_t, PWLU_NORM_STATE);
+using DifferentiableNormBackward = std::vector<Tensor>(const Tensor&, const Tensor&, const MaybeTensor&, const Tensor&,
+                                                       const MaybeTensor&, const MaybeTensor&, const Tensor&, int64_t, double,
+                                                       bool);
+
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// Serving: below autograd.
+
+template <class Signature, class... Rest>
+auto by_python(const c10::TypedOperatorHandle<Signature>& op, const Rest&... arguments) {
+  const at::AutoDispatchBelowAutograd guard;
+  return op.call(arguments...);
+}
+
+Tensor forward(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim) {
+  if (auto y = run_forward(x, weight, intervals, channel_dim)) return *y;
+  static const auto python = find<Forward>("pwlu_python::serve_forward");
+  return by_python(python, x, weight, intervals, channel_dim);
+}
+
+Tensor observe(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim, Tensor pool) {
+  // In a backward pass it is gradient checkpointing that runs forward again: Python knows what to do.
+  if (torch::autograd::get_current_graph_task_id() == -1)
+    if (auto y = run_forward(x, weight, intervals, channel_dim, &pool)) return *y;
+  static const auto python = find<Observe>("pwlu_python::serve_observe");
+  return by_python(python, x, weight, intervals, channel_dim, pool);
+}
+
+Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim,
+                   bool need_input, bool need_weight) {
+  if (auto found = run_backward(grad, x, weight, intervals, channel_dim, need_input, need_weight)) return *found;
+  static const auto python = find<Backward>("pwlu_python::serve_backward");
+  return by_python(python, grad, x, weight, intervals, channel_dim, need_input, need_weight);
+}
+
+Tensor lookup(const Tensor& x, const Tensor& left, const Tensor& inv_step, const Tensor& slopes, const Tensor& offsets,
+              int64_t channel_dim) {
+  if (auto y = run_lookup(x, {&left, &inv_step, &slopes, &offsets}, channel_dim)) return *y;
+  static const auto python = find<Lookup>("pwlu_python::serve_lookup");
+  return by_python(python, x, left, inv_step, slopes, offsets, channel_dim);
+}
+
+// Behind a norm.
+
+Tensor normalization(const Tensor& x, PWLU_NORM_STATE) {
+  if (!pool || torch::autograd::get_current_graph_task_id() == -1)  // see observe
+    if (auto norm = run_normalization(x, PWLU_NORM_NAMES, pool)) return *norm;
+  static const auto python = find<Normalization>("pwlu_python::serve_normalization");
+  return by_python(python, x, PWLU_NORM_NAMES, pool);
+}
+
+Tensor norm_forward(const Tensor& x, const MaybeTensor& residual, const Tensor& norm, const Tensor& weight, int64_t intervals,
+                    const MaybeTensor& pool) {
+  if (!pool || torch::autograd::get_current_graph_task_id() == -1)
+    if (auto y = run_norm_forward(x, residual, norm, weight, intervals, pool)) return *y;
+  static const auto python = find<NormForward>("pwlu_python::serve_norm_forward");
+  return by_python(python, x, residual, norm, weight, intervals, pool);
+}
+
+NormGradients norm_backward(const Tensor& grad, const Tensor& x, const MaybeTensor& residual, const Tensor& norm,
+                            const Tensor& weight, int64_t intervals) {
+  if (auto found = run_norm_backward(grad, x, residual, norm, weight, intervals)) return *found;
+  static const auto python = find<NormBackward>("pwlu_python::serve_norm_backward");
+  return by_python(python, grad, x, residual, norm, weight, intervals);
+}
+
+Tensor norm_input(const Tensor& grad, const Tensor& x, const Tensor& norm, const Tensor& weight, int64_t intervals,
+                  const MaybeTensor& sums, double count, bool of_z) {
+  if (auto found = run_norm_input(grad, x, norm, weight, intervals, sums, count, of_z)) return *found;
+  static const auto python = find<NormInput>("pwlu_python::serve_norm_input");
+  return by_python(python, grad, x, norm, weight, intervals, sums, count, of_z);
+}
+
+// y and the norm. Behind a norm of the batch alone, the moments of z follow from the norm.
+std::tuple<Tensor, Tensor> norm_act(const Tensor& x, const MaybeTensor& residual, const Tensor& weight, int64_t intervals,
+                                    PWLU_NORM_STATE) {
+  const MaybeTensor none;
+  const bool follows = training && !residual;
+  Tensor norm = normalization(x, PWLU_NORM_NAMES, follows ? pool : none);
+  return {norm_forward(x, residual, norm, weight, intervals, follows ? none : pool), norm};
+}
+
+// Whether a call is is_plain: nobody but autograd and a kernel could have a say in it. No mode, no transform, no tensor of
+// another class, no forward-mode differentiation.
+
+using c10::DispatchKey;
+constexpr auto kOrdinary =
+    c10::DispatchKeySet({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::ADInplaceOrView, DispatchKey::AutogradCPU,
+                         DispatchKey::AutogradCUDA, DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA});
+constexpr auto kOrdinaryModes = kOrdinary | c10::DispatchKeySet(DispatchKey::BackendSelect);
+
+bool within(c10::DispatchKeySet keys, c10::DispatchKeySet allowed) {
+  return (keys.raw_repr() & ~allowed.raw_repr()) == 0;
+}
+
+bool is_ordinary(const Tensor& tensor) {
+  return !tensor.defined() || (within(tensor.key_set(), kOrdinary) && !tensor._fw_grad(0).defined());
+}
+bool is_ordinary(const MaybeTensor& tensor) { return !tensor || is_ordinary(*tensor); }
+
+template <class... Tensors>
+bool is_plain(const Tensors&... tensors) {
+  return within(c10::impl::tls_local_dispatch_key_set().included_, kOrdinaryModes) && (... && is_ordinary(tensors));
+}
+
+// Autograd.
+
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+// What a node keeps besides x and the weight. A unit that stands still was observed: its weight has a gradient of zero.
+struct Settings {
+  int64_t intervals, channel_dim;
+  bool still, need_input, need_weight;
+};
+
+variable_list gradients(const Tensor& grad, const Tensor& x, const Tensor& weight, const Settings& s) {
+  const bool learns = s.need_weight && !s.still && grad.defined();
+  variable_list found(2);
+  if (grad.defined() && (s.need_input || learns)) {  // else what follows has none to give
+    Gradients both;
+    if (is_plain(grad, x, weight) && !at::GradMode::is_enabled()) {  // it is enabled if a second derivative is wanted
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      both = ::backward(grad, x, weight, s.intervals, s.channel_dim, s.need_input, learns);
+    } else {
+      static const auto op = find<Backward>("pwlu::backward");
+      both = op.call(grad, x, weight, s.intervals, s.channel_dim, s.need_input, learns);
+    }
+    if (s.need_input) found[0] = std::get<0>(both);
+    if (learns) found[1] = std::get<1>(both);
+  }
+  if (s.need_weight && !learns) found[1] = at::zeros_like(weight);  // zero, but not missing
+  return found;
+}
+
+// The derivative of forward and observe.
+struct UnitBackward : Node {
+  SavedVariable x_, weight_;
+  Settings settings_;
+
+  std::string name() const override { return "PWLUBackward"; }
+
+  void release_variables() override {
+    const std::lock_guard lock(mutex_);
+    x_.reset_data();
+    weight_.reset_data();
+  }
+
+  Settings asked() const {
+    Settings s = settings_;
+    s.need_input = task_should_compute_output(0), s.need_weight = task_should_compute_output(1);
+    return s;
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard lock(mutex_);
+    return gradients(grads[0], x_.unpack(), weight_.unpack(), asked());
+  }
+
+  // Compiled autograd: a node says what it depends on, and has itself recorded as a function of its inputs and of numbers.
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(x_, false);
+    args.collect(weight_, false);
+    args.collect(settings_.intervals);
+    args.collect(settings_.channel_dim);
+    args.collect(settings_.still);
+  }
+
+  static variable_list recorded(const variable_list& grads, const std::vector<c10::IValue>& a) {
+    return gradients(grads[0], a[0].toTensor(), a[1].toTensor(),
+                     {a[2].toInt(), a[3].toInt(), a[4].toBool(), a[5].toBool(), a[6].toBool()});
+  }
+
+  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
+    namespace compiled = torch::dynamo::autograd;
+    saved.before(x_);
+    saved.before(weight_);
+    const Settings s = asked();
+    const std::vector<c10::IValue> arguments{x_.unpack(),  weight_.unpack(), s.intervals,  s.channel_dim,
+                                             s.still, s.need_input,     s.need_weight};
+    const auto tensor = at::TensorType::get();
+    const auto number = at::IntType::get();
+    const auto flag = at::BoolType::get();
+    const auto metadata = compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+        compiled::get_input_metadata(next_edges()));
+    const auto& python = compiled::getPyCompilerInterface();
+    static const auto function =  // a name is bound once
+        python->bind_function(saved.get_py_compiler(), name(), recorded, {tensor, tensor, number, number, flag, flag, flag});
+    auto found = python->call_function(saved.get_py_compiler(), "apply_functional", function, grads, arguments, metadata);
+    saved.after(x_);
+    saved.after(weight_);
+    return found;
+  }
+};
+
+template <class T>
+auto make_node() {  // torch 2.11 holds nodes by another kind of pointer than later versions
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) return c10::make_intrusive<T>();
+  else return std::shared_ptr<T>(new T(), [](T* node) { deleteNode(node); });
+}
+
+// `serve`: makes y.
+template <class Serve>
+Tensor differentiable(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim, bool still, Serve serve) {
+  if (!torch::autograd::compute_requires_grad(x, weight)) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return serve();
+  }
+  auto node = make_node<UnitBackward>();
+  node->set_next_edges(torch::autograd::collect_next_edges(x, weight));
+  node->x_ = SavedVariable(x, false);
+  node->weight_ = SavedVariable(weight, false);
+  node->settings_ = {intervals, channel_dim, still, false, false};
+  const Tensor y = [&] {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return serve();
+  }();
+  torch::autograd::set_history(y, node);
+  return y;
+}
+
+Tensor autograd_forward(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim) {
+  static const auto python = find<Forward>("pwlu_python::differentiate_forward");
+  if (!is_plain(x, weight)) return python.call(x, weight, intervals, channel_dim);
+  return differentiable(x, weight, intervals, channel_dim, false, [&] { return forward(x, weight, intervals, channel_dim); });
+}
+
+Tensor autograd_observe(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim, Tensor pool) {
+  static const auto python = find<Observe>("pwlu_python::differentiate_observe");
+  if (!is_plain(x, weight, pool)) return python.call(x, weight, intervals, channel_dim, pool);
+  return differentiable(x, weight, intervals, channel_dim, true,
+                        [&] { return observe(x, weight, intervals, channel_dim, pool); });
+}
+
+Gradients autograd_backward(const Tensor& grad, const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim,
+                            bool need_input, bool need_weight) {
+  static const auto python = find<Backward>("pwlu_python::differentiate_backward");
+  if (!is_plain(grad, x, weight) || torch::autograd::compute_requires_grad(grad, x, weight))
+    return python.call(grad, x, weight, intervals, channel_dim, need_input, need_weight);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return backward(grad, x, weight, intervals, channel_dim, need_input, need_weight);
+}
+
+Tensor autograd_lookup(const Tensor& x, const Tensor& left, const Tensor& inv_step, const Tensor& slopes, const Tensor& offsets,
+                       int64_t channel_dim) {
+  static const auto python = find<Lookup>("pwlu_python::differentiate_lookup");  // a derivative of it is an error
+  if (!is_plain(x, left, inv_step, slopes, offsets) ||
+      torch::autograd::compute_requires_grad(x, left, inv_step, slopes, offsets))
+    return python.call(x, left, inv_step, slopes, offsets, channel_dim);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return lookup(x, left, inv_step, slopes, offsets, channel_dim);
+}
+
+// The derivative of norm_act.
+
+struct NormSettings {
+  int64_t intervals;
+  double eps, count;
+  bool training, still;
+  std::array<bool, 5> needed;  // gradients of x, residual, weight, gamma, beta
+};
+
+MaybeTensor maybe(const Tensor& tensor) { return tensor.defined() ? MaybeTensor(tensor) : MaybeTensor(); }
+
+variable_list norm_gradients(const Tensor& grad, const std::array<Tensor, 6>& saved, const NormSettings& s) {
+  const auto& [x, residual, weight, gamma, beta, norm] = saved;
+  variable_list found(5);
+  if (grad.defined()) {
+    if (is_plain(grad, x, residual, weight) && !at::GradMode::is_enabled()) {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      const auto [grad_z, sums, grad_weight] = norm_backward(grad, x, maybe(residual), norm, weight, s.intervals);
+      const MaybeTensor used = s.training ? MaybeTensor(sums) : MaybeTensor();
+      const bool of_z = residual.defined();
+      if (s.needed[0]) found[0] = norm_input(of_z ? grad_z : grad, x, norm, weight, s.intervals, used, s.count, of_z);
+      if (s.needed[1] && of_z) found[1] = grad_z;
+      if (s.needed[2]) found[2] = grad_weight;
+      if (s.needed[3] && gamma.defined()) found[3] = sums.select(0, 2).to(gamma.scalar_type());
+      if (s.needed[4] && beta.defined()) found[4] = sums.select(0, 0).to(beta.scalar_type());
+    } else {
+      static const auto op = find<DifferentiableNormBackward>("pwlu_python::differentiable_norm_backward");
+      const auto all = op.call(grad, x, maybe(residual), weight, maybe(gamma), maybe(beta), norm, s.intervals, s.eps, s.training);
+      for (size_t i = 0; i < 5; ++i)
+        if (s.needed[i]) found[i] = all[i];
+    }
+  }
+  if (s.still && s.needed[2]) found[2] = at::zeros_like(weight);  // zero, but not missing
+  return found;
+}
+
+struct NormActBackward : Node {
+  std::array<SavedVariable, 6> saved_;  // x, residual, weight, gamma, beta, norm
+  NormSettings settings_;
+
+  std::string name() const override { return "PWLUNormBackward"; }
+
+  void release_variables() override {
+    const std::lock_guard lock(mutex_);
+    for (auto& each : saved_) each.reset_data();
+  }
+
+  NormSettings asked() const {
+    NormSettings s = settings_;
+    for (size_t i = 0; i < 5; ++i) s.needed[i] = task_should_compute_output(i);
+    return s;
+  }
+
+  std::array<Tensor, 6> unpacked() const {
+    std::array<Tensor, 6> tensors;
+    for (size_t i = 0; i < 6; ++i) tensors[i] = saved_[i].unpack();
+    return tensors;
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard lock(mutex_);
+    return norm_gradients(grads[0], unpacked(), asked());
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    for (const auto& each : saved_) args.collect(each, false);
+    args.collect(settings_.intervals);
+    args.collect(settings_.eps);
+    args.collect(settings_.count);
+    args.collect(settings_.training);
+    args.collect(settings_.still);
+  }
+
+  static variable_list recorded(const variable_list& grads, const std::vector<c10::IValue>& a) {
+    std::array<Tensor, 6> tensors;
+    for (size_t i = 0; i < 6; ++i) tensors[i] = a[i].toTensor();
+    NormSettings s{a[6].toInt(), a[7].toDouble(), a[8].toDouble(), a[9].toBool(), a[10].toBool(), {}};
+    for (size_t i = 0; i < 5; ++i) s.needed[i] = a[11 + i].toBool();
+    return norm_gradients(grads[0], tensors, s);
+  }
+
+  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
+    namespace compiled = torch::dynamo::autograd;
+    for (auto& each : saved_) saved.before(each);
+    const NormSettings s = asked();
+    std::vector<c10::IValue> arguments;
+    std::vector<at::TypePtr> types;
+    for (const auto& tensor : unpacked()) arguments.emplace_back(tensor), types.push_back(at::TensorType::get());
+    arguments.insert(arguments.end(), {s.intervals, s.eps, s.count, s.training, s.still});
+    types.insert(types.end(), {at::IntType::get(), at::FloatType::get(), at::FloatType::get(), at::BoolType::get(), at::BoolType::get()});
+    for (const bool needed : s.needed) arguments.emplace_back(needed), types.push_back(at::BoolType::get());
+    const auto metadata = compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+        compiled::get_input_metadata(next_edges()));
+    const auto& python = compiled::getPyCompilerInterface();
+    static const auto function = python->bind_function(saved.get_py_compiler(), name(), recorded, types);
+    auto found = python->call_function(saved.get_py_compiler(), "apply_functional", function, grads, arguments, metadata);
+    for (auto& each : saved_) saved.after(each);
+    return found;
+  }
+};
+
+std::tuple<Tensor, Tensor> autograd_norm_act(const Tensor& x, const MaybeTensor& residual, const Tensor& weight,
+                                             int64_t intervals, PWLU_NORM_STATE) {
+  static const auto python = find<NormAct>("pwlu_python::differentiate_norm_act");
+  if (!is_plain(x, residual, gamma, beta, weight, running_mean, running_var, batches, pool))
+    return python.call(x, residual, weight, intervals, PWLU_NORM_NAMES, pool);
+  const auto plain = [](const MaybeTensor& tensor) { return tensor ? *tensor : Tensor(); };
+  const std::array<Tensor, 5> inputs{x, plain(residual), weight, plain(gamma), plain(beta)};
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const auto both = norm_act(x, residual, weight, intervals, PWLU_NORM_NAMES, pool);
+  if (!torch::autograd::compute_requires_grad(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4])) return both;
+  const auto& [y, norm] = both;
+  auto node = make_node<NormActBackward>();
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4]));
+  for (size_t i = 0; i < 5; ++i) node->saved_[i] = SavedVariable(inputs[i], false);
+  node->saved_[5] = SavedVariable(norm, false);
+  const double count = double(x.numel()) / double(std::max<int64_t>(x.dim() > 1 ? x.size(1) : 1, 1));
+  node->settings_ = {intervals, eps, count, training, pool.has_value(), {}};
+  torch::autograd::set_history(y, node);
+  return both;
+}
+
+// The parts of norm_act have no derivative of their own: Python says so.
+template <class Signature, auto kServe>
+struct Part;
+template <class Result, class... Args, Result (*kServe)(Args...)>
+struct Part<Result(Args...), kServe> {
+  static inline const char* name;
+  static Result call(Args... args) {
+    static const auto python = find<Result(Args...)>(name);
+    const auto tensors = std::tuple_cat(tensor_of(args)...);
+    const bool plain = std::apply(
+        [](const auto&... t) { return is_plain(t...) && !torch::autograd::compute_requires_grad(t...); }, tensors);
+    if (!plain) return python.call(args...);
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return kServe(args...);
+  }
+  template <class T>
+  static auto tensor_of(const T& value) {
+    if constexpr (std::is_same_v<T, Tensor>) return std::tuple<Tensor>(value);
+    else if constexpr (std::is_same_v<T, MaybeTensor>) return std::tuple<Tensor>(value ? *value : Tensor());
+    else return std::tuple<>();
+  }
+};
+
+template <class Signature, auto kServe>
+void part(torch::Library& m, const char* name, const char* python) {
+  Part<Signature, kServe>::name = python;
+  m.impl(name, Part<Signature, kServe>::call);
+}
+
+void serve(torch::Library& m) {
+  m.impl("forward", forward);
+  m.impl("backward", backward);
+  m.impl("lookup", lookup);
+  m.impl("observe", observe);
+  m.impl("normalization", normalization);
+  m.impl("norm_forward", norm_forward);
+  m.impl("norm_backward", norm_backward);
+  m.impl("norm_input", norm_input);
+  m.impl("norm_act", norm_act);
+}
+
+void differentiate(torch::Library& m) {
+  m.impl("forward", autograd_forward);
+  m.impl("backward", autograd_backward);
+  m.impl("lookup", autograd_lookup);
+  m.impl("observe", autograd_observe);
+  part<Normalization, normalization>(m, "normalization", "pwlu_python::differentiate_normalization");
+  part<NormForward, norm_forward>(m, "norm_forward", "pwlu_python::differentiate_norm_forward");
+  part<NormBackward, norm_backward>(m, "norm_backward", "pwlu_python::differentiate_norm_backward");
+  part<NormInput, norm_input>(m, "norm_input", "pwlu_python::differentiate_norm_input");
+  m.impl("norm_act", autograd_norm_act);
+}
+
+TORCH_LIBRARY_IMPL(pwlu, CPU, m) { serve(m); }
+TORCH_LIBRARY_IMPL(pwlu, CUDA, m) { serve(m); }
+TORCH_LIBRARY_IMPL(pwlu, AutogradCPU, m) { differentiate(m); }
+TORCH_LIBRARY_IMPL(pwlu, AutogradCUDA, m) { differentiate(m); }
+
+}  // namespace
+
+// What __init__.py calls.
+
+extern "C" {
+
+void pwlu_register_gpu(const int64_t* key, const Launch* first, const Launch* second, int64_t splits, LaunchKernel by) {
+  Key known;
+  std::copy(key, key + known.size(), known.begin());
+  std::unique_lock lock(learning);
+  launch_kernel = by;
+  plans[known] = Plan{*first, second ? *second : Launch{}, splits};
+}
+
+void pwlu_register_cpu(const CpuKernel* kernel) {
+  std::unique_lock lock(learning);
+  cpu_kernel = *kernel;
+}
+
+void pwlu_forget() {
+  std::unique_lock lock(learning);
+  plans.clear();
+  cpu_kernel = {};
+}
+}

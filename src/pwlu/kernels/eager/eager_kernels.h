@@ -1,0 +1,275 @@
+// Calls of kernels: what was learned about them, a call as they see it, memory, and the launch. Part of eager.cpp.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <array>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+
+namespace {
+
+using at::Tensor;
+using Tables = std::array<const Tensor*, 4>;  // of the fused form: left, 1/d, slopes, offsets
+
+// What is learned.
+
+enum What : int64_t {
+  kForward, kLookup, kObserve, kMoments, kBackward, kBackwardInput,
+  kNormForward, kNormAddForward, kNormObserve, kNormAddObserve, kNormBackward, kNormAddBackward, kNormInput, kNormAddInput,
+  kBatchNorm, kRunningNorm,
+};
+
+constexpr size_t kAddresses = 19, kNumbers = 80;  // struct Arguments of element.cuh
+
+struct Launch {
+  void* function;
+  unsigned blocks[3], threads, shared;
+  unsigned char numbers[kNumbers];
+};
+
+struct Plan {
+  Launch first, second;  // the second adds up what the splits of the first left; it has no function if there is nothing to add
+  int64_t splits;
+};
+
+// what, device, type of x, type of the parameters, intervals, (outer, channels, inner), aligned to 16 bytes
+using Key = std::array<int64_t, 9>;
+
+using LaunchKernel = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+
+struct CpuKernel {  // the functions of cpu.c
+  void* parallel;
+  int (*forward)(void*, unsigned, int, const void*, void*, int64_t, int64_t, int64_t, int64_t, const void*, const void*,
+                 const void*, const void*, const void*);
+  int (*lookup)(void*, unsigned, int, const void*, void*, int64_t, int64_t, int64_t, int64_t, const void*, const void*,
+                const void*, const void*);
+  int (*backward)(void*, unsigned, int, const void*, const void*, void*, int64_t, int64_t, int64_t, int64_t, const void*,
+                  const void*, const void*, const void*, const void*, void*, void*, void*, void*, void*);
+  int (*moments)(void*, unsigned, int, const void*, int64_t, int64_t, int64_t, void*);
+  int (*normalization)(void*, unsigned, int, const void*, int64_t, int64_t, int64_t, const void*, const void*, const void*,
+                       const void*, const void*, double, double, const void*, void*);
+  int (*norm_forward)(void*, unsigned, int, const void*, const void*, void*, int64_t, int64_t, int64_t, const void*, int64_t,
+                      const void*, const void*);
+  int (*norm_backward)(void*, unsigned, int, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t,
+                       const void*, void*, int64_t, const void*, void*);
+  int (*norm_input)(void*, unsigned, int, const void*, const void*, void*, int64_t, int64_t, int64_t, const void*, const void*,
+                    double, int, int64_t, const void*);
+};
+
+std::shared_mutex learning;
+std::map<Key, Plan> plans;
+LaunchKernel launch_kernel = nullptr;
+CpuKernel cpu_kernel{};
+
+// A call as kernels see it.
+
+#ifdef PWLU_PRETEND_GPU  // a test without a GPU: launches of tensors of the CPU, which a function of the test receives
+bool on_gpu(const Tensor&) { return true; }
+int64_t index_of(const Tensor&) { return 0; }
+void* stream_of(const Tensor&) { return nullptr; }
+#else
+bool on_gpu(const Tensor& x) { return x.is_cuda(); }
+int64_t index_of(const Tensor& x) { return x.get_device(); }
+void* stream_of(const Tensor& x) { return c10::impl::VirtualGuardImpl(at::kCUDA).getStream(x.device()).native_handle(); }
+#endif
+
+struct Problem {
+  at::ScalarType dtype, kind;  // of x and of the parameters
+  int64_t outer, channels, inner, intervals;
+
+  Key key(What what, const Tensor& x, bool aligned) const {
+    return {what, index_of(x), int64_t(dtype), int64_t(kind), intervals, outer, channels, inner, aligned};
+  }
+};
+
+// Nothing if it is not certain that a kernel can have these as they are. `parameters`: one of those tensors; all are of its type.
+std::optional<Problem> problem_of(const Tensor& x, const Tensor& parameters, int64_t channels, int64_t intervals,
+                                  int64_t channel_dim) {
+  if (channels < 1 || intervals < 1 || !x.numel() || parameters.device() != x.device()) return std::nullopt;
+  int64_t inner = x.numel();
+  if (channels > 1) {
+    if (channel_dim < -x.dim() || channel_dim >= x.dim()) return std::nullopt;
+    const int64_t dim = channel_dim < 0 ? channel_dim + x.dim() : channel_dim;
+    if (x.size(dim) != channels) return std::nullopt;
+    inner = x.stride(dim);
+  }
+  if (!x.const_data_ptr() || !x.is_non_overlapping_and_dense()) return std::nullopt;
+  const auto dtype = x.scalar_type(), kind = parameters.scalar_type();
+  if (dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf && dtype != at::kDouble) return std::nullopt;
+  if (!on_gpu(x) && kind != (dtype == at::kDouble ? at::kDouble : at::kFloat)) return std::nullopt;
+  return Problem{dtype, kind, x.numel() / (channels * inner), channels, inner, intervals};
+}
+
+std::optional<Problem> problem_of(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim) {
+  if (intervals < 1 || weight.dim() != 1 || weight.numel() % (intervals + 5)) return std::nullopt;
+  if (!weight.is_contiguous() || !weight.const_data_ptr()) return std::nullopt;
+  return problem_of(x, weight, weight.numel() / (intervals + 5), intervals, channel_dim);
+}
+
+std::optional<Problem> problem_of(const Tensor& x, const Tables& tables, int64_t channel_dim) {
+  const Tensor &one = *tables[0], &wide = *tables[2];
+  if (one.dim() != 1 || wide.dim() != 2) return std::nullopt;
+  for (size_t i = 0; i < 4; ++i) {
+    const Tensor& table = *tables[i];
+    if (table.sizes() != (i < 2 ? one : wide).sizes() || table.device() != one.device()) return std::nullopt;
+    if (table.scalar_type() != one.scalar_type() || !table.is_contiguous() || !table.const_data_ptr()) return std::nullopt;
+  }
+  if (one.size(0) != wide.size(0)) return std::nullopt;
+  return problem_of(x, one, one.size(0), wide.size(1) - 2, channel_dim);
+}
+
+struct Arguments {
+  const void* addresses[kAddresses] = {};
+  unsigned char numbers[kNumbers];
+
+  Arguments() = default;
+  Arguments(const Tensor& x, const Tensor* grad, const Tensor& target) {
+    addresses[0] = x.const_data_ptr();
+    addresses[1] = grad ? grad->const_data_ptr() : nullptr;
+    addresses[2] = target.mutable_data_ptr();
+  }
+
+  // Of a packed weight: left, right, heights, left_slope, right_slope. Of its gradient: the same, `at` 8.
+  void set_blocks(size_t at, const void* memory, const Problem& p) {
+    const auto* base = static_cast<const char*>(memory);
+    const auto bytes = p.channels * int64_t(c10::elementSize(p.kind));
+    constexpr int64_t kPlaces[] = {0, 1, 4, 2, 3};
+    for (size_t i = 0; i < 5; ++i) addresses[at + i] = base + kPlaces[i] * bytes;
+  }
+
+  bool aligned() const {
+    uintptr_t all = 0;
+    for (const size_t i : {0, 1, 2, 15}) all |= uintptr_t(addresses[i]);  // x, grad, out, residual
+    return !(all & 15);
+  }
+  void* to(size_t i) const { return const_cast<void*>(addresses[i]); }
+};
+
+// CUDA.
+
+std::optional<Plan> plan_of(const Key& key) {
+  std::shared_lock lock(learning);
+  const auto found = plans.find(key);
+  return found == plans.end() ? std::nullopt : std::optional(found->second);
+}
+
+bool launch(const Launch& plan, Arguments& arguments, const Tensor& x) {
+  std::memcpy(arguments.numbers, plan.numbers, kNumbers);
+  void* packed = &arguments;
+  const unsigned* blocks = plan.blocks;
+  return !launch_kernel(plan.function, blocks[0], blocks[1], blocks[2], plan.threads, 1, 1, plan.shared, stream_of(x), &packed,
+                        nullptr);
+}
+
+// `sums`: numbers that a split leaves for the second kernel.
+bool launch(const Plan& plan, Arguments& arguments, const Tensor& x, int64_t sums) {
+  const c10::DeviceGuard guard(x.device());
+  Tensor partial;
+  if (plan.second.function) {
+    partial = at::empty({plan.splits * sums}, x.options().dtype(at::kFloat));
+    arguments.addresses[13] = partial.mutable_data_ptr();
+  }
+  return launch(plan.first, arguments, x) && (!plan.second.function || launch(plan.second, arguments, x));
+}
+
+// CPU.
+
+int code_of(at::ScalarType dtype) {
+  return dtype == at::kFloat ? 0 : dtype == at::kDouble ? 1 : dtype == at::kBFloat16 ? 2 : 3;
+}
+
+CpuKernel on_cpu() {
+  std::shared_lock lock(learning);
+  return cpu_kernel;
+}
+
+// The kernels. None of them returns anything where Python has to do it.
+
+// y, and with a pool the moments of x are added to that. `arguments` have the parameters.
+std::optional<Tensor> run_map(What what, const Tensor& x, const Problem& p, Arguments& arguments, const Tensor& y,
+                              const Tensor* pool = nullptr) {
+  if (on_gpu(x)) {
+    const auto plan = plan_of(p.key(what, x, arguments.aligned()));
+    return plan && launch(*plan, arguments, x, 3 * p.channels) ? std::optional(y) : std::nullopt;
+  }
+  const CpuKernel k = on_cpu();
+  if (!k.parallel) return std::nullopt;
+  const int threads = at::get_num_threads(), code = code_of(p.dtype);
+  const void* const* a = arguments.addresses;
+  if (what == kLookup)
+    return k.lookup(k.parallel, threads, code, a[0], arguments.to(2), p.outer, p.channels, p.inner, p.intervals, a[3], a[4],
+                    a[5], a[6])
+               ? std::nullopt
+               : std::optional(y);
+  if (k.forward(k.parallel, threads, code, a[0], arguments.to(2), p.outer, p.channels, p.inner, p.intervals, a[3], a[4], a[5],
+                a[6], a[7]))
+    return std::nullopt;
+  if (pool && k.moments(k.parallel, threads, code, a[0], p.outer, p.channels, p.inner, pool->mutable_data_ptr()))
+    return std::nullopt;
+  return y;
+}
+
+std::optional<Tensor> run_forward(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim,
+                                  const Tensor* pool = nullptr) {
+  const auto p = problem_of(x, weight, intervals, channel_dim);
+  if (!p) return std::nullopt;
+  const Tensor y = at::empty_like(x);  // x is dense: so it has the same strides
+  Arguments arguments(x, nullptr, y);
+  arguments.set_blocks(3, weight.const_data_ptr(), *p);
+  if (!pool) return run_map(kForward, x, *p, arguments, y);
+  const bool fits = pool->dim() == 2 && pool->size(0) == 3 && pool->size(1) == p->channels && pool->is_contiguous();
+  if (!fits || pool->scalar_type() != (p->dtype == at::kDouble ? at::kDouble : at::kFloat)) return std::nullopt;
+  if (pool->device() != x.device() || !pool->const_data_ptr()) return std::nullopt;
+  arguments.addresses[14] = pool->mutable_data_ptr();
+  const auto found = run_map(kObserve, x, *p, arguments, y, pool);
+  if (found && !pool->is_inference()) pool->unsafeGetTensorImpl()->bump_version();  // as every change in place does
+  return found;
+}
+
+std::optional<Tensor> run_lookup(const Tensor& x, const Tables& tables, int64_t channel_dim) {
+  const auto p = problem_of(x, tables, channel_dim);
+  if (!p) return std::nullopt;
+  const Tensor y = at::empty_like(x);
+  Arguments arguments(x, nullptr, y);
+  for (size_t i = 0; i < 4; ++i) arguments.addresses[3 + i] = tables[i]->const_data_ptr();
+  return run_map(kLookup, x, *p, arguments, y);
+}
+
+// The gradients of x and of the weight; an empty tensor for one that is not needed.
+std::optional<std::tuple<Tensor, Tensor>> run_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                                       int64_t intervals, int64_t channel_dim, bool need_input,
+                                                       bool need_weight) {
+  const auto p = problem_of(x, weight, intervals, channel_dim);
+  if (!p || grad.scalar_type() != p->dtype || grad.device() != x.device() || grad.sizes() != x.sizes()) return std::nullopt;
+  if (grad.strides() != x.strides() || !grad.const_data_ptr()) return std::nullopt;
+  const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };
+  const Tensor grad_x = need_input || on_gpu(x) ? at::empty_like(x) : none(x);  // on a GPU it is always written
+  const Tensor grad_weight = need_weight ? at::empty_like(weight) : none(weight);
+  Arguments arguments(x, &grad, grad_x);
+  arguments.set_blocks(3, weight.const_data_ptr(), *p);
+  if (need_weight) arguments.set_blocks(8, grad_weight.mutable_data_ptr(), *p);
+  if (on_gpu(x)) {
+    const auto plan = plan_of(p->key(need_weight ? kBackward : kBackwardInput, x, arguments.aligned()));
+    if (!plan || !launch(*plan, arguments, x, 2 * (p->intervals + 3) * p->channels)) return std::nullopt;
+    return std::tuple(need_input ? grad_x : none(x), grad_weight);
+  }
+  const CpuKernel k = on_cpu();
+  if (!k.parallel) return std::nullopt;
+  const void* const* a = arguments.addresses;
+  const int failed = k.backward(k.parallel, at::get_num_threads(), code_of(p->dtype), a[1], a[0], arguments.to(2), p->outer,
+                                p->channels, p->inner, p->intervals, a[3], a[4], a[5], a[6], a[7], arguments.to(8),
+                                arguments.to(9), arguments.to(10), arguments.to(11), arguments.to(12));
+  if (failed) return std::nullopt;
+  return std::tuple(grad_x, grad_weight);
+}
+
+}  // namespace

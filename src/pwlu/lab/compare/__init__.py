@@ -1,0 +1,1 @@
+"""Comparisons of activations: which runs they need, starting them, and tables of their results."""

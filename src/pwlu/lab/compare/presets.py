@@ -1,0 +1,124 @@
+"""What to compare: the paper's comparison and its ablations, as rows of data."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pwlu import baselines
+from pwlu.lab.recipes import catalog
+from pwlu.lab.recipes.experiment import spelled
+from pwlu.lab.recipes.settings import Settings, UserError, flag
+from pwlu.text import nearest
+
+BASELINE = "ReLU"
+TITLES = {
+    "relu": BASELINE,
+    "prelu": "PReLU",
+    "swish": "Swish",
+    "silu": "SiLU",
+    "gelu": "GELU",
+    "hardswish": "Hard-Swish",
+    "apl": "APL",
+    "apl5": "APL, S = 5",
+    "pau": "PAU",
+    "frelu": "FReLU",
+    "pwlu": "PWLU",
+}
+SEVEN = ("relu", "prelu", "swish", "apl", "pau", "frelu", "pwlu")
+
+SMOOTH = 0.001  # --curvature, chosen on held-out images of CIFAR-100
+FAST = 10.0  # --unit-lr, chosen on held-out images of nuclei
+
+Rows = dict[str, dict[str, Any]]  # what a row is called -> changes of settings
+
+
+def _activations(names: Iterable[str]) -> Rows:
+    return {TITLES.get(name, name): {"activation": name} for name in names}
+
+
+_BOUNDS: Rows = {
+    f"{title}, {granularity}-wise": {"activation": "pwlu", "granularity": granularity} | change
+    for granularity in ("layer", "channel")
+    for title, change in (
+        *((f"fix-init-{x}", {"fix_init": float(x)}) for x in (3, 6, 10)),
+        ("stat-realign", {}),
+    )
+}
+PRESETS: dict[str, Rows] = {
+    "activations": _activations(SEVEN),
+    "bounds": _activations(["relu"]) | _BOUNDS,
+    "intervals": _activations(["relu"]) | {f"N = {n}": {"activation": "pwlu", "intervals": n} for n in (4, 8, 12, 16, 20)},
+    "smoothing": _activations(["relu", "swish", "pwlu"])
+    | {
+        "PWLU, smooth": {"activation": "pwlu", "curvature": SMOOTH},
+        "PWLU, smooth, started as Swish": {"activation": "pwlu", "curvature": SMOOTH, "init": "swish"},
+    },
+    "improvements": _activations(SEVEN) | {"PWLU, smooth": {"activation": "pwlu", "curvature": SMOOTH}},
+    "detection": _activations(["relu", "swish", "frelu", "pwlu"])
+    | {"PWLU, fast, started as Swish": {"activation": "pwlu", "unit_lr": FAST, "init": "swish"}},
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows of one table: ``experiments`` has what each is called, and the settings of its runs but for the seed.
+
+    ``changes``: what was changed of the recipe, for all rows. ``name``: of the preset.
+    """
+
+    recipe: str
+    name: str
+    changes: dict[str, Any]
+    experiments: dict[str, Settings]
+
+    @property
+    def stem(self) -> str:
+        """The name of the table's files."""
+        changes = self.differences()
+        return f"{self.name}-{spelled(changes)}" if changes else self.name
+
+    def differences(self) -> dict[str, Any]:
+        """The changes that make a difference to the recipe, and are none of the machine's."""
+        recipe = catalog.settings(self.recipe).identity()
+        return {name: value for name, value in self.changes.items() if name in recipe and value != recipe[name]}
+
+
+def comparison(recipe: str, text: str, changes: dict[str, Any]) -> Comparison:
+    """The comparison of a recipe's rows, with changes for all of them.
+
+    Args:
+        recipe: one of ``pwlu.lab.recipes.catalog.RECIPES``.
+        text: the name of a preset, or names of activations with commas.
+        changes: of settings, by name.
+    """
+    catalog.find(recipe)
+    name, compared = _find(text)
+    varied = {setting for change in compared.values() for setting in change}
+    for setting in changes:
+        if setting in varied:
+            raise UserError(f"{flag(setting)} is what the comparison {name!r} varies: leave it out")
+    experiments = {title: catalog.settings(recipe, **changes | change) for title, change in compared.items()}
+    return Comparison(recipe, name, changes, experiments)
+
+
+def _find(text: str) -> tuple[str, Rows]:
+    if text in PRESETS:
+        return text, PRESETS[text]
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not names:
+        raise UserError(f"which activations? Write some of {','.join(SEVEN)}")
+    for name in names:
+        if name not in baselines.NAMES:
+            raise UserError(_unknown(name, alone=len(names) == 1))
+    return ("activations" if set(names) == set(SEVEN) else "-".join(names)), _activations(names)
+
+
+def _unknown(name: str, alone: bool) -> str:
+    known = [*baselines.NAMES, *(PRESETS if alone else ())]
+    near = nearest(name, known)
+    return (
+        f"there is no activation{' and no preset' if alone else ''} {name!r}."
+        + (f" Did you mean {near[0]}?" if near else "")
+        + f" Activations are {', '.join(baselines.NAMES)}"
+        + (f"; presets are {', '.join(PRESETS)}" if alone else "")
+    )

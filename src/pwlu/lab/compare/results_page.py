@@ -1,0 +1,91 @@
+"""A page whose tables are made from results/, so that no number in it is typed by hand.
+
+    <!-- table: cifar100/resnet18 activations epochs=60 -->
+    ... made anew ...
+    <!-- end of table -->
+
+A recipe, a preset (or activations with commas), and changes of settings. With ``runs`` in place of ``table``: recipes and
+changes, for a row of each experiment there is. A marker begins its line: one that is indented, as here, is text. Text outside
+stays as it is.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pwlu.lab.compare.presets import comparison
+from pwlu.lab.compare.table import Table
+from pwlu.lab.compare.trials_table import trials_table
+from pwlu.lab.recipes import catalog
+from pwlu.lab.recipes.settings import Settings, UserError
+from pwlu.lab.runs.results import Run
+from pwlu.text import nearest
+
+_END = "<!-- end of table -->"
+_MARKER = re.compile(r"<!--\s*(table|runs|end of table)\b(.*?)-->")
+
+
+def with_tables(path: Path, runs: Iterable[Run]) -> tuple[str, str]:
+    """The page as it is, and as it should be."""
+    try:
+        before = path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    runs, lines, opened, tables = list(runs), [], 0, 0
+    for number, line in enumerate(before.split("\n"), start=1):
+        found = _MARKER.match(line)
+        try:
+            if found is None:
+                lines += [] if opened else [line]
+            elif line[found.end() :].strip():
+                raise UserError("a marker must stand on a line of its own")
+            elif found.group(1) != "end of table":
+                if opened:
+                    raise UserError(f"the table of line {opened} has no {_END} before this one begins")
+                lines += [line, "", _made(found.group(1), found.group(2), runs), ""]
+                opened, tables = number, tables + 1
+            else:
+                if not opened:
+                    raise UserError(f"{_END} ends nothing: no <!-- table: RECIPE PRESET --> stands before it")
+                lines.append(line)
+                opened = 0
+        except UserError as error:
+            raise UserError(f"{path}, line {number}: {error}") from None
+    if opened:
+        raise UserError(f"{path}: the table of line {opened} has no {_END}")
+    if not tables:
+        raise UserError(
+            f"{path} has no place for a table. Write\n    <!-- table: cifar100/resnet18 activations -->\n    {_END}"
+        )
+    return before, "\n".join(lines)
+
+
+def _made(kind: str, text: str, runs: list[Run]) -> str:
+    words = text.removeprefix(":").split()
+    if not text.startswith(":") or len(words) < (2 if kind == "table" else 1):
+        asked = "RECIPE PRESET" if kind == "table" else "RECIPE ..."
+        raise UserError(f"expected <!-- {kind}: {asked} [setting=value ...] -->, not <!-- {kind}{text}-->")
+    if kind == "table":
+        return Table(comparison(words[0], words[1], dict(map(_change, words[2:]))), runs).markdown()
+    recipes = [word for word in words if "=" not in word]
+    for recipe in recipes:
+        catalog.find(recipe)
+    return trials_table(recipes, dict(_change(word) for word in words if "=" in word), runs)
+
+
+def _change(word: str) -> tuple[str, Any]:
+    name, _, value = word.partition("=")
+    kinds = {field.name: field.type for field in dataclasses.fields(Settings) if field.metadata.get("machine") is False}
+    kinds = {name: kind for name, kind in kinds.items() if name not in ("activation", "seed")}
+    name = name.replace("-", "_")
+    if name not in kinds:
+        near = nearest(name, kinds)
+        raise UserError(
+            f"{word!r} changes no setting." + (f" Did you mean {near[0]}=...?" if near else f" There are {', '.join(kinds)}")
+        )
+    try:
+        return name, kinds[name](value)  # type: ignore[operator]
+    except ValueError:
+        raise UserError(f"{word!r}: {value!r} is no {getattr(kinds[name], '__name__', kinds[name])}") from None

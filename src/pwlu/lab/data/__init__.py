@@ -1,0 +1,1 @@
+"""Data sets: files and images as tensors, with reproducible random augmentation."""

@@ -1,0 +1,1 @@
+"""Finished networks: loaded from a run, exported, and timed."""

@@ -1,0 +1,166 @@
+"""How fast a trained network is, beside the same network with ReLU: in PyTorch, compiled, and in ONNX Runtime."""
+
+import copy
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pwlu.deploy.fuse import fuse_
+from pwlu.lab.compare.presets import BASELINE, TITLES
+from pwlu.lab.inference.shipping import session, write_onnx
+from pwlu.lab.inference.timing import interleaved, percentiles
+from pwlu.lab.inference.trained_network import TrainedNetwork
+from pwlu.lab.recipes.settings import UserError
+from pwlu.lab.runs.progress import Progress
+from pwlu.module import units_of
+
+ONNX_RUNTIME = "ONNX Runtime"
+SECONDS = 0.01  # that a measurement should take at least: small networks are called several times in one
+MOST_CALLS = 50
+
+
+@dataclass
+class Contender:
+    """A way to run the network. ``call`` is None where it cannot be run here, and ``why`` says why and what to do.
+
+    ``times``: p20, p50 and p80 of the milliseconds of a call. ``of_relu``: the median, divided by that of ReLU in the same
+    runtime; None where that could not be timed.
+    """
+
+    runtime: str
+    activation: str
+    call: Callable[[], Any] | None = None
+    why: str = ""
+    times: tuple[float, float, float] | None = None
+    of_relu: float | None = None
+
+    @property
+    def name(self) -> str:
+        """For a table."""
+        return f"{self.runtime}, {self.activation}"
+
+
+def with_relu(trained: TrainedNetwork) -> nn.Module:
+    """A copy with ReLU at every place where the run put its activation, and with its weights.
+
+    In place, as the authors of networks have their modules, for anything else would make ReLU look slower than it is; where
+    they call a function, the input may be wanted again.
+    """
+    network = copy.deepcopy(trained.network)
+    for name, was in trained.sites.items():
+        network.set_submodule(name, nn.ReLU(inplace=not was.startswith("F.")))
+    return network
+
+
+def measured(
+    trained: TrainedNetwork, device: torch.device, batch: int, rounds: int, compiled: bool
+) -> tuple[list[Contender], int]:
+    """Time all ways to run the network, in turns; return them, and how many calls a measurement was.
+
+    Args:
+        trained: the network, which takes tensors.
+        device: where to run it.
+        batch: images in a call.
+        rounds: measurements of each.
+        compiled: whether torch.compile is one of the ways.
+    """
+    layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format  # as pwlu train has it
+    x = trained.sample(batch).to(device).contiguous(memory_format=layout)
+    networks = {
+        name: network.to(device=device, memory_format=layout)  # type: ignore[call-overload]
+        for name, network in _networks(trained).items()
+    }
+    wait = torch.accelerator.synchronize if device.type != "cpu" else None
+    with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
+        found = _made_ready(networks, x, compiled, Path(folder))
+        able = {contender.name: contender.call for contender in found if contender.call is not None}
+        inner = _calls(next(iter(able.values())), wait)
+        # apart from each other, for threads of the one that wait for work take time from those of the other
+        others = {name: call for name, call in able.items() if name.startswith(ONNX_RUNTIME)}
+        of_torch = {name: call for name, call in able.items() if name not in others}
+        parts = [part for part in (of_torch, others) if part]
+        times: dict[str, list[float]] = {}
+        with closing(Progress("timed", rounds * len(parts), unit="round")) as progress:
+            for part in parts:
+                times |= interleaved(part, rounds, inner=inner, wait=wait, after_round=progress.step)
+    for contender in found:
+        if contender.name in times:
+            low, middle, high = percentiles(times[contender.name]).values()
+            contender.times = (low, middle, high)
+            if base := times.get(f"{contender.runtime}, {BASELINE}"):
+                contender.of_relu = middle / percentiles(base)["p50_ms"]
+    return found, inner
+
+
+def _networks(trained: TrainedNetwork) -> dict[str, nn.Module]:
+    """ReLU first, what one would ship last."""
+    networks = {BASELINE: with_relu(trained)}
+    if trained.settings.activation == "relu":
+        return networks
+    title = TITLES.get(trained.settings.activation, trained.settings.activation)
+    networks[title] = trained.network
+    if units_of(trained.network):
+        fused = copy.deepcopy(trained.network)
+        fuse_(fused)
+        networks[f"{title} fused"] = fused
+    return networks
+
+
+def _made_ready(networks: dict[str, nn.Module], x: Tensor, compiled: bool, folder: Path) -> list[Contender]:
+    names = list(networks)
+    shipped = list(dict.fromkeys((BASELINE, names[-1])))
+    written = names[:2]  # what is fused is written from the network it was made of, with which the file is compared
+    found = [Contender("PyTorch", name, partial(network, x)) for name, network in networks.items()]
+    with closing(Progress("made ready", len(shipped) * compiled + len(written), unit="way")) as progress:
+        for name in shipped if compiled else ():
+            found.append(_tried("torch.compile", name, partial(_compiled, networks[name], x)))
+            progress.step()
+        for name in written:
+            found.append(_tried(ONNX_RUNTIME, name, partial(_in_onnx_runtime, networks[name], x, folder / f"{name}.onnx")))
+            progress.step()
+    return found
+
+
+def _tried(runtime: str, name: str, make: Callable[[], Callable[[], Any]]) -> Contender:
+    """Whatever keeps one of them from running, the others run."""
+    try:
+        return Contender(runtime, name, make())
+    except (ImportError, UserError) as error:
+        return Contender(runtime, name, why=str(error))
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return Contender(runtime, name, why=f"it failed: {type(error).__name__}: {lines[0][:160]}")
+
+
+def _compiled(network: nn.Module, x: Tensor) -> Callable[[], Any]:
+    call = partial(torch.compile(network, fullgraph=True, dynamic=False), x)
+    call()
+    return call
+
+
+def _in_onnx_runtime(network: nn.Module, x: Tensor, file: Path) -> Callable[[], Any]:
+    if x.device.type != "cpu":
+        raise UserError("timed on the CPU alone: write --device cpu")
+    sample = torch.cat([x, x])[:2].clone()
+    with torch.inference_mode(False):  # of tensors made in that mode torch.export makes no graph
+        write_onnx(network, sample.clone(), file, {})
+    return partial(session(file, torch.get_num_threads()), x)
+
+
+def _calls(call: Callable[[], Any], wait: Callable[[], None] | None) -> int:
+    """So many calls take long enough to be timed."""
+    for _ in range(3):
+        begin = time.perf_counter()
+        call()
+        if wait:
+            wait()
+        seconds = time.perf_counter() - begin
+    return min(max(round(SECONDS / seconds), 1), MOST_CALLS)

@@ -1,0 +1,144 @@
+"""Files that run where pwlu is not installed, each of them loaded again and compared with the network before it appears."""
+
+import copy
+import importlib
+import io
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+from torch.utils._pytree import tree_leaves
+
+from pwlu import files
+from pwlu.deploy.fuse import fuse_
+from pwlu.deploy.onnx_check import Inputs, agreement
+from pwlu.deploy.onnx_export import export_onnx
+from pwlu.deploy.onnx_file import finish
+from pwlu.deploy.onnx_forms import FASTEST
+from pwlu.module import units_of
+from pwlu.text import install
+
+OPSET = 18  # the oldest that torch writes by itself
+METADATA = "metadata.json"  # in a .pt2
+_OF_TORCH_2_11 = r"`isinstance\(treespec, LeafSpec\)`|The given buffer is not writable"  # it warns of itself
+
+
+def write_onnx(
+    network: nn.Module, sample: Tensor, path: Path, metadata: Mapping[str, str], *, opset: int = OPSET, form: str = FASTEST
+) -> str:
+    """Write standard operators of ONNX, any batch, batch norm folded into convolutions; return what was found, in words.
+
+    Args:
+        network: in evaluation mode, with PWLUs or without.
+        sample: (batch, C, H, W), with a batch of at least 2.
+        path: of the file.
+        metadata: its metadata_props.
+        opset: version of the operators.
+        form: in which PWLUs are written, see :func:`pwlu.export_onnx`.
+    """
+    if units_of(network):
+        text = str(export_onnx(network, sample, path, form=form, opset=opset, metadata=metadata))
+    else:
+        text = _write_plain(network, sample, path, opset, metadata)
+    model = importlib.import_module("onnx").load(path, load_external_data=False)
+    sides = ((side, ", ".join(value.name for value in getattr(model.graph, side))) for side in ("input", "output"))
+    return "\n".join([text, ", ".join(f"{side} {names}" for side, names in sides)])
+
+
+def session(file: Path, threads: int = 0) -> Callable[[Tensor], list[Any]]:
+    """An ONNX file of one input as a function, on so many threads of the CPU; 0 is as ONNX Runtime likes."""
+    runtime = importlib.import_module("onnxruntime")
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3  # errors alone
+    options.intra_op_num_threads = threads
+    loaded = runtime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    name = loaded.get_inputs()[0].name
+    return lambda x: loaded.run(None, {name: x.numpy()})
+
+
+def write_pt2(network: nn.Module, sample: Tensor, path: Path, metadata: Mapping[str, str]) -> str:
+    """Write what ``torch.export.load`` reads: aten operators alone, any batch, batch norm folded; return what was found.
+
+    Args as for :func:`write_onnx`. The metadata is JSON in the extra file ``metadata.json``.
+    """
+    written = copy.deepcopy(network)
+    if units_of(written):
+        fuse_(written)
+    content = io.BytesIO()  # torch would end the process where the disk is full
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("ignore", _OF_TORCH_2_11)
+        folded = fold_batch_norm_(written, sample)
+        batch = torch.export.Dim("batch", min=1)
+        program = torch.export.export(written, (sample,), dynamic_shapes=({0: batch},))
+        torch.export.save(program, content, extra_files={METADATA: json.dumps(dict(metadata), indent=1)})
+        content.seek(0)
+        checked = _compared(network, torch.export.load(content).module(), sample)
+    files.write(path, content.getvalue())
+    size = len(content.getvalue())
+    return f"{path}: {size / 1e6:.2f} MB, any batch size, {folded} batch norms folded\ntorch.export and PyTorch, {checked}"
+
+
+def fold_batch_norm_(model: nn.Module, sample: Tensor) -> int:
+    """Fold every batch norm that follows a convolution, and nothing else does, into its weights, in place; return how many.
+
+    Which follows which is seen in the graph that torch.export makes of the model, whatever its modules are called.
+    """
+    program = torch.export.export(model, (sample,))
+    parameters = program.graph_signature.inputs_to_parameters
+    folded = 0
+    for norm in program.graph.nodes:
+        if norm.target != torch.ops.aten.batch_norm.default or norm.args[0].target != torch.ops.aten.conv2d.default:
+            continue
+        convolution = norm.args[0]
+        weights = (convolution.args[1], norm.args[1])  # that occur once: a layer may run on several maps
+        if len(convolution.users) > 1 or any(weight is None or len(weight.users) > 1 for weight in weights):
+            continue
+        names = [parameters[weight.name].rpartition(".")[0] for weight in weights]
+        layers: list[Any] = [model.get_submodule(name) for name in names]
+        model.set_submodule(names[0], fuse_conv_bn_eval(*layers))
+        model.set_submodule(names[1], nn.Identity())
+        folded += 1
+    return folded
+
+
+def _write_plain(network: nn.Module, sample: Tensor, path: Path, opset: int, metadata: Mapping[str, str]) -> str:
+    """A network that needs nothing of pwlu."""
+    try:
+        onnx, runtime = importlib.import_module("onnx"), importlib.import_module("onnxruntime")
+        importlib.import_module("onnxscript")
+    except ImportError as error:
+        raise ImportError(f"ONNX needs onnx, onnxscript and onnxruntime ({error}): {install('onnx')}") from error
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _OF_TORCH_2_11)
+        program = torch.onnx.export(
+            network, (sample,), opset_version=opset, dynamo=True, dynamic_shapes=({0: "batch"},), verbose=False
+        )
+    assert program is not None
+    with files.atomic_write(path) as file:
+        program.save(file)
+        operators = finish(onnx, file, opset, metadata)
+        run = session(file)
+        checked = _compared(network, lambda x: [torch.from_numpy(array) for array in run(x)], sample)
+        size = file.stat().st_size
+    return (
+        f"{path}: {size / 1e6:.2f} MB, opset {opset}, any batch size, no PWLUs\n"
+        f"operators: {', '.join(f'{name} {count}' for name, count in operators.items())}\n"
+        f"ONNX Runtime {runtime.__version__} and PyTorch, {checked}"
+    )
+
+
+def _compared(network: nn.Module, run: Callable[[Tensor], Any], sample: Tensor) -> str:
+    """Run both on random batches of several sizes."""
+    inputs = Inputs.of(sample)
+    found = agreement(network, lambda drawn: tree_leaves(run(*drawn.tensors)), inputs, any_batch=True, terms=2, tolerance=None)
+    if not found.difference <= found.tolerance:
+        raise RuntimeError(
+            f"what was to be written differs from the network by {found.difference:.3g}, and rounding explains "
+            f"{found.tolerance:.3g}. Nothing was written"
+        )
+    return f"on random batches of {', '.join(map(str, found.batches))}: {found.largest}"

@@ -1,0 +1,1 @@
+"""Network architectures for classification and detection."""

@@ -1,0 +1,108 @@
+"""Mask R-CNN and RetinaNet on ResNets with feature pyramids, as torchvision has them, with new weights.
+
+Normalisation follows every convolution of the ResNet and of the feature pyramid, its two added levels P6 and P7 aside. It is
+batch normalisation that is trained with the rest, over all GPUs, in place of the frozen one of fine-tuned detectors. Heads have
+none, as in torchvision: those that run on five levels would mix statistics of levels that differ.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision.models.detection import MaskRCNN, RetinaNet
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.backbone_utils import BackboneWithFPN
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.ops.feature_pyramid_network import LastLevelMaxPool, LastLevelP6P7
+
+from pwlu.lab.models import networks
+from pwlu.lab.models.mask_pasting import Transform
+from pwlu.lab.recipes.catalog import find
+from pwlu.lab.recipes.settings import Settings
+
+SIZES = (32, 64, 128, 256, 512)  # of anchors, in pixels of the scaled image, from the finest level to the coarsest
+RATIOS = (0.5, 1.0, 2.0)
+
+
+def of_recipe(settings: Settings, classes: int) -> nn.Module:
+    """Return the detector of a recipe with new weights, and with its own activations."""
+    recipe = find(settings.recipe)
+    return build(
+        recipe.network,
+        classes,
+        pixels=settings.pixels,
+        width=settings.width,
+        norm=settings.norm,
+        anchors=recipe.anchors,
+        detections=recipe.detections,
+    )
+
+
+def sample(settings: Settings) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Return two images with an object each, for :func:`pwlu.convert_`: batch norm needs more than a map of one pixel."""
+    pixels = settings.pixels
+    inside = slice(pixels // 4, pixels // 2)
+    mask = torch.zeros(1, pixels, pixels, dtype=torch.uint8)
+    mask[:, inside, inside] = 1
+    box = torch.tensor([[inside.start, inside.start, inside.stop, inside.stop]], dtype=torch.float32)
+    target = {"boxes": box, "labels": torch.tensor([first_label(find(settings.recipe).network)]), "masks": mask}
+    return [torch.rand(3, pixels, pixels) for _ in range(2)], [target, target]
+
+
+def first_label(network: str) -> int:
+    """Return the label of the first class: Mask R-CNN has 0 for the background."""
+    return 1 if network.startswith("maskrcnn") else 0
+
+
+def build(network: str, classes: int, *, pixels: int, width: float, norm: str, anchors: float, detections: int) -> nn.Module:
+    """A detector with new weights.
+
+    Args:
+        network: "maskrcnn_resnet50_fpn" and the like.
+        classes: kinds of objects. The labels of Mask R-CNN begin with 1, those of RetinaNet with 0.
+        pixels: to which the shorter side of images is scaled; the longer side gets 5/3 of that at most, as in 800 x 1333.
+        width: the number of channels everywhere, times this.
+        norm: "batch" or "group".
+        anchors: their size, times this.
+        detections: in an image, at most.
+    """
+    detector, body = network.removesuffix("_fpn").split("_")
+    sizes = tuple(round(size * anchors) for size in SIZES)
+    common: dict[str, Any] = {"min_size": pixels, "max_size": round(pixels * 5 / 3)}
+    if detector == "retinanet":
+        backbone = _backbone(body, width, norm, p6_p7=True)
+        thirds = tuple(tuple(int(size * 2 ** (k / 3)) for k in range(3)) for size in sizes)
+        generator = AnchorGenerator(thirds, (RATIOS,) * len(sizes))
+        return RetinaNet(backbone, classes, anchor_generator=generator, detections_per_img=detections, **common)
+    backbone = _backbone(body, width, norm, p6_p7=False)
+    channels, hidden = backbone.out_channels, max(1, round(1024 * width))
+    model = MaskRCNN(
+        backbone,
+        rpn_anchor_generator=AnchorGenerator(tuple((size,) for size in sizes), (RATIOS,) * len(sizes)),
+        box_head=TwoMLPHead(channels * 7 * 7, hidden),
+        box_predictor=FastRCNNPredictor(hidden, classes + 1),
+        box_detections_per_img=detections,
+        mask_head=MaskRCNNHeads(channels, (channels,) * 4, 1),
+        mask_predictor=MaskRCNNPredictor(channels, channels, classes + 1),
+        **common,
+    )
+    given = model.transform
+    model.transform = Transform(**common, image_mean=given.image_mean, image_std=given.image_std)
+    return model
+
+
+def _backbone(body: str, width: float, norm: str, p6_p7: bool) -> Any:
+    """The ResNet without its classifier, and a pyramid on its last four maps, or the last three with two more made of them."""
+    resnet: Any = networks.build(body, 1, width=width, norm=norm)
+    of_blocks = [getattr(resnet, f"layer{k}")[-1] for k in range(1, 5)]
+    channels = [(block.conv3 if hasattr(block, "conv3") else block.conv2).out_channels for block in of_blocks]
+    first, out = (2 if p6_p7 else 1), max(1, round(256 * width))
+    return BackboneWithFPN(
+        resnet,
+        {f"layer{k}": str(k - first) for k in range(first, 5)},
+        channels[first - 1 :],
+        out,
+        LastLevelP6P7(out, out) if p6_p7 else LastLevelMaxPool(),
+        networks.normalisation(norm),
+    )

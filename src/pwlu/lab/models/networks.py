@@ -1,0 +1,115 @@
+"""The architectures, as torchvision has them; narrower and for smaller images where a recipe says so."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torchvision.models.efficientnet import EfficientNet, MBConvConfig
+from torchvision.models.resnet import BasicBlock
+
+from pwlu.lab.recipes.catalog import find
+from pwlu.lab.recipes.settings import Settings, UserError
+
+Norm = Callable[[int], nn.Module]
+
+
+def of_recipe(settings: Settings, classes: int, channels: int) -> nn.Module:
+    """Return the network of a recipe with new weights, and with its own activations."""
+    recipe = find(settings.recipe)
+    return build(recipe.network, classes, channels, width=settings.width, small=recipe.small, norm=settings.norm)
+
+
+def sample(settings: Settings, channels: int) -> Tensor:
+    """Return what such a network is called with, for :func:`pwlu.convert_`."""
+    return torch.zeros(2, channels, settings.pixels, settings.pixels)
+
+
+def build(
+    network: str, classes: int, channels: int = 3, *, width: float = 1.0, small: bool = False, norm: str = "batch"
+) -> nn.Module:
+    """A network with new weights for images with so many channels.
+
+    Args:
+        width: the number of channels of every layer, times this.
+        small: for images of 32 pixels: what halves their size first does not.
+        norm: "batch", or "group" for group normalisation with up to 8 groups.
+    """
+    return _BUILDERS[network](network, classes, channels, width, small, normalisation(norm))
+
+
+def normalisation(norm: str) -> Norm:
+    """What makes a layer that normalises so many channels."""
+    return nn.BatchNorm2d if norm == "batch" else _group_norm
+
+
+def _group_norm(channels: int) -> nn.Module:
+    return nn.GroupNorm(math.gcd(channels, 8), channels)
+
+
+def _convnet(_: str, classes: int, channels: int, width: float, small: bool, norm: Norm) -> nn.Module:
+    """Three convolutions, each with normalisation and ReLU, and a linear layer."""
+    layers: list[nn.Module] = []
+    for out, stride in ((8, 1), (16, 2), (16, 2)):
+        out = max(1, round(out * width))
+        layers += [nn.Conv2d(channels, out, 3, stride, padding=1, bias=False), norm(out), nn.ReLU()]
+        channels = out
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
+def _resnet(name: str, classes: int, channels: int, width: float, small: bool, norm: Norm) -> nn.Module:
+    model = torchvision.models.get_model(name, weights=None, num_classes=classes, norm_layer=norm)
+    if width != 1:
+        if name != "resnet18":
+            raise UserError(f"--width is not for {name}: leave it out, or take a resnet18")
+        model.inplanes = max(1, round(64 * width))
+        for layer, (planes, stride) in enumerate(((64, 1), (128, 2), (256, 2), (512, 2)), start=1):
+            setattr(model, f"layer{layer}", model._make_layer(BasicBlock, max(1, round(planes * width)), 2, stride))
+        model.fc = nn.Linear(model.inplanes, classes)
+        model.bn1 = norm(max(1, round(64 * width)))
+    kernel, stride = (3, 1) if small else (7, 2)
+    model.conv1 = nn.Conv2d(channels, model.bn1.weight.numel(), kernel, stride, padding=kernel // 2, bias=False)
+    if small:
+        model.maxpool = nn.Identity()
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):  # as torchvision does for its own
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return model
+
+
+def _mobilenet(name: str, classes: int, channels: int, width: float, small: bool, norm: Norm) -> nn.Module:
+    # torchvision's MobileNet-V3 averages its statistics over 100 steps, too long for the short trainings of small images
+    own = {} if norm is nn.BatchNorm2d and not small else {"norm_layer": norm}
+    model = torchvision.models.get_model(name, weights=None, num_classes=classes, width_mult=width, **own)
+    return _adapted(model, channels, small)
+
+
+def _efficientnet_b0(_: str, classes: int, channels: int, width: float, small: bool, norm: Norm) -> nn.Module:
+    # expansion, kernel, stride, channels in and out, blocks; the last convolution has four times the channels before it
+    rows = [(1, 3, 1, 32, 16, 1), (6, 3, 2, 16, 24, 2), (6, 5, 2, 24, 40, 2), (6, 3, 2, 40, 80, 3)]
+    rows += [(6, 5, 1, 80, 112, 3), (6, 5, 2, 112, 192, 4), (6, 3, 1, 192, 320, 1)]
+    blocks: list[Any] = [MBConvConfig(*row, width_mult=width) for row in rows]
+    return _adapted(EfficientNet(blocks, dropout=0.2, num_classes=classes, norm_layer=norm), channels, small)
+
+
+def _adapted(model: nn.Module, channels: int, small: bool) -> nn.Module:
+    """The first two convolutions that halve the image do not, for small images."""
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    if small:
+        for convolution in [c for c in convolutions if c.stride == (2, 2)][:2]:
+            convolution.stride = (1, 1)
+    if channels != 3:
+        raise ValueError(f"this network is for images with 3 channels, not {channels}")
+    return model
+
+
+_BUILDERS: dict[str, Callable[..., nn.Module]] = {
+    "convnet": _convnet,
+    "resnet18": _resnet,
+    "resnet50": _resnet,
+    "mobilenet_v2": _mobilenet,
+    "mobilenet_v3_small": _mobilenet,
+    "efficientnet_b0": _efficientnet_b0,
+}

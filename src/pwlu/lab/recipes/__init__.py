@@ -1,0 +1,1 @@
+"""Recipes as data: their settings, their names, and the metrics they report."""

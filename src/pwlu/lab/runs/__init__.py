@@ -1,0 +1,1 @@
+"""One run: its folder on disk, its processes, its environment, and its progress."""

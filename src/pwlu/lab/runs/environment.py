@@ -1,0 +1,62 @@
+"""Where and with what a run was made."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pwlu.lab.runs.processes import Processes
+from pwlu.version import __version__
+
+SIDE_BY_SIDE = "PWLU_SIDE_BY_SIDE"  # set by `pwlu compare`: how many runs share the device, which their times depend on
+
+
+def environment(processes: Processes) -> dict[str, Any]:
+    """Source revision, versions, hardware."""
+    cuda = processes.device.type == "cuda"
+    return {
+        "pwlu": __version__,
+        "revision": revision(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": _version("torchvision"),
+        "device": torch.cuda.get_device_name(processes.device) if cuda else processor(),
+        "threads": torch.get_num_threads(),
+        "processes": processes.count,
+        "side_by_side": int(os.environ.get(SIDE_BY_SIDE, 1)),
+    }
+
+
+def processor() -> str:
+    """The name of the CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def revision() -> str:
+    """The commit of the source, with a + if it has been changed since; "" for an installed package.
+
+    PWLU_REVISION says it where the source is a copy without its history.
+    """
+    root = Path(__file__).parents[4]
+    if not (root / ".git").exists():
+        return os.environ.get("PWLU_REVISION", "")
+    try:
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--abbrev=10"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

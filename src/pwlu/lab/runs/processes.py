@@ -1,0 +1,100 @@
+"""One process, or several that `torchrun` started: who does what, and on which device."""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pwlu.lab.recipes.settings import UserError
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process's number, how many there are, and its device."""
+
+    rank: int
+    count: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks and writes for all."""
+        return self.rank == 0
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """The sum over all processes."""
+        if self.count > 1:
+            dist.all_reduce(values)
+        return values
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """What the first process has, written over what the others have."""
+        if self.count > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def barrier(self) -> None:
+        """Until all processes are here."""
+        if self.count > 1:
+            dist.barrier()
+
+    def gather(self, items: list[Any]) -> list[Any]:
+        """The items of all processes, in the order of their numbers, for the first; the others get their own back."""
+        if self.count == 1:
+            return items
+        parts: list[Any] | None = [None] * self.count if self.is_main else None
+        dist.gather_object(items, parts)
+        return items if parts is None else [item for part in parts for item in part]
+
+    def broadcast_text(self, text: str | None) -> str | None:
+        """What the first process says, told to all."""
+        told = [text]
+        if self.count > 1:
+            dist.broadcast_object_list(told, src=0)
+        return told[0]
+
+
+@contextmanager
+def joined(device: str | None) -> Iterator[Processes]:
+    """Join the processes that torchrun started, if it did."""
+    chosen = _device(device)
+    rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if "RANK" not in os.environ or dist.is_initialized():
+        yield Processes(rank, count, chosen)
+        return
+    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    try:
+        yield Processes(rank, count, chosen)
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"--device {name}: there is no such device. Write cpu or cuda") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError(f"--device {name}: torch {torch.__version__} sees no GPU here. Write --device cpu")
+        number = int(os.environ.get("LOCAL_RANK", 0)) if device.index is None else device.index
+        if number >= torch.cuda.device_count():
+            raise UserError(
+                f"process {number} of this machine has no GPU of its own: there are {torch.cuda.device_count()}. Start "
+                f"torchrun with --nproc-per-node {torch.cuda.device_count()}"
+            )
+        return torch.device("cuda", number)
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError):  # what torch raises differs from device to device
+        raise UserError(f"--device {name}: torch {torch.__version__} cannot use it here. Write --device cpu") from None
+    return device

@@ -1,0 +1,1 @@
+"""The training loop, what it trains, and the summary it writes."""

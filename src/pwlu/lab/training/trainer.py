@@ -1,0 +1,185 @@
+"""What is trained: the network with its activations, and all that changes it."""
+
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import swa_utils
+
+from pwlu import baselines
+from pwlu.conversion.convert import convert_
+from pwlu.conversion.fuse_norms import fuse_norms_
+from pwlu.kernels.dispatch import warm_up
+from pwlu.lab.data import keyed_random
+from pwlu.lab.recipes.catalog import find
+from pwlu.lab.recipes.settings import Settings, UserError
+from pwlu.lab.runs.processes import Processes
+from pwlu.learning.curvature import curvature
+from pwlu.learning.parameter_groups import grouped
+from pwlu.learning.two_phase import TwoPhase
+from pwlu.module import PWLU, units_of
+
+LEARNED = (PWLU, nn.PReLU, baselines.APL, baselines.PAU)  # activations whose parameters are those of functions
+
+
+class Trainer:
+    """Network, optimizer, schedule, phases, and the moving average of the weights, made from settings alone."""
+
+    def __init__(self, task: Any, settings: Settings, processes: Processes) -> None:
+        self.task, self.settings, self.processes = task, settings, processes
+        self.device_type = processes.device.type
+        torch.manual_seed(int(keyed_random.mixed(settings.seed, 3)))
+        network = task.network()
+        self.report = put_activations(network, task.sample(), settings)
+        if processes.count > 1 and self.device_type == "cuda":
+            network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
+        self.fuse_norms = _fuse_norms(network, task.sample(), settings, self.device_type)
+        network = network.to(processes.device, task.dtype, memory_format=task.layout)
+        self.network: nn.Module = network
+        self.average = None
+        if settings.ema:
+            self.average = swa_utils.AveragedModel(network, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(settings.ema))
+        self.parallel: Any = None
+        if processes.count > 1:
+            self.parallel = DistributedDataParallel(network, [processes.device] if self.device_type == "cuda" else None)
+        model = self.parallel or network
+        self.model: Any = torch.compile(model) if settings.compile else model
+        self.optimizer = torch.optim.SGD(_groups(network, settings), momentum=0.9)
+        self.schedule = _schedule(self.optimizer, settings, task.total_steps)
+        self.scaler = torch.amp.GradScaler(self.device_type, enabled=settings.precision == "fp16")
+        self.units = units_of(network)
+        self.phases = None
+        if self.units and not settings.fix_init:
+            realign_at = max(1, round(settings.realign_epochs * task.steps_per_epoch))
+            if realign_at >= task.total_steps:
+                raise UserError(
+                    f"Phase I of {realign_at} steps (--realign-epochs {settings.realign_epochs:g}) leaves nothing of "
+                    f"{task.total_steps} steps for PWLUs to learn in. Write fewer --realign-epochs, or train for longer"
+                )
+            copies = [self.average.module] if self.average else []
+            self.phases = TwoPhase(network, self.optimizer, realign_at, copies=copies)
+
+    @property
+    def measured(self) -> nn.Module:
+        """The network whose accuracy counts: the average, if one is kept."""
+        return self.average.module if self.average else self.network
+
+    @property
+    def phase(self) -> int:
+        """1 while PWLUs stand still, else 2."""
+        return self.phases.phase if self.phases else 2
+
+    def autocast(self) -> Any:
+        """The precision in which the network computes."""
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings.precision)
+        return torch.autocast(self.device_type, dtype) if dtype else nullcontext()
+
+    def step(self, number: int, batches: list[Any]) -> Tensor:
+        """One step of the optimizer, on one or several parts of a batch; returns the sums of the task."""
+        torch.manual_seed(int(keyed_random.mixed(self.settings.seed, 4, number, self.processes.rank)))  # for dropout
+        sums = torch.zeros((), device=self.processes.device)
+        for part, batch in enumerate(batches, start=1):
+            wait = self.parallel is not None and part < len(batches)
+            with self.parallel.no_sync() if wait else nullcontext():
+                with self.autocast():
+                    loss, each = self.task.loss(self.model, batch)
+                if self.settings.curvature and self.phase == 2:
+                    loss = loss + self.settings.curvature * curvature(self.network)
+                self.scaler.scale(loss / len(batches)).backward()
+            sums = sums + each
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        with warnings.catch_warnings():  # that the optimizer did not step first, where fp16 overflowed
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.schedule.step()
+        self.optimizer.zero_grad()
+        if self.average:
+            self.average.update_parameters(self.network)
+        return sums
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint holds."""
+        parts: dict[str, Any] = {
+            "network": self.network,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "scaler": self.scaler,
+        }
+        if self.average:
+            parts["average"] = self.average
+        return {name: part.state_dict() for name, part in parts.items()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.network.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.scaler.load_state_dict(state["scaler"])
+        if self.average:
+            self.average.load_state_dict(state["average"])
+
+    def functions(self) -> dict[str, dict[str, Tensor]]:
+        """The parameters of every PWLU, on the CPU."""
+        return {
+            name: {block: values.detach().cpu().clone() for block, values in unit.blocks()._asdict().items()}
+            for name, unit in units_of(self.measured).items()
+        }
+
+
+def _fuse_norms(network: nn.Module, sample: Any, settings: Settings, device: str) -> str:
+    """Let batch norms and PWLUs run in one pass, if the settings ask for it; return whether they do: on or off."""
+    # in channels_last on a CPU, both apart are as fast: docs/norms.md
+    pays = device == "cuda" or (device == "cpu" and not settings.channels_last and bool(warm_up("cpu")))
+    if settings.fuse_norms == "off" or (settings.fuse_norms == "auto" and (settings.compile or not pays)):
+        return "off"
+    try:
+        fuse_norms_(network, sample)
+    except ValueError as error:  # there is no such place
+        if settings.fuse_norms == "on":
+            raise UserError(f"--fuse-norms on: {error}") from None
+        return "off"
+    return "on"
+
+
+def put_activations(network: nn.Module, sample: Tensor, settings: Settings) -> Any:
+    """Those that the settings name, in place of the network's own; returns the report of :func:`pwlu.convert_`."""
+    bounds = (-settings.fix_init, settings.fix_init) if settings.fix_init else None
+    options: dict[str, Any] = {}
+    if settings.activation == "pwlu":
+        options = {"bounds": bounds, "intervals": settings.intervals, "init": settings.init}
+    try:
+        return convert_(network, sample, to=settings.activation, granularity=settings.granularity, **options)
+    except ValueError as error:
+        raise UserError(f"--act {settings.activation}: {error}") from None
+
+
+def _schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) -> Any:
+    """Of the learning rate: it rises for a share of the steps, then falls along a cosine, or in two steps.
+
+    In two steps: it is divided by 10 for the last 2/9 of the training, and again for the last 2/27, which are the last 60k and
+    the last 20k of the paper's 270k iterations. There it rises in a straight line, from a thousandth.
+    """
+    if find(settings.recipe).schedule == "cosine":
+        return torch.optim.lr_scheduler.OneCycleLR(
+            optimizer,
+            [group["lr"] for group in optimizer.param_groups],
+            total_steps=steps,
+            pct_start=max(0.0, settings.warm_up - 1e-9),  # torch divides by zero where the rise is of one step exactly
+            cycle_momentum=False,
+        )
+    rise, last, very_last = settings.warm_up * steps, round(steps * 7 / 9), round(steps * 25 / 27)
+
+    def factor(step: int) -> float:
+        return min(1.0, 0.001 + step / rise if rise else 1.0) * 0.1 ** ((step >= last) + (step >= very_last))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def _groups(network: nn.Module, settings: Settings) -> list[dict[str, Any]]:
+    """Functions have no weight decay, which would pull them to one of no merit."""
+    functions = {id(p) for module in network.modules() if isinstance(module, LEARNED) for p in module.parameters()}
+    lr = settings.lr * settings.batch / find(settings.recipe).batch
+    return grouped(network, functions, lr, settings.weight_decay, settings.unit_lr, settings.norm_weight_decay)

@@ -1,0 +1,1 @@
+"""Figures with matplotlib, drawn from the numbers of ``pwlu.analysis`` and from tables of results."""

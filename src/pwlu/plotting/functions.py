@@ -1,0 +1,205 @@
+"""A figure of learned functions, with matplotlib, which is imported when something is drawn."""
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pwlu.analysis.alignment import Alignment, UnitAlignment
+from pwlu.analysis.curves import Curves, curves_of, inputs_of
+from pwlu.plotting.style import COLOURS, STYLES, columns_of, grid, require_known, require_matplotlib
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST_LAYERS = 12
+_STRIP = 0.3  # of the height of the functions: the strip below them for the distributions of inputs
+_CHANNELS = "how many to draw, 1 or more, or a list of which, such as [0, 2]"
+
+
+def plot_functions(
+    model: nn.Module | Mapping[str, Mapping[str, Any]],
+    *,
+    layers: str | Iterable[str] | None = None,
+    channels: int | Sequence[int] = 5,
+    alignment: Alignment | None = None,
+    same_scale: bool = False,
+) -> "Figure":
+    """Draw learned functions, one picture a PWLU: dots mark the bounds, what the unit started as is grey behind them.
+
+    Args:
+        model: with PWLUs; or their parameters, by name: ``{"layer1.relu": {"left": ..., "right": ..., "heights": ...,
+            "left_slope": ..., "right_slope": ...}, ...}``, each with ``"init": "relu"`` if the start is to be drawn.
+        layers: names of PWLUs; by default all, or 12 at even distances.
+        channels: how many functions of each, at even distances, or which.
+        alignment: what ``pwlu.alignment`` measured: the distribution of each function's inputs is drawn below it.
+        same_scale: whether all pictures have the same axes, so that functions can be compared in size.
+    """
+    require_matplotlib("plot_functions")
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    units = curves_of(model, "plot_functions")
+    names = _chosen_layers(list(units), layers)
+    inputs = inputs_of({name: units[name] for name in names}, alignment, "plot_functions")
+    if not all(unit.histogram for unit in inputs.values()):
+        raise ValueError("plot_functions: the alignment has no histograms. Measure it with histogram=True")
+    alone = len(names) == 1
+    figure, axes = grid(len(names), 4.6 if alone else 2.9, 3.0 if alone else 2.35)
+    chosen_of = {name: _chosen_channels(name, units[name].channels, channels) for name in names}
+    ranges = {name: _range(units[name], chosen_of[name], inputs.get(name)) for name in names}
+    if same_scale:
+        ranges = dict.fromkeys(names, _widest(ranges.values()))
+    numbers = {name: number for number, name in enumerate(units, start=1)}
+    heights = []
+    for axis, name in zip(axes, names, strict=True):
+        count, chosen = units[name].channels, chosen_of[name]
+        heights.append(_draw_unit(axis, units[name], chosen, inputs.get(name), ranges[name]))
+        axis.set_title(f"layer {numbers[name]}: {name}" if name else "PWLU", loc="left", fontsize=9)
+        share = f"{len(chosen)} of {count} channels" if count > 1 else "layer-wise"
+        axis.set_title(share, loc="right", fontsize=7, color="0.45")
+    if same_scale:
+        heights = [_widest(heights)] * len(heights)
+    for axis, (bottom, top) in zip(axes, heights, strict=True):
+        _set_output(axis, bottom, top, bool(inputs))
+    columns = columns_of(len(names))
+    for axis in axes[-columns:]:
+        axis.set_xlabel("input", fontsize=8)
+    for axis in axes[::columns]:
+        axis.set_ylabel("output", fontsize=8)
+    starts = {start.name for name in names if (start := units[name].start)}
+    handles: list[Any] = [Line2D([], [], color="0.3", marker="o", markersize=4, linewidth=0, label="bounds")]
+    if starts:
+        label = f"start: {starts.pop()}" if len(starts) == 1 else "start"
+        handles.insert(0, Line2D([], [], color="0.8", linewidth=4, label=label))
+    if inputs:
+        handles.append(Patch(facecolor="0.85", edgecolor="0.5", label="distribution of inputs"))
+    if alone:  # there is room to tell the channels apart
+        handles += [line for line in axes[0].lines if str(line.get_label()).startswith("channel")]
+    place: dict[str, Any] = {"loc": "outside right center"} if alone else {"loc": "outside lower center", "ncols": len(handles)}
+    figure.legend(handles=handles, frameon=False, fontsize=8, **place)
+    return figure
+
+
+# What to draw.
+
+
+def _chosen_layers(names: list[str], layers: str | Iterable[str] | None) -> list[str]:
+    if layers is None:
+        return [names[i] for i in _evenly(len(names), _MOST_LAYERS)]
+    if not isinstance(layers, Iterable):
+        raise TypeError(
+            f"plot_functions: layers must be the name of a PWLU, or several in a list, such as {names[:2]}, not "
+            f"{type(layers).__name__}"
+        )
+    layers = [layers] if isinstance(layers, str) else list(layers)
+    for layer in layers:
+        require_known("plot_functions", "layer", layer, names)
+    if not layers:
+        raise ValueError("plot_functions: layers is empty. Leave it out for up to 12 of them")
+    return layers
+
+
+def _chosen_channels(name: str, count: int, channels: int | Sequence[int]) -> list[int]:
+    if isinstance(channels, int):
+        if channels < 1:
+            raise ValueError(f"plot_functions: channels must be {_CHANNELS}, not {channels}")
+        return _evenly(count, channels)
+    try:
+        chosen = [operator.index(channel) for channel in channels]
+    except TypeError:
+        raise TypeError(f"plot_functions: channels must be {_CHANNELS}, not {channels!r}") from None
+    if not chosen:
+        raise ValueError("plot_functions: channels is empty. Write how many of them to draw, or which")
+    if wrong := [channel for channel in chosen if not 0 <= channel < count]:
+        raise ValueError(
+            f"plot_functions: {name!r} has the channels 0 to {count - 1}, not {wrong[0]}. Name the layers you want"
+        )
+    return chosen
+
+
+def _evenly(count: int, most: int) -> list[int]:
+    """At most that many of 0..count-1, at even distances, the first and the last among them."""
+    if most >= count:
+        return list(range(count))
+    return [round(i * (count - 1) / max(1, most - 1)) for i in range(most)]
+
+
+# Drawing it.
+
+
+def _draw_unit(
+    axis: "Axes", curves: Curves, channels: list[int], inputs: UnitAlignment | None, ends: tuple[float, float]
+) -> tuple[float, float]:
+    """Draw one unit from the first to the last of these inputs; return the least and the largest output to be seen."""
+    low, high = ends
+    drawn = []
+    if curves.start:
+        x, y = curves.start_corners(low, high)
+        axis.plot(x.tolist(), y.tolist(), color="0.8", linewidth=4, label=f"start: {curves.start.name}", zorder=1)
+        drawn.append(y)
+    for number, channel in enumerate(channels):
+        colour, style = COLOURS[number % len(COLOURS)], STYLES[number % len(STYLES)]
+        x, y = curves.corners(channel, low, high)
+        axis.plot(x.tolist(), y.tolist(), color=colour, linestyle=style, linewidth=1.5, label=f"channel {channel}", zorder=2)
+        bounds = torch.stack([curves.left[channel], curves.right[channel]])
+        dots = curves.at(channel, bounds)
+        axis.plot(bounds.tolist(), dots.tolist(), "o", color=colour, markersize=4.5, label="_bounds", zorder=3)
+        drawn.append(y)
+        if inputs:
+            _draw_inputs(axis, inputs, channel if curves.channels > 1 else None, colour)
+    axis.set_xlim(low, high)
+    return _ends(torch.cat(drawn), otherwise=(0.0, 1.0), margin=0.06)
+
+
+def _set_output(axis: "Axes", bottom: float, top: float, with_inputs: bool) -> None:
+    """Set the axis of the output. It ends above the strip in which distributions of inputs are drawn, which have no output."""
+    axis.set_ylim(bottom - _STRIP * (top - bottom) if with_inputs else bottom, top)
+    if with_inputs:
+        axis.set_yticks([tick for tick in axis.get_yticks() if bottom <= tick <= top])
+        axis.spines["left"].set_bounds(bottom, top)
+
+
+def _widest(ends: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    lows, highs = zip(*ends, strict=True)
+    return min(lows), max(highs)
+
+
+def _range(curves: Curves, channels: list[int], inputs: UnitAlignment | None) -> tuple[float, float]:
+    """What is to be seen of the input: the bounds, and 90 % of what comes in, of all these channels, and a bit more."""
+    values = [curves.left[channels], curves.right[channels]]
+    if inputs:
+        seen = channels if curves.channels > 1 else range(inputs.channels)
+        values += [curves.left.new_tensor([side[c] for c in seen]) for side in (inputs.p5, inputs.p95)]
+    return _ends(torch.cat(values), otherwise=(-3.0, 3.0), margin=0.15)
+
+
+def _ends(values: Tensor, otherwise: tuple[float, float], margin: float) -> tuple[float, float]:
+    """The smallest and largest finite value, and a share more on both sides; a unit may have parameters that are not finite."""
+    values = values[values.isfinite()]
+    low, high = (values.min().item(), values.max().item()) if len(values) else otherwise
+    more = margin * (high - low) or 1.0
+    return low - more, high + more
+
+
+def _draw_inputs(axis: "Axes", inputs: UnitAlignment, channel: int | None, colour: str) -> None:
+    """How one channel's inputs are distributed, or those of all channels: the mean of their distributions."""
+    import numpy as np
+
+    chosen = [c for c in (range(inputs.channels) if channel is None else [channel]) if not math.isnan(inputs.low[c])]
+    if not chosen:
+        return
+    bars = len(inputs.histogram[0])
+    edges = np.linspace(min(inputs.low[c] for c in chosen), max(inputs.high[c] for c in chosen), bars + 1)
+    shares = np.zeros(bars)
+    for c in chosen:
+        below = np.concatenate([[0], np.cumsum(inputs.histogram[c])])
+        shares += np.diff(np.interp(edges, np.linspace(inputs.low[c], inputs.high[c], bars + 1), below))
+    # along the lower edge, which the functions leave free, whatever the scale of the output is
+    heights, lower_edge = 0.2 * shares / shares.max(), axis.get_xaxis_transform()
+    axis.stairs(heights, edges, fill=True, color=colour, alpha=0.12, transform=lower_edge, zorder=0.5)
+    axis.stairs(heights, edges, color=colour, linewidth=0.8, alpha=0.8, transform=lower_edge, zorder=0.5)

@@ -1,0 +1,57 @@
+"""What all pictures share: their colours, their frame, and the word about what is missing.
+
+Figures are objects of their own (no pyplot): they can be drawn without a display and in threads. ``figure.savefig(path)``.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from pwlu.text import install, nearest
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which colour-blind people tell apart (without yellow, faint on white). In black and white the line
+# styles do it: 7 colours and 4 styles make 28 different lines.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+STYLES = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1.5, 1)))
+_MOST_NAMED = 8
+
+
+def columns_of(count: int) -> int:
+    """How many of so many pictures stand side by side."""
+    return math.ceil(count / math.ceil(count / (4 if count <= 20 else 6)))
+
+
+def grid(count: int, width: float, height: float) -> "tuple[Figure, list[Axes]]":
+    """A figure with that many pictures of that size in inches, in rows of much the same length."""
+    from matplotlib.figure import Figure
+
+    columns = columns_of(count)
+    rows = math.ceil(count / columns)
+    figure = Figure(figsize=(width * columns, height * rows + 0.4), dpi=150, layout="constrained")
+    axes = [figure.add_subplot(rows, columns, number) for number in range(1, count + 1)]
+    for axis in axes:
+        axis.grid(alpha=0.25)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+    return figure, axes
+
+
+def require_matplotlib(caller: str) -> None:
+    """An error that names the extra to install, unless it is there."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"{caller}: drawing needs matplotlib ({error}): {install('train')}") from None
+
+
+def require_known(caller: str, what: str, name: Any, known: list[str]) -> None:
+    """An error that lists the names there are, unless this is one of them."""
+    if name not in known:
+        near = nearest(str(name), known)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        names = ", ".join(map(repr, known[:_MOST_NAMED])) + (", ..." if len(known) > _MOST_NAMED else "")
+        raise ValueError(f"{caller}: {what} {name!r} is not known. {hint}There {f'are {names}' if known else 'is none'}")

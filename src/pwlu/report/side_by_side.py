@@ -1,0 +1,192 @@
+"""Runs side by side: what they gain over a baseline, in one sentence, in a table, and as curves."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from statistics import fmean, stdev
+from typing import Any
+
+from pwlu.lab.compare import presets
+from pwlu.lab.recipes import catalog, experiment
+from pwlu.lab.recipes.metrics import TITLES
+from pwlu.lab.recipes.settings import UserError
+from pwlu.report.charts import Line, lines
+from pwlu.report.run_data import RunData
+from pwlu.text import counted
+
+_LOOKS = ("first", "third", "fourth")  # of lines, one after the other; the baseline is "second"
+_LONGEST = 9  # letters of a name that fit beside a line
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one experiment, which differ in their seeds alone."""
+
+    name: str
+    runs: list[RunData]
+
+    def values(self, metric: str) -> list[float]:
+        """Return what the finished ones measured."""
+        return [run.result[metric] for run in self.runs if run.result.get(metric) is not None]
+
+    @property
+    def diverged(self) -> int:
+        """Return how many did."""
+        return sum(run.diverged for run in self.runs)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """All runs of a page. ``groups``: the first is that of the run whose functions are shown. ``metric``: by name."""
+
+    metric: str
+    groups: list[Group]
+    baseline: Group | None
+
+    def verdict(self) -> str:
+        """Return a sentence on what the first group gains over the baseline; empty without a baseline."""
+        first, base = self.groups[0], self.baseline
+        if base is None:
+            return ""
+        found = self.gain(first)
+        if found is None:
+            return f"{first.name} has no result yet to be compared with {base.name}."
+        gain, error = found
+        ours, theirs = (fmean(group.values(self.metric)) for group in (first, base))
+        measure = TITLES[self.metric].removesuffix(", %")
+        numbers = f"{measure} {ours:.2f} % against {theirs:.2f} %, {_signed(gain, error)} points"
+        seeds = f"{len(first.values(self.metric))} and {counted(len(base.values(self.metric)), 'seed')}"
+        if error is None:
+            words = f"{first.name} beside {base.name}: {numbers} with {seeds}, too few to tell it from chance"
+        elif abs(gain) <= 2 * error:
+            words = f"{first.name} cannot be told from {base.name}: {numbers} with {seeds}, at most twice its standard error"
+        else:
+            better = "better" if gain > 0 else "worse"
+            words = f"{first.name} is {better} than {base.name}: {numbers} with {seeds}, more than twice its standard error"
+        lost = [f"{group.diverged} of {group.name}" for group in (first, base) if group.diverged]
+        return words + (f"; diverged: {', '.join(lost)}" if lost else "") + "."
+
+    def gain(self, group: Group) -> tuple[float, float | None] | None:
+        """Return the difference of the means to the baseline, and its standard error sqrt(s^2/n + s_0^2/n_0) if it is known."""
+        if self.baseline is None or group is self.baseline:
+            return None
+        ours, theirs = group.values(self.metric), self.baseline.values(self.metric)
+        if not ours:
+            return None
+        squares = [stdev(values) ** 2 / len(values) for values in (ours, theirs) if len(values) > 1]
+        return fmean(ours) - fmean(theirs), math.sqrt(sum(squares)) if len(squares) == 2 else None
+
+    def section(self) -> str:
+        """Return the table and the curves as HTML."""
+        every = [*self.groups, *([self.baseline] if self.baseline else [])]
+        curves = [
+            (self.metric, TITLES[self.metric].replace("AP", "AP, %"), False),
+            ("loss", "training loss, logarithmic", True),
+        ]
+        charts = [
+            f"<figure>{lines(series, 'epoch', title, log=log)}</figure>"
+            for name, title, log in curves
+            if (series := self._series(every, name))
+        ]
+        return self._table(every) + f'<div class="pair">{"".join(charts)}</div>'
+
+    def _series(self, groups: Sequence[Group], name: str) -> list[Line]:
+        series = []
+        for number, group in enumerate(groups, start=1):
+            look = "second" if group is self.baseline else _LOOKS[(number - 1) % len(_LOOKS)]
+            label = group.name if len(group.name) <= _LONGEST else f"row {number}"
+            drawn = [points for run in group.runs if (points := run.points(name))]
+            series += [Line("" if place else label, look, points) for place, points in enumerate(drawn)]
+        return series
+
+    def _table(self, groups: Sequence[Group]) -> str:
+        over = f"over {self.baseline.name}" if self.baseline else ""
+        head = ["", "seeds", TITLES[self.metric], over, "training loss", "parameters", "s an epoch", "folders"]
+        body = "".join(f"<tr>{self._row(number, group)}</tr>" for number, group in enumerate(groups, start=1))
+        titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
+        table = f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+        below = "± of a mean: standard deviation over seeds; of a difference: its standard error."
+        return (
+            f'<div class="scroll" tabindex="0" role="region" aria-label="All runs">{table}</div><p class="caption">{below}</p>'
+        )
+
+    def _row(self, number: int, group: Group) -> str:
+        values, gain = group.values(self.metric), self.gain(group)
+        mean = "not finished" if not values else f"{fmean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
+        row = [
+            ", ".join(str(run.config.get("seed", 0)) for run in group.runs),
+            mean + (f" ({group.diverged} diverged)" if group.diverged else ""),
+            "" if gain is None else _signed(*gain),
+            _mean(group, "train_loss", "{:.3g}"),
+            _mean(group, "parameters", "{:,.0f}"),
+            _mean(group, "seconds_per_epoch", "{:.3g}"),
+            ", ".join(str(run.path) for run in group.runs),
+        ]
+        cells_ = "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        return f'<th scope="row"><i>{number}</i> {escape(group.name)}</th>{cells_}'
+
+
+def compared(runs: Sequence[RunData], baseline: Sequence[RunData]) -> Compared:
+    """Put runs into groups of one experiment each, or say why they cannot be compared."""
+    first = runs[0]
+    for run in (*runs, *baseline):
+        for name, known in (("recipe", run.config), ("measured_on", run.result), ("measured_images", run.result)):
+            ours = (first.config if name == "recipe" else first.result).get(name)
+            if known.get(name) not in (None, ours) and ours is not None:
+                raise UserError(
+                    f"{run.path} cannot be compared with {first.path}: {name.replace('_', ' ')} {known[name]}, not {ours}"
+                )
+    metric = next((name for name in TITLES for run in (*runs, *baseline) if run.result.get(name) is not None), None)
+    if metric is None:
+        raise UserError(f"none of these runs is finished: {', '.join(str(run.path) for run in (*runs, *baseline))}")
+    shared = _shared([*runs, *baseline])
+    groups, bases = _grouped(runs, shared), _grouped(baseline, shared)
+    if len(bases) > 1:
+        raise UserError(f"--baseline must be runs of one experiment, which differ in their seeds, not {_listed(bases)}")
+    if bases and not bases[0].values(metric):
+        raise UserError(f"the baseline {bases[0].runs[0].path} is not finished: it has no {metric} to compare with")
+    if bases and bases[0].name in [group.name for group in groups]:
+        raise UserError(f"--baseline is the same experiment as the run, {bases[0].name}: name a run of another activation")
+    return Compared(metric, groups, bases[0] if bases else None)
+
+
+def _shared(runs: Sequence[RunData]) -> set[str]:
+    """Return the names of settings that are the same in all runs."""
+    return {name for name in runs[0].config if all(run.config.get(name) == runs[0].config[name] for run in runs)}
+
+
+def _grouped(runs: Iterable[RunData], shared: set[str]) -> list[Group]:
+    groups: dict[str, Group] = {}
+    for run in runs:
+        name = _name(run, shared)
+        group = groups.setdefault(name, Group(name, []))
+        for other in group.runs:
+            if other.config.get("seed") == run.config.get("seed"):
+                raise UserError(f"{other.path} and {run.path} are the same experiment with the same seed: leave one out")
+        group.runs.append(run)
+    return list(groups.values())
+
+
+def _name(run: RunData, shared: set[str]) -> str:
+    """Return the activation, and what differs from the recipe and between runs; its folder if the settings are not known."""
+    try:
+        settings = catalog.settings(**run.config)
+    except (TypeError, UserError):
+        return str(run.path)
+    changes = {name: value for name, value in experiment.differences(settings).items() if name not in shared}
+    words = [f"{name.replace('_', ' ')} {experiment.short(value)}" for name, value in changes.items()]
+    return ", ".join([presets.TITLES.get(settings.activation, settings.activation), *words])
+
+
+def _listed(groups: Iterable[Group]) -> str:
+    return " and ".join(group.name for group in groups)
+
+
+def _mean(group: Group, name: str, words: str) -> str:
+    known: list[Any] = group.values(name)
+    return words.format(fmean(known)) if known else "-"
+
+
+def _signed(gain: float, error: float | None) -> str:
+    return f"{gain:+.2f}" + ("" if error is None else f" ± {error:.2f}")

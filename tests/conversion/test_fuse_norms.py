@@ -1,0 +1,620 @@
+"""fuse_norms_: which norms are found, that models stay what they are, and that training is the same."""
+
+import copy
+import io
+import pickle
+import weakref
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import nn
+
+import pwlu
+from pwlu import deferred, norm_ops, reference
+from pwlu.deferred_norm import Deferred, DeferredNorm
+
+
+class Block(nn.Module):
+    """A residual block, written in one of the ways people write them."""
+
+    def __init__(self, way="x += identity", norm=nn.BatchNorm2d, channels=4, **options):
+        super().__init__()
+        self.way = way
+        self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.bn1, self.bn2 = norm(channels, **options), norm(channels, **options)
+        self.act1, self.act2 = pwlu.PWLU(channels, init="silu"), pwlu.PWLU(channels, init="silu")
+        self.drop, self.identity = nn.Dropout(0.5), nn.Identity()
+
+    def forward(self, x):
+        y = self.act1(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        if self.way == "x += identity":
+            y += x
+        elif self.way == "x + identity":
+            y = y + x
+        elif self.way == "identity + x":
+            y = x + y
+        elif self.way == "torch.add":
+            y = torch.add(y, x)
+        elif self.way == "broadcast":
+            y = y + x.mean((2, 3), keepdim=True)
+        elif self.way == "scaled":
+            y = torch.add(y, x, alpha=0.5)
+        elif self.way == "identity module":
+            y = self.identity(y)
+        elif self.way == "dropout":
+            y = self.drop(y)
+        elif self.way == "used twice":
+            return self.act2(y) + y
+        elif self.way == "used beside its sum":
+            return self.act2(y + x) + y.mean()
+        elif self.way == "used before":
+            return y.mean() + self.act2(y)
+        elif self.way == "method":
+            y = y.mul(2)
+        elif self.way == "operator":
+            y = 2 * y
+        elif self.way == "three":
+            y = y + x + x
+        return self.act2(y)
+
+
+def model_of(block, channels=4):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, channels, 3, bias=False), block, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def sample(batch=4, seed=0):
+    return torch.randn(batch, 3, 10, 10, generator=torch.Generator().manual_seed(seed))
+
+
+def pair(block, **options):
+    """A model in float64, fused and not fused."""
+    plain = model_of(block).double()
+    fused = copy.deepcopy(plain)
+    return fused, plain, pwlu.fuse_norms_(fused, sample().double(), **options)
+
+
+def step(model, seed=0):
+    """Output, gradients and buffers after a step in the mode the model is in."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    y = model(sample(seed=seed).double())
+    y.square().sum().backward()
+    return y, {n: p.grad for n, p in model.named_parameters()}, dict(model.named_buffers())
+
+
+def assert_same(fused, plain, seed=0):
+    for found, expected in zip(step(fused, seed), step(plain, seed), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+FUSED = {"x += identity": True, "x + identity": True, "identity + x": True, "torch.add": True, "identity module": False}
+APART = {
+    "broadcast": "an addition of another shape or type",
+    "scaled": "add",
+    "dropout": "dropout",
+    "used twice": "an addition of another shape or type",
+    "used beside its sum": "the attribute mean",
+    "used before": "the attribute mean",
+    "method": "the attribute mul",
+    "operator": "__rmul__",
+    "three": "an addition of another shape or type",
+}
+
+
+@pytest.mark.parametrize(("way", "added"), FUSED.items())
+def test_what_is_fused(way, added):
+    fused, plain, report = pair(Block(way))
+    assert [(s.norm, s.units, s.added, s.reason) for s in report] == [
+        ("1.bn1", ["1.act1"], False, ""),
+        ("1.bn2", ["1.act2"], added, ""),
+    ]
+    for mode in (True, False):
+        fused.train(mode), plain.train(mode)
+        for seed in range(3):
+            assert_same(fused, plain, seed)
+
+
+@pytest.mark.parametrize(("way", "reason"), APART.items())
+def test_what_is_left_alone(way, reason):
+    fused, plain, report = pair(Block(way))
+    assert [s.fused for s in report] == [True, False]
+    assert reason in report.sites[1].reason
+    assert "1 of 2 batch norms fused" in str(report)
+    for mode in (True, False):
+        fused.train(mode), plain.train(mode)
+        assert_same(fused, plain)
+
+
+@pytest.mark.parametrize("way", [*FUSED, *APART])
+def test_a_model_stays_right_whatever_becomes_of_an_output(way):
+    """As if the sample had not shown it: every norm waits."""
+    fused, plain, _ = pair(Block())
+    fused[1].way = plain[1].way = way
+    for mode in (True, False):
+        fused.train(mode), plain.train(mode)
+        assert_same(fused, plain)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"eps": 0.1, "momentum": 0.5}],
+    ids=lambda options: next(iter(options)),
+)
+def test_kinds_of_norms(options):
+    fused, plain, report = pair(Block(**options))
+    assert len(report.fused) == 2
+    for mode in (True, False):
+        fused.train(mode), plain.train(mode)
+        for seed in range(3):
+            assert_same(fused, plain, seed)
+
+
+@pytest.mark.parametrize(
+    ("norm", "shape"), [(nn.BatchNorm1d, (6, 5)), (nn.BatchNorm1d, (6, 5, 7)), (nn.BatchNorm3d, (3, 5, 2, 4, 3))]
+)
+def test_ranks(norm, shape):
+    plain = nn.Sequential(norm(5), pwlu.PWLU(5, init="silu"))
+    fused = copy.deepcopy(plain)
+    x = torch.randn(shape)
+    assert len(pwlu.fuse_norms_(fused, x).fused) == 1
+    torch.testing.assert_close(fused(x), plain(x))
+    torch.testing.assert_close(fused.state_dict()["0.running_var"], plain.state_dict()["0.running_var"])
+
+
+def test_units_with_one_function_or_another_channel_dim():
+    for unit, count in ((pwlu.PWLU(1, init="silu"), 1), (pwlu.PWLU(5, init="silu", channel_dim=-3), 1)):
+        plain = nn.Sequential(nn.BatchNorm2d(5), unit)
+        fused, x = copy.deepcopy(plain), torch.randn(3, 5, 5, 5)
+        assert len(pwlu.fuse_norms_(fused, x).fused) == count
+        torch.testing.assert_close(fused(x), plain(x))
+        for model in (fused, plain):
+            model(x).square().sum().backward()
+        torch.testing.assert_close(fused[1].weight.grad, plain[1].weight.grad, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="its channel_dim is 2"):
+        pwlu.fuse_norms_(nn.Sequential(nn.BatchNorm2d(5), pwlu.PWLU(5, channel_dim=2)), torch.randn(3, 5, 5, 5))
+
+
+@pytest.mark.parametrize("frozen", ["norms in eval", "norm parameters", "units", "all but the first convolution"])
+def test_frozen_parts(frozen):
+    fused, plain, _ = pair(Block())
+    for model in (fused, plain):
+        model.train()
+        for module in model.modules():
+            if frozen == "norms in eval" and isinstance(module, nn.BatchNorm2d):
+                module.eval()
+            if frozen == "norm parameters" and isinstance(module, nn.BatchNorm2d):
+                module.requires_grad_(False)
+            if frozen == "units" and isinstance(module, pwlu.PWLU):
+                module.requires_grad_(False)
+        if frozen == "all but the first convolution":
+            model[1].requires_grad_(False)
+    assert_same(fused, plain)
+
+
+def test_shared_norms_and_units():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+            self.one, self.other = pwlu.PWLU(4, init="silu"), pwlu.PWLU(4)
+
+        def forward(self, x):
+            return self.other(self.bn(self.conv(self.one(self.bn(x)))))
+
+    fused, plain, report = pair(Shared())
+    assert [s.units for s in report] == [["1.one", "1.other"]]
+    assert_same(fused, plain)
+
+
+# Two norms that meet in one addition.
+
+
+class Two(nn.Module):
+    """As in the downsampling blocks of ResNets."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
+        self.bn1, self.bn2 = nn.BatchNorm2d(4, **options), nn.BatchNorm2d(4, **options)
+        self.act = pwlu.PWLU(4, init="silu")
+
+    def forward(self, x):
+        return self.act(self.bn1(self.conv1(x)) + self.bn2(self.conv2(x)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}],
+    ids=lambda options: next(iter(options), "usual"),
+)
+def test_two_norms(options):
+    fused, plain, report = pair(Two(**options))
+    assert [(s.norm, s.units, s.added, s.reason) for s in report] == [
+        (f"1.{name}", ["1.act"], True, "") for name in ("bn1", "bn2")
+    ]
+    for mode in (True, False):
+        fused.train(mode), plain.train(mode)
+        for seed in range(3):
+            assert_same(fused, plain, seed)
+
+
+def test_no_output_of_two_norms_is_held(monkeypatch):
+    fused, _, _ = pair(Two())
+    made, act = [], norm_ops.norm_act
+
+    def noted(*arguments):
+        y, norm = act(*arguments)
+        made.append(weakref.ref(y))
+        return y, norm
+
+    monkeypatch.setattr(norm_ops, "norm_act", noted)
+    loss = fused(sample().double()).square().sum()
+    assert len(made) == 2
+    assert made[0]() is None
+    monkeypatch.setattr(norm_ops, "norm_forward", lambda *arguments: torch.zeros_like(arguments[0]))  # it is computed again
+    loss.backward()
+    wrong = fused[1].conv1.weight.grad.clone()
+    monkeypatch.undo()
+    assert not torch.allclose(wrong, step(fused)[1]["1.conv1.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_computed_again_is_the_same_to_the_last_bit(dtype):
+    for shape in ((4, 5, 20, 20), (300, 40)):
+        x = 3 * torch.randn(shape).to(dtype)
+        weight = deferred._identity(shape[1], reference.compute_dtype(x), x.device)
+        gamma, beta = (torch.randn(shape[1], dtype=weight.dtype) for _ in range(2))
+        y, norm = norm_ops.norm_act(x, None, weight, 1, gamma, beta, None, None, None, 0.0, 1e-5, True, None)
+        assert torch.equal(y, reference.normalize(x, None, norm).to(dtype))
+        assert torch.equal(y, norm_ops.norm_forward(x, None, norm, weight, 1, None))
+
+
+def test_two_norms_of_one_module_or_one_output():
+    class Shared(Two):
+        def forward(self, x):
+            return self.act(self.bn1(self.conv1(x)) + self.bn1(self.conv2(x)))
+
+    class Twice(Two):
+        def forward(self, x):
+            y, other = self.bn1(self.conv1(x)), self.bn2(self.conv2(x))
+            return self.act(y + y) + self.act(y + other) + other.mean()
+
+    for block in (Shared(), Twice()):
+        fused, plain, _ = pair(Two())
+        for model in (fused, plain):
+            model[1].__class__ = type(block)
+        assert_same(fused, plain)
+        assert_same(fused, plain, seed=1)
+
+
+def test_two_norms_together_with_the_rest():
+    """Hooks on one of them, frozen ones, gradient checkpointing, compiling, second derivatives, a change in place."""
+    from torch.utils.checkpoint import checkpoint
+
+    fused, plain, _ = pair(Two())
+    for name in ("bn1", "bn2"):
+        handle = getattr(fused[1], name).register_forward_hook(lambda *_: None)
+        assert_same(fused, plain)
+        handle.remove()
+        getattr(fused[1], name).eval(), getattr(plain[1], name).eval()
+        assert_same(fused, plain)
+        fused.train(), plain.train()
+    found = []
+    for model in (fused, plain):
+        model.zero_grad()
+        checkpoint(model[1], model[0](sample().double()), use_reentrant=False).square().sum().backward()
+        x = sample().double().requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        found.append((x.grad, {n: p.grad for n, p in model.named_parameters()}, dict(model.named_buffers())))
+    torch.testing.assert_close(*found, rtol=1e-7, atol=1e-7)
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
+        assert_same(fused, plain)
+    hidden = fused[0](sample().double())
+    between = fused[1].conv2(hidden)
+    fused[1].conv2 = nn.Identity()
+    fused[1].conv1 = nn.Identity()
+    y = fused[1](between)
+    with torch.no_grad():
+        between.mul_(2)
+    with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, of 2.11
+def test_two_norms_compiled():
+    fused, plain, _ = pair(Two())
+    torch._dynamo.reset()
+    fused.compile(backend="aot_eager", fullgraph=True)
+    assert_same(fused, plain)
+    assert_same(fused, plain, seed=1)
+
+
+# What stays as it is.
+
+
+def test_the_state_dict_and_everything_else_stay_as_they_are():
+    fused, plain, _ = pair(Block())
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    assert [n for n, _ in fused.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert [n for n, _ in fused.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert isinstance(fused[1].bn1, nn.BatchNorm2d)
+    assert "BatchNorm2d(4, eps=1e-05" in str(fused)
+    assert "fused with the PWLU behind it" in str(fused)
+    step(fused)
+    plain.load_state_dict(fused.state_dict())
+    assert_same(fused, plain)
+
+
+def test_taken_back():
+    fused, plain, _ = pair(Block())
+    assert pwlu.unfuse_norms_(fused) == ["1.bn1", "1.bn2"]
+    assert pwlu.unfuse_norms_(fused) == []
+    assert str(fused) == str(plain)
+    assert not any(isinstance(m, DeferredNorm) for m in fused.modules())
+    assert vars(fused[1].bn1).keys() == vars(plain[1].bn1).keys()
+    for found, expected in zip(step(fused), step(plain), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)  # bit for bit
+
+
+def test_copies_and_pickles_are_fused_with_their_own_units(tmp_path):
+    fused, plain, _ = pair(Block())
+    torch.save(fused, tmp_path / "model.pt")
+    copies = [copy.deepcopy(fused), pickle.loads(pickle.dumps(fused)), torch.load(tmp_path / "model.pt", weights_only=False)]
+    for other in copies:
+        assert other[1].bn1.units == (other[1].act1,)
+        assert other[1].bn1.units[0] is not fused[1].act1
+        assert isinstance(other[1].bn1(sample()[:, :1].expand(4, 4, 10, 10).double()), Deferred)
+        assert_same(other, copy.deepcopy(plain))
+
+
+def test_again_is_no_error_and_finds_the_same():
+    fused, _, report = pair(Block())
+    again = pwlu.fuse_norms_(fused, sample().double())
+    assert again.sites == report.sites
+    assert type(fused[1].bn1).__mro__.count(DeferredNorm) == 1
+
+
+def test_hooks():
+    """Norms and units with hooks run apart, whether the hooks come before or after."""
+    for name in ("bn1", "act1"):
+        plain = model_of(Block()).double()
+        fused, seen = copy.deepcopy(plain), []
+        getattr(fused[1], name).register_forward_hook(lambda module, args, output, seen=seen: seen.append((args[0], output)))
+        report = pwlu.fuse_norms_(fused, sample().double())
+        assert report.sites[0].reason == f"1.{name} has hooks"
+        assert_same(fused, plain)
+        late = copy.deepcopy(plain)
+        pwlu.fuse_norms_(late, sample().double())
+        handle = getattr(late[1], name).register_forward_hook(
+            lambda module, args, output, seen=seen: seen.append((args[0], output))
+        )
+        assert_same(late, plain, seed=1)
+        assert len(seen) == 2
+        assert all(isinstance(t, torch.Tensor) for both in seen for t in both)
+        handle.remove()
+        step(late)
+        assert len(seen) == 2
+
+
+def test_a_change_in_place_is_an_error():
+    class Changes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn, self.act = nn.BatchNorm2d(4), pwlu.PWLU(4)
+            self.change = False
+
+        def forward(self, x):
+            y = self.bn(x)
+            if self.change:
+                x.mul_(2)
+            return self.act(y)
+
+    model = Changes()
+    pwlu.fuse_norms_(model, torch.randn(2, 4, 5, 5))
+    model.change = True
+    with pytest.raises(RuntimeError, match=r"changed in place before the PWLU behind it ran\. Write pwlu\.unfuse_norms_"):
+        model(torch.randn(2, 4, 5, 5))
+    with pytest.raises(RuntimeError, match="changed in place"):
+        pwlu.fuse_norms_(model, torch.randn(2, 4, 5, 5))
+
+
+def test_one_value_per_channel_is_torchs_own_error():
+    fused = nn.Sequential(nn.BatchNorm2d(3), pwlu.PWLU(3))
+    pwlu.fuse_norms_(fused, torch.randn(2, 3, 2, 2))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        fused(torch.randn(1, 3, 1, 1))
+    with pytest.raises(ValueError, match="expected 4D input"):
+        fused(torch.randn(2, 3, 4))
+
+
+def test_nothing_to_fuse():
+    with pytest.raises(ValueError, match=r"no batch norm of Sequential goes to one PWLU alone\. It has no batch norm"):
+        pwlu.fuse_norms_(nn.Sequential(pwlu.PWLU(3)), torch.randn(2, 3))
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), pwlu.PWLU(3))
+    with pytest.raises(ValueError, match="its output goes to linear"):
+        pwlu.fuse_norms_(model, torch.randn(2, 3))
+    assert not any(isinstance(m, DeferredNorm) for m in model.modules())
+    with pytest.raises(ValueError, match=r"has no PWLU. Convert it first"):
+        pwlu.fuse_norms_(nn.Sequential(nn.BatchNorm1d(3)), torch.randn(2, 3))
+    with pytest.raises(RuntimeError, match="could not be run on the sample in training mode"):
+        pwlu.fuse_norms_(nn.Sequential(nn.BatchNorm1d(3), pwlu.PWLU(3)), torch.randn(2, 4))
+
+
+# Networks.
+
+
+@pytest.mark.parametrize(
+    ("make", "norms", "fused", "added"),
+    [
+        (lambda: timm.create_model("resnet18"), 20, 20, 11),
+        (lambda: torchvision.models.resnet18(), 20, 20, 11),
+        (lambda: timm.create_model("mobilenetv2_100"), 52, 35, 0),
+        (lambda: torchvision.models.densenet121(), 121, 121, 0),
+    ],
+    ids=["timm resnet18", "torchvision resnet18", "timm mobilenetv2", "densenet"],
+)
+def test_networks(make, norms, fused, added):
+    model, x = make(), torch.randn(2, 3, 64, 64)
+    pwlu.convert_(model, x)
+    report = pwlu.fuse_norms_(model, x)
+    assert (len(report), len(report.fused), sum(s.added for s in report)) == (norms, fused, added)
+    units = {n for n, m in model.named_modules() if isinstance(m, pwlu.PWLU)}
+    assert {u for s in report.fused for u in s.units} == units
+
+
+def small_resnet():
+    from torchvision.models.resnet import BasicBlock
+
+    stem = (nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU())
+    down = BasicBlock(8, 12, stride=2, downsample=nn.Sequential(nn.Conv2d(8, 12, 1, stride=2), nn.BatchNorm2d(12)))
+    return nn.Sequential(*stem, BasicBlock(8, 8), down, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 10))
+
+
+def small_mobilenet():
+    return torchvision.models.MobileNetV2(10, 0.25, [[1, 8, 1, 1], [3, 8, 2, 1]])
+
+
+@pytest.mark.parametrize("make", [small_resnet, small_mobilenet])
+def test_fifty_steps_are_the_same_to_rounding(make):
+    """In float64: the curves differ by rounding alone, amplified by fifty steps."""
+    torch.manual_seed(0)
+    plain, x = make().double(), torch.randn(4, 3, 16, 16).double()
+    pwlu.convert_(plain, x)
+    fused = copy.deepcopy(plain)
+    assert len(pwlu.fuse_norms_(fused, x).fused) >= 4
+    curves = []
+    for model in (fused, plain):
+        optimizer = torch.optim.SGD(pwlu.parameter_groups(model, lr=0.02), momentum=0.9)
+        phases = pwlu.TwoPhase(model, optimizer, realign_at=20)
+        losses = []
+        for seed in range(50):
+            torch.manual_seed(seed)
+            images, labels = torch.randn(8, 3, 16, 16).double(), torch.randint(10, (8,))
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert phases.phase == 2
+        curves.append(torch.tensor(losses))
+    torch.testing.assert_close(*curves, rtol=1e-8, atol=1e-8)
+
+
+# Together with the rest.
+
+
+def test_phase_one_measures_the_same(request):
+    fused, plain, _ = pair(Block())
+    for model in (fused, plain):
+        optimizer = torch.optim.SGD(pwlu.parameter_groups(model, lr=0.1))
+        phases = pwlu.TwoPhase(model, optimizer, realign_at=3)
+        request.addfinalizer(phases._detach)
+        for seed in range(5):
+            step(model, seed)
+            optimizer.step()
+        assert phases.phase == 2
+    torch.testing.assert_close(fused.state_dict(), plain.state_dict(), rtol=1e-7, atol=1e-7)
+
+
+def test_resume_across_fused_and_plain():
+    fused, plain, _ = pair(Block())
+    for seed in range(2):
+        step(fused, seed), step(plain, seed)
+    buffer = io.BytesIO()
+    torch.save(fused.state_dict(), buffer)
+    buffer.seek(0)
+    resumed = model_of(Block()).double()
+    resumed.load_state_dict(torch.load(buffer))
+    torch.testing.assert_close(resumed.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-9)
+    assert_same(fused, resumed, seed=2)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, of 2.11
+def test_compile(backend):
+    fused, plain, _ = pair(Block())
+    torch._dynamo.reset()
+    fused.compile(backend=backend, fullgraph=True)
+    assert_same(fused, plain)
+    assert_same(fused, plain, seed=1)
+
+
+def test_checkpointing():
+    from torch.utils.checkpoint import checkpoint
+
+    fused, plain, _ = pair(Block())
+    x = sample().double()
+    for model in (fused, plain):
+        hidden = model[0](x)
+        checkpoint(model[1], hidden, use_reentrant=False).square().sum().backward()
+    for found, expected in zip(fused.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(found[1].grad, expected[1].grad, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(dict(fused.named_buffers()), dict(plain.named_buffers()), rtol=1e-9, atol=1e-9)
+
+
+def test_double_backward_and_transforms():
+    fused, plain, _ = pair(Block())
+    found = []
+    for model in (fused, plain):
+        x = sample().double().requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        found.append((x.grad, {n: p.grad for n, p in model.named_parameters()}))
+    torch.testing.assert_close(*found, rtol=1e-7, atol=1e-7)
+    fused.eval(), plain.eval()
+    x, tangent = sample().double(), sample(seed=1).double()
+    for one, other in zip(*(torch.func.jvp(m, (x,), (tangent,)) for m in (fused, plain)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_needs_the_plain_form_takes_it():
+    fused, plain, _ = pair(Block())
+    fused, plain, x = fused.float().eval(), plain.float().eval(), sample()
+    found, expected = (torch.export.export(m, (x,)) for m in (fused, plain))
+    assert [n.target for n in found.graph.nodes] == [n.target for n in expected.graph.nodes]
+    assert pwlu.alignment(fused, [x]).iou == pwlu.alignment(plain, [x]).iou
+    pwlu.fuse_(fused), pwlu.fuse_(plain)
+    torch.testing.assert_close(fused(x), plain(x))
+    model = copy.deepcopy(model_of(Block()))
+    pwlu.fuse_norms_(model, x)
+    pwlu.simplify_(model, tolerance=1e-2)
+    model(x)
+
+
+def test_moving_averages_and_update_bn():
+    from torch.optim.swa_utils import AveragedModel, update_bn
+
+    fused, plain, _ = pair(Block())
+    averages = []
+    for model in (fused, plain):
+        average = AveragedModel(model)
+        step(model)
+        average.update_parameters(model)
+        update_bn([sample(seed=s).double() for s in range(3)], average)
+        averages.append(average.state_dict())
+    torch.testing.assert_close(*averages, rtol=1e-9, atol=1e-9)
+
+
+def test_restored_models_stay_right():
+    model = torchvision.models.resnet18().eval()
+    x = torch.randn(2, 3, 32, 32)
+    expected = model(x)
+    pwlu.convert_(model, x)
+    pwlu.fuse_norms_(model, x)
+    pwlu.restore_(model)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_sync_batch_norm_in_one_process():
+    """Without a process group it is a batch norm; two processes are tested in test_distributed.py."""
+    plain = nn.Sequential(nn.SyncBatchNorm(5), pwlu.PWLU(5, init="silu"))
+    fused = copy.deepcopy(plain)
+    pwlu.fuse_norms_(fused, torch.randn(3, 5, 4, 4))
+    x = torch.randn(3, 5, 4, 4)
+    torch.testing.assert_close(fused(x), plain(x))

@@ -1,0 +1,329 @@
+"""pwlu.save and pwlu.load_into: a fresh model becomes the converted one, bit by bit, without a sample and without pickle."""
+
+import copy
+import json
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import same, units
+from torch import nn
+
+pytest.importorskip("safetensors")
+
+from safetensors.torch import load_file, save_file
+
+import pwlu
+from pwlu.conversion import saving
+
+
+class Block(nn.Module):
+    """A module called twice, a function, a method: four sites, three of them rewritten."""
+
+    def __init__(self, act=nn.ReLU):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 1)
+        self.act = act()
+
+    def forward(self, x):
+        x = self.act(self.b(self.act(self.a(x))))
+        return F.relu(x) + (x - 1).relu()
+
+
+def network():
+    return nn.Sequential(Block(), nn.Conv2d(6, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.SiLU(), nn.Flatten(), nn.Linear(4, 2))
+
+
+X = torch.randn(5, 3, 3, 3)
+
+
+def converted(model=None, **options):
+    """A converted model whose PWLUs are no longer at their start."""
+    model = model or network()
+    pwlu.convert_(model, X, **{"init": "same", "intervals": 8, "min_positions": 1} | options)
+    with torch.no_grad():
+        for unit in units(model):
+            unit.weight += 0.1 * torch.randn_like(unit.weight)
+            unit.statistics.running_mean.normal_()
+            unit.statistics.pool.normal_()
+            unit.statistics.steps += 3
+    return model
+
+
+def assert_the_same(found, expected, x=X):
+    assert found.state_dict().keys() == expected.state_dict().keys()
+    assert same(found.state_dict().values(), expected.state_dict().values())
+    assert torch.equal(found(x), expected(x))
+    for a, b in zip(units(found), units(expected), strict=True):
+        assert repr(a) == repr(b)
+        assert a.bounds == b.bounds
+        assert (a.weight.dtype, a.training) == (b.weight.dtype, b.training)
+        assert torch.equal(a.initial_weight(), b.initial_weight())
+
+
+@pytest.mark.parametrize("options", [{}, {"granularity": "layer"}, {"init": "relu"}, {"where": lambda site: "2" in site.name}])
+def test_a_fresh_model_becomes_the_saved_one(tmp_path, options):
+    model = converted(**options)
+    pwlu.save(model, tmp_path / "model.safetensors")
+    fresh = network()
+    before = fresh(X)
+    assert pwlu.load_into(fresh, tmp_path / "model.safetensors") == list(pwlu.module.units_of(model))
+    assert_the_same(fresh, model)
+    assert not torch.equal(fresh(X), before)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_it_can_be_restored_and_trained(tmp_path):
+    pwlu.save(converted(), tmp_path / "file")
+    fresh, plain = network(), network()
+    pwlu.load_into(fresh, tmp_path / "file")
+    fresh(X).sum().backward()
+    assert all(unit.weight.grad.any() for unit in units(fresh))
+    pwlu.restore_(fresh)
+    plain.load_state_dict(fresh.state_dict())
+    assert torch.equal(fresh(X), plain(X))
+
+
+def test_into_a_model_that_was_converted_already(tmp_path):
+    """Also with other numbers of intervals: they become those of the file."""
+    model = converted()
+    pwlu.save(model, tmp_path / "file")
+    for options, put in (({}, 0), ({"intervals": 16}, len(units(model)))):
+        other = converted(**options)
+        assert len(pwlu.load_into(other, str(tmp_path / "file"))) == put
+        assert_the_same(other, model)
+
+
+def test_refined_and_fused(tmp_path):
+    model = converted(network(), init="relu")
+    pwlu.refine_(model, 16)
+    pwlu.save(model, tmp_path / "file")
+    fresh = network()
+    pwlu.load_into(fresh, tmp_path / "file")
+    assert_the_same(fresh, model)
+    for unit in units(model):
+        unit.statistics.realigned.fill_(True)
+    pwlu.fuse_(model)
+    with pytest.raises(
+        ValueError, match=r"save: Sequential has no PWLU. It is fused already: call pwlu.save before pwlu.fuse_"
+    ):
+        pwlu.save(model, tmp_path / "file")
+    assert pwlu.load_into(network(), tmp_path / "file")  # it is still there
+
+
+class Wavy(nn.Module):
+    def forward(self, x):
+        return x + torch.sin(x)
+
+
+@pytest.mark.filterwarnings("ignore")  # the fit of such a function
+def test_a_start_of_your_own(tmp_path):
+    """It is stored as the lines between its knots: those of the start, and for realignment what lies between them."""
+    model = nn.Sequential(nn.Linear(4, 3), Wavy())
+    pwlu.convert_(model, torch.randn(8, 4), kinds=[Wavy], init="same")
+    pwlu.save(model, tmp_path / "file")
+    fresh = nn.Sequential(nn.Linear(4, 3), Wavy())
+    pwlu.load_into(fresh, tmp_path / "file")
+    assert same(fresh.state_dict().values(), model.state_dict().values())
+    unit = units(fresh)[0]
+    assert "Wavy" in repr(unit)
+    torch.testing.assert_close(unit.initial_weight(), units(model)[0].initial_weight(), rtol=0, atol=2.0**-50)
+    pwlu.save(fresh, tmp_path / "again")
+    copy.deepcopy(fresh)
+
+
+def test_other_types_and_the_meta_device(tmp_path):
+    model = converted(network()).double()
+    pwlu.save(model, tmp_path / "file")
+    fresh = network().double()
+    pwlu.load_into(fresh, tmp_path / "file")
+    assert_the_same(fresh, model, X.double())
+    with torch.device("meta"):
+        fresh = network()
+    pwlu.load_into(fresh, tmp_path / "file")
+    assert_the_same(fresh, model, X.double())
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.out = nn.Linear(4, 7, bias=False)
+        self.out.weight = self.embed.weight
+        self.transformer = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2)
+
+    def forward(self, x):
+        return self.out(self.transformer(self.embed(x)))
+
+
+def test_tied_weights_and_torchs_transformers(tmp_path):
+    model, tokens = Tied(), torch.randint(7, (2, 5))
+    pwlu.convert_(model, tokens)
+    pwlu.save(model.eval(), tmp_path / "file")
+    assert "out.weight" not in load_file(tmp_path / "file")
+    fresh = Tied().eval()
+    pwlu.load_into(fresh, tmp_path / "file")
+    assert_the_same(fresh, model, tokens)
+    assert fresh.out.weight is fresh.embed.weight
+
+
+def test_a_block_in_two_places(tmp_path):
+    def twice():
+        block = nn.Sequential(nn.Conv2d(3, 3, 1), Reused())
+        return nn.Sequential(block, nn.Conv2d(3, 3, 1), block)
+
+    model = converted(twice())
+    pwlu.save(model, tmp_path / "file")
+    fresh = twice()
+    pwlu.load_into(fresh, tmp_path / "file")
+    assert_the_same(fresh, model)
+    assert fresh[0] is fresh[2]
+
+
+class Reused(nn.Module):
+    def forward(self, x):
+        return F.relu(x) + 1
+
+
+def test_a_wrapped_model(tmp_path):
+    model = converted()
+    pwlu.save(torch.compile(model), tmp_path / "file")
+    fresh = network()
+    pwlu.load_into(fresh, tmp_path / "file")
+    assert_the_same(fresh, model)
+    with pytest.raises(ValueError, match=r"load_into: the model is wrapped already, by OptimizedModule. Convert first"):
+        pwlu.load_into(torch.compile(network()), tmp_path / "file")
+
+
+def test_it_is_an_ordinary_file_of_weights(tmp_path):
+    """Other tools read it, and nothing in it is pickled."""
+    model = converted()
+    pwlu.save(model, tmp_path / "file")
+    tensors = load_file(tmp_path / "file")
+    assert tensors.keys() == model.state_dict().keys()
+    content = (tmp_path / "file").read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+    conversion = json.loads(metadata["pwlu"])
+    assert (conversion["format"], conversion["version"], conversion["model"]) == (1, pwlu.__version__, "Sequential")
+    rows = {row["name"]: row for row in conversion["units"]}
+    assert rows["4"]["init"] == "silu"
+    assert (rows["2"]["channels"], rows["2"]["intervals"], rows["2"]["edit"]) == (4, 8, None)
+    assert rows["0.relu"]["edit"][0] == "forward"
+
+
+# What does not fit.
+
+
+def rewritten(path, change):
+    """The file with its conversion changed."""
+    conversion = saving.conversion_of(converted())
+    change(conversion)
+    save_file({"a": torch.zeros(1)}, path, {"pwlu": json.dumps(conversion)})
+
+
+class Another(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return F.relu(self.a(x))
+
+
+def wider():
+    model = network()
+    model[6] = nn.Linear(4, 3)
+    return model
+
+
+def edited():
+    """A model whose source is not what it was."""
+    model = network()
+    model[0] = Edited()
+    return model
+
+
+class Edited(Block):
+    def forward(self, x):
+        return F.relu(self.act(self.b(self.act(self.a(x)))))
+
+
+ERRORS = {
+    "no place": (Another, r"load_into: Another has no place for 0.act. The file is of a Sequential: make the model as it was"),
+    "shape": (wider, r"does not fit Sequential: 6.weight has the shape \(2, 4\), not \(3, 4\), 6.bias has the shape"),
+    "source": (edited, "the source of Edited.forward is not what it was when the model was converted"),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_what_does_not_fit_is_left_as_it_was(tmp_path, error):
+    make, message = ERRORS[error]
+    pwlu.save(converted(), tmp_path / "file")
+    model = make()
+    before, classes = copy.deepcopy(model.state_dict()), [type(module) for module in model.modules()]
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        pwlu.load_into(model, tmp_path / "file")
+    assert same(model.state_dict().values(), before.values())
+    assert classes == [type(module) for module in model.modules()]
+
+
+def set_of(row, key, value):
+    return lambda conversion: conversion["units"][row].update({key: value})
+
+
+FILES = {
+    "later": (lambda c: c.update(format=2, version="9.9"), "is of pwlu 9.9, and this is pwlu .*, which is older. Update it"),
+    "no units": (lambda c: c.pop("units"), "the conversion in the file is damaged: KeyError"),
+    "no version": (lambda c: c.pop("version"), "the conversion in the file is damaged: KeyError"),
+    "channels": (set_of(0, "channels", "many"), "damaged: .*channels must be a whole number"),
+    "dtype": (set_of(0, "dtype", "int8"), "damaged: .*is no type of a PWLU"),
+    "dtype of nothing": (set_of(0, "dtype", "load"), "damaged: .*is no type of a PWLU"),
+    "init": (set_of(0, "init", "os.system"), "damaged: .*init 'os.system' is not known"),
+    "child": (set_of(1, "edit", ["forward", [0, 0], "x y", False, ""]), "damaged: .*'x y' is no name of a child"),
+    "name": (set_of(0, "name", "no.such"), "Sequential has no place for no.such"),
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_damaged_files(tmp_path, file):
+    change, message = FILES[file]
+    rewritten(tmp_path / "file", change)
+    with pytest.raises(ValueError, match=message):
+        pwlu.load_into(network(), tmp_path / "file")
+
+
+def test_files_of_others(tmp_path):
+    save_file({"a": torch.zeros(1)}, tmp_path / "file")
+    with pytest.raises(ValueError, match=r"does not say how its model was converted, so it is not of pwlu.save"):
+        pwlu.load_into(network(), tmp_path / "file")
+    torch.save({}, tmp_path / "pickled")
+    with pytest.raises(ValueError, match="pickled is no safetensors file, or is damaged"):
+        pwlu.load_into(network(), tmp_path / "pickled")
+    with pytest.raises(FileNotFoundError):
+        pwlu.load_into(network(), tmp_path / "missing")
+    pwlu.save(converted(), tmp_path / "whole")
+    (tmp_path / "half").write_bytes((tmp_path / "whole").read_bytes()[:-100])
+    with pytest.raises(ValueError, match="half is no safetensors file, or is damaged"):
+        pwlu.load_into(network(), tmp_path / "half")
+
+
+def test_what_cannot_be_saved(tmp_path):
+    with pytest.raises(ValueError, match=r"save: Linear has no PWLU. Convert it first"):
+        pwlu.save(nn.Linear(2, 2), tmp_path / "file")
+    model = network()
+    pwlu.convert_(model, X, where=lambda site: site.name == "2", init="relu", min_positions=1)
+    pwlu.convert_(model, X, to="prelu", kinds=["silu"], min_positions=1)
+    with pytest.raises(ValueError, match=r"save: 4 \(PReLU\) is no PWLU. Save before pwlu.fuse_ and pwlu.simplify_"):
+        pwlu.save(model, tmp_path / "file")
+    assert not any(tmp_path.iterdir())
+
+
+def test_without_safetensors():
+    code = "import sys; sys.modules['safetensors'] = None; import pwlu; pwlu.save(pwlu.PWLU(), 'file')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ImportError: save needs the package safetensors" in done.stderr
+    assert "pip install '.[save]'" in done.stderr

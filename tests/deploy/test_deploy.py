@@ -1,0 +1,136 @@
+"""What is exported of a fused model runs in a process that has no pwlu, and batch norm before a PWLU folds away."""
+
+import copy
+import os
+import shutil
+import textwrap
+
+import pytest
+import torch
+from imported import interpreter
+from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+import pwlu
+from pwlu.deploy.onnx_export import export_onnx
+
+
+def network():
+    """Convolutions, batch norm with statistics of its own, and PWLUs that are no longer what they started as."""
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), pwlu.PWLU(6, init="silu"), nn.Conv2d(6, 4, 3), pwlu.PWLU(1, 5))
+    with torch.no_grad():
+        for unit in (model[2], model[4]):
+            for p in unit.parameters():
+                p.add_(0.1 * torch.randn_like(p))
+        for tensor in (model[1].weight, model[1].bias, model[1].running_mean, model[1].running_var):
+            tensor.uniform_(0.5, 2)
+    return model.eval()
+
+
+@pytest.fixture
+def fused():
+    model = network()
+    pwlu.fuse_(model)
+    return model
+
+
+def program_of(model):
+    batch = torch.export.Dim("batch", min=1, max=64)
+    return torch.export.export(model, (torch.randn(2, 3, 12, 12),), dynamic_shapes=({0: batch},))
+
+
+def exported(model, path):
+    torch.export.save(program_of(model), path)
+
+
+def traced(model, path):
+    torch.jit.trace(model, torch.randn(2, 3, 12, 12)).save(path)
+
+
+def compiled(model, path):
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("no C++ compiler here")
+    with torch.no_grad():
+        torch._inductor.aoti_compile_and_package(program_of(model), package_path=str(path))
+
+
+def onnx(model, path):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    export_onnx(model, torch.randn(1, 3, 12, 12), path)
+
+
+LOADERS = {
+    "exported": (exported, "model.pt2", "torch.export.load(path).module()"),
+    "traced": (traced, "model.ts", "torch.jit.load(path)"),
+    "compiled": (compiled, "model.pt2", "torch._inductor.aoti_load_package(path)"),
+    "onnx": (
+        onnx,
+        "model.onnx",
+        "lambda x: torch.from_numpy(onnxruntime.InferenceSession(path).run(None, {'input': x.numpy()})[0])",
+    ),
+}
+
+ELSEWHERE = """
+    import sys
+    sys.modules["pwlu"] = None  # where pwlu is installed in the environment of the tests, this hides it
+    try:
+        import pwlu
+    except ImportError:
+        pass
+    else:
+        raise SystemExit("pwlu can be imported here")
+    import torch
+    import torch._inductor
+    if "onnxruntime" in {load!r}:
+        import onnxruntime
+    path, data = sys.argv[1:]
+    run = {load}
+    saved = torch.load(data)
+    with torch.no_grad():
+        torch.save([run(x) for x in saved], data)
+    assert not [name for name in sys.modules if name.startswith("pwlu.")]
+"""
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    with interpreter("torch._inductor") as run:
+        yield run
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.`:FutureWarning")
+@pytest.mark.parametrize("how", LOADERS)
+def test_it_runs_where_there_is_no_pwlu(how, fused, elsewhere, tmp_path):
+    save, name, load = LOADERS[how]
+    save(fused, tmp_path / name)
+    inputs = [3 * torch.randn(batch, 3, 12, 12) for batch in (2, 3)]
+    torch.save(inputs, tmp_path / "data.pt")
+    command = ["-c", textwrap.dedent(ELSEWHERE).format(load=load), tmp_path / name, tmp_path / "data.pt"]
+    done = elsewhere(command, dict(os.environ), path=())
+    assert not done.returncode, done.stdout + done.stderr
+    with torch.no_grad():
+        for x, y in zip(inputs, torch.load(tmp_path / "data.pt"), strict=True):
+            assert_equal_to_rounding(y, fused, fused, x)
+
+
+def assert_equal_to_rounding(y, model, other, x):
+    """y is as far from what the model gives in float64 as the other one, up to the order of sums."""
+    exact = copy.deepcopy(model).double()(x.double())
+    worst = (other(x) - exact).abs().max()
+    assert y.shape == exact.shape
+    assert (y - exact).abs().max() <= 4 * worst + 4 * 2.0**-23 * exact.abs().max()
+
+
+def test_batch_norm_folds_into_the_convolution():
+    model = network()
+    folded = copy.deepcopy(model)
+    folded[0], folded[1] = fuse_conv_bn_eval(folded[0], folded[1]), nn.Identity()
+    pwlu.fuse_(folded)
+    x = 3 * torch.randn(5, 3, 12, 12)
+    with torch.no_grad():
+        assert_equal_to_rounding(folded(x), model, model, x)
+        folded[0].bias += 1e-3  # the check can fail
+        with pytest.raises(AssertionError):
+            assert_equal_to_rounding(folded(x), model, model, x)

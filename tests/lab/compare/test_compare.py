@@ -1,0 +1,445 @@
+"""`pwlu compare`: what it runs, what it leaves alone, what it keeps, and that nothing goes on without it."""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from example_runs import LIGHT, example_run, files_in
+
+from pwlu.cli import main, train
+from pwlu.lab.compare import comparison, subprocesses
+from pwlu.lab.compare.presets import comparison as compared
+from pwlu.lab.recipes import catalog
+from pwlu.lab.runs.results import find_runs
+
+ROOT = Path(__file__).parents[3]
+
+# In place of training: a run comes out of stage/, or fails if it is not there. The last test of this file trains.
+ACTOR = """
+import os, shutil, sys
+given = dict(word.lstrip('-').split('=', 1) for word in sys.argv[2:] if '=' in word)
+print('trained', *sys.argv[2:], os.environ['PWLU_SIDE_BY_SIDE'], os.environ.get('OMP_NUM_THREADS'))
+if 'resume' in given:
+    shutil.copy('stage/result.json', given['resume'])
+else:
+    shutil.move(f"stage/{given['act']}-seed{given['seed']}", given['runs'])
+"""
+
+
+@pytest.fixture
+def acted(monkeypatch):
+    monkeypatch.setattr(subprocesses, "_TRAIN", ACTOR)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# Settings on their way to the process that trains.
+
+
+def test_every_setting_travels():
+    changes = {
+        "activation": "pau",
+        "seed": 7,
+        "epochs": 9,
+        "batch": 32,
+        "lr": 0.1,
+        "weight_decay": 1e-5,
+        "norm_weight_decay": 0.0,
+        "label_smoothing": 0.2,
+    }
+    changes |= {
+        "augmentation": "none",
+        "warm_up": 0.3,
+        "width": 0.5,
+        "pixels": 16,
+        "holdout": 50,
+        "intervals": 9,
+        "init": "same",
+    }
+    changes |= {"granularity": "layer", "realign_epochs": 1.5, "fix_init": 2.5, "unit_lr": 0.1, "curvature": 1e-7, "ema": 0.999}
+    changes |= {"norm": "group", "precision": "bf16", "accumulate": 2, "compile": True, "channels_last": False, "data": "a b=c"}
+    changes |= {"device": "cpu", "workers": 0, "tensorboard": True, "fuse_norms": "off"}
+    changes |= {"iterations": 5, "measure_every": 3, "save_detections": True, "snapshots": 7}
+    settings = catalog.settings("digits", **changes)
+    usual = catalog.settings("digits")
+    assert not [name for name, value in settings.as_dict().items() if value == usual.as_dict()[name] and name != "recipe"]
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    for asked in (settings, usual):
+        options = parser.parse_args([asked.recipe, *comparison.flags(asked)])
+        assert catalog.settings(options.recipe, **train.given(options)) == asked
+    machine = comparison.flags(settings, of_the_machine=True)
+    assert machine == [
+        "--accumulate=2",
+        "--compile",
+        "--fuse-norms=off",
+        "--no-channels-last",
+        "--data=a b=c",
+        "--device=cpu",
+        "--workers=0",
+        "--measure-every=3",
+        "--save-detections",
+        "--snapshots=7",
+        "--tensorboard",
+    ]
+    assert comparison.flags(usual, of_the_machine=True) == []
+
+
+def test_what_is_wanted():
+    asked = comparison.wanted([compared("digits", "bounds", {}), compared("digits", "intervals", {})], seeds=2)
+    names = [comparison.title(settings) for settings in asked]
+    assert len(names) == len(set(names)) == 2 * (9 + 6 - 2)  # ReLU and PWLU with 16 intervals are in both
+    assert names[0] == "digits relu, seed 0"
+    assert names[13] == "digits relu, seed 1"
+
+
+# The command.
+
+ARGUMENTS = ["compare", "digits", "--acts", "relu,pwlu", "--seeds", "2"]
+
+
+def staged(folder, **accuracies):
+    """Runs for the actor to bring out: relu0=..., pwlu1=..."""
+    for name, accuracy in accuracies.items():
+        example_run(
+            folder / "stage" / f"{name[:-1]}-seed{name[-1]}", accuracy, "digits", activation=name[:-1], seed=int(name[-1])
+        )
+
+
+def test_only_what_is_missing_is_run(here, acted, capsys):
+    example_run(here / "results" / "digits" / "any-name", 90.0, "digits", activation="relu", data="/of/another/machine")
+    example_run(here / "runs" / "other-name", 92.0, "digits", activation="pwlu")
+    example_run(here / "runs" / "stopped", None, "digits", activation="relu", seed=1, intervals=8, epochs_done=3)
+    staged(here, pwlu1=94.0)
+    (here / "stage" / "result.json").write_text((here / "runs" / "other-name" / "result.json").read_text())
+    assert main([*ARGUMENTS, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "finished  digits relu, seed 0 (results/digits/any-name)" in printed
+    assert "finished  digits pwlu, seed 0 (runs/other-name)" in printed
+    assert "stopped   digits relu, seed 1 (runs/stopped, 3 of 40 epochs)" in printed
+    assert "missing   digits pwlu, seed 1\n" in printed
+    assert "4 runs: 2 finished, 1 stopped, 1 missing" in printed
+    assert files_in(here / "results") == [
+        f"digits/any-name/{name}" for name in files_in(here / "results" / "digits" / "any-name")
+    ]
+    assert main([*ARGUMENTS, "--jobs", "5", "--device", "cpu"]) == 0
+    assert not (here / "stage" / "pwlu-seed1").exists()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    log = (here / "runs" / "logs" / "digits-relu-seed1.txt").read_text()
+    assert log == f"trained --resume=runs/stopped --device=cpu 2 {max(1, cores // 2)}\n"
+    printed = capsys.readouterr().out
+    assert "[4/4] " in printed
+    assert "| ReLU | 91.00 ± 1.41 (2) |" in printed
+    assert "| PWLU | 93.00 ± 1.41 (2) | +2.00 ± 1.41 |" in printed
+    assert sorted(path.name for path in (here / "results" / "digits").iterdir()) == [
+        "any-name",
+        "pwlu-seed0",
+        "pwlu-seed1",
+        "relu-pwlu-runs.csv",
+        "relu-pwlu.csv",
+        "relu-pwlu.md",
+        "relu-pwlu.png",
+        "relu-seed1",
+    ]
+    assert "+2.00 ± 1.41" in (here / "results" / "digits" / "relu-pwlu.md").read_text()
+    assert (here / "results" / "digits" / "relu-pwlu.png").read_bytes().startswith(b"\x89PNG")
+    # nothing is left to do, and run folders are not needed any more
+    (here / "runs").rename(here / "away")
+    assert main(ARGUMENTS) == 0
+    printed = capsys.readouterr().out
+    assert "4 runs: 4 finished, 0 stopped, 0 missing" in printed
+    assert "+2.00 ± 1.41" in printed
+
+
+def test_a_run_that_fails_does_not_stop_the_others(here, acted, capsys, monkeypatch):
+    staged(here, relu0=90.0, relu1=92.0, pwlu1=95.0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert main([*ARGUMENTS, "--jobs", "3"]) == 1
+    printed = capsys.readouterr()
+    assert "| PWLU | 95.00 (1) | +4.00 |" in printed.out
+    assert "digits pwlu, seed 0: failed" in printed.out
+    assert "1 of 4 runs failed:\n\ndigits pwlu, seed 0: exit status 1, runs/logs/digits-pwlu-seed0.txt:" in printed.err
+    assert "No such file or directory: 'stage/pwlu-seed0'" in printed.err
+    assert (here / "runs" / "logs" / "digits-pwlu-seed1.txt").read_text().endswith(" 3 7\n")
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_is_wrong_for_two_is_wrong_for_all(here, acted, capsys, monkeypatch, jobs):
+    monkeypatch.setattr(subprocesses, "_TRAIN", "print('no data at data/'); raise SystemExit(2)")
+    assert main([*ARGUMENTS, "--seeds", "4", "--jobs", str(jobs)]) == 2
+    printed = capsys.readouterr()
+    assert "pwlu compare: two runs ended alike, and no other was begun:\nno data at data/\n" in printed.err
+    assert 2 <= len(list((here / "runs" / "logs").iterdir())) <= 1 + jobs  # of two at a time, one may end before the other
+
+
+def test_what_a_child_said_last_time_is_not_told_again(here, acted, capsys, monkeypatch):
+    for status in ("3", "4"):
+        monkeypatch.setattr(subprocesses, "_TRAIN", f"print('the end of {status}'); raise SystemExit({status})")
+        assert main(["compare", "digits", "--acts", "pwlu", "--seeds", "1"]) == 1
+        error = capsys.readouterr().err
+        assert f"exit status {status}, " in error
+        assert error.count("the end of") == 1
+    assert (here / "runs" / "logs" / "digits-pwlu-seed0.txt").read_text() == "the end of 3\nthe end of 4\n"
+
+
+def test_a_child_that_leaves_no_result_failed(here, acted, capsys, monkeypatch):
+    monkeypatch.setattr(subprocesses, "_TRAIN", "pass")
+    assert main(["compare", "digits", "--acts", "pwlu", "--seeds", "1"]) == 1
+    printed = capsys.readouterr()
+    assert "digits pwlu, seed 0: exit status 0, " in printed.err
+    assert "not measured yet" in printed.out
+    assert not (here / "results").exists()
+
+
+def test_a_run_that_another_process_is_at(here, acted, capsys, monkeypatch):
+    staged(here, relu0=90.0, pwlu0=91.0)
+    monkeypatch.setattr(subprocesses, "_PATIENCE", 0.2)
+    with subprocesses.open_log(here / "runs" / "logs" / "digits-pwlu-seed0.txt"):
+        assert main([*ARGUMENTS, "--seeds", "1"]) == 1
+    printed = capsys.readouterr()
+    assert "digits pwlu, seed 0: another process is training it" in printed.err
+    assert "| ReLU | 90.00 (1) |" in printed.out
+    assert main([*ARGUMENTS, "--seeds", "1"]) == 0
+
+
+def test_a_run_that_another_process_finished_in_the_meantime(here, acted, capsys, monkeypatch):
+    staged(here, pwlu0=91.0)
+    open_log = subprocesses.open_log
+
+    def slowly(path):
+        example_run(here / "runs" / "theirs", 92.0, "digits")
+        example_run(here / "results" / "digits" / "pwlu-seed0", 92.0, "digits")
+        return open_log(path)
+
+    monkeypatch.setattr(comparison, "open_log", slowly)
+    assert main(["compare", "digits", "--acts", "pwlu", "--seeds", "1"]) == 0
+    assert "[1/1] digits pwlu, seed 0: 92.00 %" in capsys.readouterr().out
+    assert (here / "stage" / "pwlu-seed0").exists()  # and --resume finds a run that is finished
+    assert "--resume=runs/theirs" in (here / "runs" / "logs" / "digits-pwlu-seed0.txt").read_text()
+    assert [path.name for path in (here / "results" / "digits").iterdir() if path.is_dir()] == ["pwlu-seed0"]
+
+
+def test_results_that_were_cut_short_do_not_count(here, acted, capsys):
+    example_run(here / "results" / "digits" / "pwlu-seed0", None, "digits")
+    staged(here, pwlu0=91.0)
+    assert main(["compare", "digits", "--acts", "pwlu", "--seeds", "1"]) == 0
+    assert "| PWLU | 91.00 (1) |" in capsys.readouterr().out
+
+
+def test_several_recipes(here, acted, capsys):
+    for recipe in ("cifar100/resnet18", "cifar100/mobilenet_v2"):
+        for activation, accuracy in (("relu", 70.0), ("pwlu", 71.5)):
+            example_run(here / "runs" / f"{recipe}-{activation}", accuracy, recipe, activation=activation, holdout=5000)
+    command = [
+        "compare",
+        "cifar100/resnet18",
+        "cifar100/mobilenet_v2",
+        "cifar100/resnet18",
+        "--acts",
+        "relu,pwlu",
+        "--seeds",
+        "1",
+    ]
+    assert main([*command, "--holdout", "5000"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("| PWLU | 71.50 (1) | +1.50 |") == 2
+    assert "| 72.57 | +1.23 |" in printed
+    assert "| 74.69 | +1.85 |" in printed
+    held_out = here / "results" / "cifar100" / "resnet18" / "held-out"
+    assert {path.name for path in held_out.iterdir()} > {"pwlu-holdout-5000-seed0", "relu-pwlu-holdout-5000.csv"}
+    assert (here / "results" / "relu-pwlu-holdout-5000.png").exists()
+    assert main([*command, "--dry-run"]) == 0  # what was measured on held-out images is no result
+    assert "4 runs: 0 finished" in capsys.readouterr().out
+
+
+def test_half_written_runs_are_skipped_by_name(here, acted, capsys):
+    (here / "runs" / "digits-relu-seed0").mkdir(parents=True)
+    assert main([*ARGUMENTS, "--dry-run"]) == 0
+    assert "skipped: runs/digits-relu-seed0 is not a run folder: it has no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "name a recipe, for example: pwlu compare digits"),
+        (["digitz"], "there is no recipe 'digitz'. Did you mean digits, "),
+        (["digits", "--acts", "relu,gleu"], "there is no activation 'gleu'. Did you mean gelu?"),
+        (["digits", "--acts", ""], "which activations?"),
+        (["digits", "--preset", "interval"], "no preset 'interval'. Did you mean intervals?"),
+        (["digits", "--seeds", "0"], "--seeds must be at least 1, not 0"),
+        (["digits", "--jobs", "-1"], "--jobs must be at least 1, not -1"),
+        (["digits", "--epochs", "0"], "--epochs must be at least 1, not 0"),
+        (["digits", "--preset", "bounds", "--fix-init", "3"], "--fix-init is what the comparison 'bounds' varies"),
+        (["digits", "--check"], "--check is about a page: write --document FILE --check"),
+        (["digits", "--document", "page.md"], "leave recipes, --acts, --preset and settings out"),
+        (["--document", "page.md", "--epochs", "3"], "leave recipes, --acts, --preset and settings out"),
+        (["digits", "--runs", "file"], "Not a directory: 'file/logs'"),
+    ],
+)
+def test_bad_input(here, capsys, arguments, text):
+    (here / "file").touch()
+    assert main(["compare", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("pwlu compare: ")
+    assert text in error
+    assert not (here / "results").exists()
+
+
+@pytest.mark.parametrize("words", [["--seed", "3"], ["--act", "relu"], ["--acts", "relu", "--preset", "bounds"]])
+def test_flags_that_would_be_misunderstood(here, words, capsys):
+    with pytest.raises(SystemExit):
+        main(["compare", "digits", "--dry-run", *words])
+    assert re.search("unrecognized arguments|not allowed with", capsys.readouterr().err)
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    printed = capsys.readouterr().out
+    for text in ("activations, bounds, intervals", "--jobs N", "--intervals N", "may be stopped and started at any time"):
+        assert text in printed
+
+
+# Nothing goes on without it.
+
+
+def test_stopped_by_hand(here, capsys, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparison, "complete_runs", stopped)
+    assert main(ARGUMENTS) == 130
+    assert "stopped. What is finished is kept: the same command goes on" in capsys.readouterr().err
+
+
+# A file of the package without what the package imports: torch takes seconds.
+FOLDERS = {
+    name: str(ROOT / "src" / name.replace(".", "/")) for name in ("pwlu", "pwlu.lab", "pwlu.lab.compare", "pwlu.lab.runs")
+}
+LOADED = f"""
+import signal, sys, types
+for name, folder in {FOLDERS}.items():
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [folder]
+from pwlu.lab.compare import subprocesses
+assert "torch" not in sys.modules
+"""
+GRANDCHILD = "import time; print('here', flush=True); time.sleep(1000)"  # as a child has that reads image files
+CHILD = f"""{LOADED}
+subprocesses.end_with_parent()
+import subprocess
+subprocess.run([sys.executable, "-c", {GRANDCHILD!r}])
+"""
+PARENT = f"""{LOADED}
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell or nohup may have switched these off
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+subprocesses._TRAIN = {CHILD!r}
+with subprocesses.ended_by_signals():
+    list(subprocesses.side_by_side("ab", 2, lambda task: subprocesses.Child([], subprocesses.open_log(Path(task)), {{}})))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
+@pytest.mark.parametrize(("how", "status"), [("SIGINT", -2), ("SIGTERM", 143), ("SIGHUP", 129), ("SIGKILL", -9)])
+def test_children_end_with_their_parent(here, how, status):
+    logs = [here / "a", here / "b"]
+    with started([sys.executable, "-c", PARENT]) as process:
+        wait_for(lambda: all(log.exists() and log.read_text() == "here\n" for log in logs), process)
+        process.send_signal(getattr(signal, how))
+        process.wait(60)
+    assert process.returncode == status
+    for log in logs:
+        with subprocesses.open_log(log) as file:  # else a child or its child still has it
+            assert file is not None
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_children_end_with_the_work(here, monkeypatch, deaf):
+    """One that does not listen to SIGTERM is killed in the end."""
+    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" if deaf else ""
+    monkeypatch.setattr(subprocesses, "_TRAIN", ignore + "import time; print('here', flush=True); time.sleep(1000)")
+    monkeypatch.setattr(subprocesses, "_PATIENCE", 0.2 if deaf else 60)
+    begun = []
+
+    def start(task):
+        if task == "stop":
+            wait_for(lambda: Path("log").read_text() == "here\n", begun[0].process)
+            raise KeyboardInterrupt
+        begun.append(subprocesses.Child([], subprocesses.open_log(Path("log")), {}))
+        return begun[0]
+
+    with pytest.raises(KeyboardInterrupt):
+        list(subprocesses.side_by_side(["go", "stop"], 2, start))
+    assert begun[0].process.returncode == (-signal.SIGKILL if deaf else -signal.SIGTERM)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no such signal")
+def test_signals_that_are_ignored_stay_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with subprocesses.ended_by_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+            with pytest.raises(SystemExit, match="143"):
+                os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@contextmanager
+def started(command):
+    """A process that is gone at the end."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_WAIT_POLICY": "passive"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(happens, process):
+    """Until it happens; an error if the process ends before, or nothing happens for too long."""
+    deadline = time.monotonic() + 120
+    while not happens():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# All of it.
+
+
+@pytest.mark.slow
+def test_killed_and_run_again(here):
+    command = [sys.executable, "-m", "pwlu", "compare", "digits", "--acts", "relu,pwlu", "--seeds", "1", "--jobs", "2"]
+    command += ["--epochs", "12", "--realign-epochs", "1"]
+    with started(command) as process:
+        wait_for(lambda: any(path.stat().st_size for path in here.glob("runs/*/metrics.jsonl")), process)
+    begun = {path.parent.name for path in here.glob("runs/*/config.json")}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"2 runs: 0 finished, {len(begun)} stopped, {2 - len(begun)} missing" in done.stdout
+    assert re.search(r"\| PWLU \| \d+\.\d\d \(1\) \| [+-]\d+\.\d\d \|", done.stdout)
+    runs, complaints = find_runs(here / "runs")
+    assert not complaints
+    assert len(runs) == 2  # none was begun anew
+    assert begun <= {run.path.name for run in runs}
+    assert [run.epochs for run in runs] == [12, 12]
+    assert all(run.environment["side_by_side"] == 2 for run in runs)
+    kept = here / "results" / "digits" / "pwlu-epochs-12-realign-epochs-1-seed0"
+    assert files_in(kept) == LIGHT

@@ -1,0 +1,53 @@
+"""`pwlu compare` under torchrun: its processes train one run after the other, together."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from example_runs import example_run
+
+import pwlu
+from pwlu.cli import main
+from pwlu.lab.runs.run_folder import RunFolder
+
+COMMAND = ["compare", "digits", "--acts", "relu,pwlu", "--seeds", "1", "--epochs", "2", "--realign-epochs", "1"]
+
+
+def by_two(folder, *arguments):
+    paths = os.pathsep.join([str(Path(pwlu.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pwlu"]
+    return subprocess.run([*launcher, *arguments], env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo")
+def test_two_processes(tmp_path, monkeypatch, capsys):
+    """What was begun goes on where it lies, what is missing is trained, and then both are finished."""
+    begun = tmp_path / "runs" / "begun"
+    example_run(begun, None, "digits", activation="pwlu", epochs=2, realign_epochs=1.0, epochs_done=0)
+    done = by_two(tmp_path, *COMMAND, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 runs: 0 finished, 1 stopped, 1 missing") == 1
+    assert done.stdout.count("digits relu-epochs-2, seed 0: accuracy ") == 1
+    assert done.stdout.count("| PWLU | ") == 1
+    names = ["begun", "digits-relu-epochs-2-seed0"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == names
+    for name in names:
+        folder = RunFolder(tmp_path / "runs" / name)
+        assert folder.finished
+        assert folder.json("environment.json")["processes"] == 2
+    kept = sorted(path.name for path in (tmp_path / "results" / "digits").iterdir() if path.is_dir())
+    assert [name.partition("-")[0] for name in kept] == ["pwlu", "relu"]
+    monkeypatch.chdir(tmp_path)
+    assert main([*COMMAND, "--dry-run"]) == 0
+    assert "2 runs: 2 finished, 0 stopped, 0 missing" in capsys.readouterr().out
+
+
+def test_side_by_side_and_together(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([*COMMAND, "--jobs", "2"]) == 2
+    assert "--jobs 2: the processes of torchrun train one run after the other. Leave --jobs out" in capsys.readouterr().err

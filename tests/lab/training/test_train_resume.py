@@ -1,0 +1,216 @@
+"""A run that is stopped, wherever that happens, and goes on, ends as if it never had been: to the bit."""
+
+import json
+import signal
+
+import pytest
+from lab_helpers import NAME, SHORT, STEPS_AN_EPOCH, assert_same_run, short_run, start, train, write_images
+
+from pwlu.lab.runs.divergence import STATUS
+from pwlu.lab.runs.run_folder import RunFolder
+from pwlu.lab.training import loop
+from pwlu.lab.training.trainer import Trainer
+
+KILLED = -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return short_run(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def with_average(tmp_path_factory):
+    return short_run(tmp_path_factory.mktemp("runs"), "--ema", "0.9")
+
+
+@pytest.mark.slow
+def test_killed(tmp_path, uninterrupted, with_average):
+    """In Phase I, in Phase II, in the middle of an epoch, of writing a checkpoint, of writing the report."""
+    first, second = tmp_path / NAME.format(""), tmp_path / NAME.format("ema-0.9-")
+    begin, end_of_phase_one = [*SHORT, "--runs", tmp_path], f"checkpoints/step-{STEPS_AN_EPOCH:08d}"
+    jobs = [
+        {"arguments": begin, "die_at": 4},  # before there was any checkpoint
+        {"arguments": ["--resume", first], "die_at": 2 * STEPS_AN_EPOCH + 2},
+        {"arguments": ["--resume", first]},
+        {"arguments": [*begin, "--ema", "0.9"], "die_at": 4, "often": True},
+        {"arguments": ["--resume", second], "die_writing": end_of_phase_one, "often": True},
+        {"arguments": ["--resume", second], "die_writing": "checkpoints/step-00000009", "often": True},
+        {"arguments": ["--resume", second], "die_writing": "report.md"},
+        {"arguments": ["--resume", second]},
+    ]
+    found, _ = start(tmp_path, jobs)
+    assert found == [KILLED, KILLED, 0, KILLED, KILLED, KILLED, KILLED, 0]
+    assert_same_run(RunFolder(first), uninterrupted)
+    assert_same_run(RunFolder(second), with_average)
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+class Stop(Exception):
+    """What tests stop a run with, in the middle."""
+
+
+@pytest.fixture
+def stop_before(monkeypatch):
+    """Stops the run before the step of a number."""
+    step = Trainer.step
+
+    def at(number, error=Stop):
+        def mortal(trainer, n, batches):
+            if n == number:
+                raise error
+            return step(trainer, n, batches)
+
+        monkeypatch.setattr(Trainer, "step", mortal)
+
+    return at
+
+
+@pytest.mark.parametrize("stopped", [[1], [3, 6], [7, 8, 20]])
+def test_checkpoints_in_the_middle_of_an_epoch(tmp_path, monkeypatch, stop_before, uninterrupted, stopped):
+    """The sums of the epoch go on too: its training loss and accuracy are those of the whole."""
+    monkeypatch.setattr(loop, "STEPS_BETWEEN_QUESTIONS", 1)
+    monkeypatch.setattr(loop, "SECONDS_BETWEEN_CHECKPOINTS", -1)
+    command = [*SHORT, "--runs", tmp_path]
+    for number in stopped:
+        stop_before(number)
+        with pytest.raises(Stop):
+            train(*command)
+        (path,) = tmp_path.iterdir()
+        assert RunFolder(path).checkpoints()[-1].name.startswith(f"step-{number:08d}-")
+        command = ["--resume", path]
+    stop_before(None)
+    assert train(*command) == 0
+    assert_same_run(RunFolder(path), uninterrupted)
+
+
+@pytest.mark.parametrize("begun", ["on", "off"])
+def test_whether_norms_are_fused_is_decided_once(tmp_path, monkeypatch, stop_before, begun):
+    """What auto came to is kept, although the machine that goes on would choose otherwise; the command line is obeyed."""
+    found, begin = [], Trainer.__init__
+
+    def noted(trainer, *arguments):
+        begin(trainer, *arguments)
+        found.append(trainer.fuse_norms)
+
+    monkeypatch.setattr(Trainer, "__init__", noted)
+    for number, pays, arguments in (
+        (STEPS_AN_EPOCH + 1, begun == "on", [*SHORT, "--runs", tmp_path]),
+        (STEPS_AN_EPOCH + 2, begun != "on", None),
+        (STEPS_AN_EPOCH + 3, begun == "on", ["--fuse-norms", "off" if begun == "on" else "on"]),
+    ):
+        stop_before(number)
+        monkeypatch.setattr("pwlu.lab.training.trainer.warm_up", lambda device, pays=pays: int(pays))
+        path = next(tmp_path.iterdir(), None)
+        with pytest.raises(Stop):
+            train(*(arguments if path is None else ["--resume", path, *(arguments or [])]))
+    assert found == [begun, begun, "off" if begun == "on" else "on"]
+    assert RunFolder(path).json("environment.json")["fuse_norms"] == begun
+
+
+def test_no_checkpoint_before_it_is_time(tmp_path, monkeypatch, stop_before):
+    monkeypatch.setattr(loop, "STEPS_BETWEEN_QUESTIONS", 1)
+    stop_before(6)
+    with pytest.raises(Stop):
+        train(*SHORT, "--runs", tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert not RunFolder(path).checkpoints()
+
+
+def test_interrupted_from_the_keyboard(tmp_path, stop_before, uninterrupted, capsys):
+    stop_before(STEPS_AN_EPOCH + 1, KeyboardInterrupt)
+    assert train(*SHORT, "--runs", tmp_path) == 130
+    (path,) = tmp_path.iterdir()
+    assert f"stopped. To go on: pwlu train --resume {path}" in capsys.readouterr().err
+    stop_before(None)
+    assert train("--resume", path) == 0
+    assert_same_run(RunFolder(path), uninterrupted)
+
+
+def test_what_is_finished_is_not_done_again(uninterrupted, capsys):
+    files = {p: p.stat().st_mtime_ns for p in uninterrupted.path.rglob("*")}
+    assert train("--resume", uninterrupted.path) == 0
+    printed = capsys.readouterr().out
+    assert f"{uninterrupted.path} is finished: accuracy " in printed
+    assert "epoch " not in printed.partition(" s an epoch")[0]
+    assert files == {p: p.stat().st_mtime_ns for p in uninterrupted.path.rglob("*")}
+
+
+def test_metrics_after_the_checkpoint_are_taken_back(tmp_path, stop_before, uninterrupted):
+    """And a line that was cut off by the end of the program."""
+    stop_before(STEPS_AN_EPOCH + 1)
+    with pytest.raises(Stop):
+        train(*SHORT, "--runs", tmp_path)
+    (path,) = tmp_path.iterdir()
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"epoch": 2, "step": 2 * STEPS_AN_EPOCH, "loss": 99.0}) + '\n{"epoch": 3, "st')
+    stop_before(None)
+    assert train("--resume", path) == 0
+    assert_same_run(RunFolder(path), uninterrupted)
+
+
+def test_a_run_that_diverged_is_over(tmp_path, monkeypatch, capsys):
+    """Also when it was stopped before it could write its result: it does not go on training."""
+    write = RunFolder.write
+
+    def fail(folder, name, content):
+        if name == "report.md":
+            raise Stop
+        write(folder, name, content)
+
+    monkeypatch.setattr(RunFolder, "write", fail)
+    with pytest.raises(Stop):
+        train(*SHORT, "--lr", "1e30", "--act", "relu", "--runs", tmp_path)
+    monkeypatch.setattr(RunFolder, "write", write)
+    (path,) = tmp_path.iterdir()
+    before = RunFolder(path).metrics()
+    assert before[-1]["loss"] is None
+    assert len(before) < 3
+    for _ in range(2):  # it ends, and it had ended
+        assert train("--resume", path) == STATUS
+        assert "The training diverged in epoch 1, at step " in capsys.readouterr().out
+    assert RunFolder(path).metrics() == before
+    assert RunFolder(path).json("result.json")["diverged"] is True
+    assert "The training diverged in epoch 1, at step " in (path / "report.md").read_text()
+    assert "NaN" not in (path / "metrics.jsonl").read_text()
+
+
+def test_images_that_went_missing(tmp_path, stop_before, capsys):
+    """With a step less an epoch it would end too early, and count as finished."""
+    data, runs = write_images(tmp_path / "data"), tmp_path / "runs"
+    sizes = ("--pixels", 32, "--width", 0.125, "--batch", 4, "--epochs", 2, "--act", "relu", "--workers", 0)
+    stop_before(4)
+    with pytest.raises(Stop):
+        train("imagenette/resnet18", "--data", data, "--runs", runs, *sizes)
+    stop_before(None)
+    (path,) = runs.iterdir()
+    image = data / "train/cat/0.jpg"
+    content = image.read_bytes()
+    image.unlink()
+    assert train("--resume", path) == 2
+    assert f"{path}: an epoch had 3 steps and would have 2 now, for the data set has other images" in capsys.readouterr().err
+    image.write_bytes(content)
+    assert train("--resume", path) == 0
+
+
+def test_what_may_change_when_a_run_goes_on(tmp_path, stop_before, capsys):
+    """Where and how fast; not what it computes."""
+    stop_before(STEPS_AN_EPOCH + 1)
+    with pytest.raises(Stop):
+        train(*SHORT, "--runs", tmp_path, "--norm", "group")
+    (path,) = tmp_path.iterdir()
+    stop_before(None)
+    for arguments, named in (
+        (["digits"], "leave digits out"),
+        (["--lr", 1], "leave --lr out"),
+        (["--act", "relu", "--epochs", 9], "leave --act, --epochs out"),
+        (["digits", "--ema", 0.9], "leave digits, --ema out"),
+        (["--runs", tmp_path], "leave --runs out"),
+    ):
+        assert train("--resume", path, *arguments) == 2
+        text = capsys.readouterr().err
+        assert text.startswith("pwlu train: --resume goes on with the settings of that run: ")
+        assert named in text
+    assert train("--resume", path, "--accumulate", 0) == 2
+    assert "--accumulate must be at least 1, not 0" in capsys.readouterr().err
+    assert train("--resume", path, "--accumulate", 2) == 0

@@ -1,0 +1,158 @@
+"""What the tests of ``pwlu train`` share: short runs, small data sets, and what of a run can be compared."""
+
+import itertools
+import json
+import os
+import pickle
+import subprocess
+import sys
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+
+import pwlu
+from pwlu.cli import main
+from pwlu.lab.recipes.catalog import settings
+from pwlu.lab.runs.processes import Processes
+from pwlu.lab.runs.run_folder import RunFolder
+from pwlu.lab.tasks.classification import Classification
+from pwlu.lab.training import summary
+from pwlu.lab.training.trainer import Trainer
+
+ALONE = Processes(0, 1, torch.device("cpu"))
+SHORT = ("--epochs", "3", "--realign-epochs", "1", "--batch", "128")  # of the digits: 7 steps an epoch
+STEPS_AN_EPOCH = 7
+NAME = "digits-pwlu-epochs-3-batch-128-realign-epochs-1-{}seed0"  # of the folder of such a run, with what else is changed
+IMAGE_CLASSES = ("cat", "dog", "eel")
+
+
+@contextmanager
+def one_thread():
+    """What is computed then does not depend on the machine, and small networks are fastest so."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def train(*arguments, draw=False):
+    """``pwlu train``, in this process; the exit status. The picture takes longer than a short training: `draw` it or not."""
+    with one_thread(), nullcontext() if draw else patch.object(summary, "plot_functions", lambda *_, **__: Figure()):
+        return main(["train", *map(str, arguments)])
+
+
+def short_run(runs, *arguments, draw=False):
+    """A finished run of the digits under `runs`, which has no other."""
+    assert train(*SHORT, *arguments, "--runs", runs, draw=draw) == 0
+    (path,) = runs.iterdir()
+    return RunFolder(path)
+
+
+def task_of(recipe="digits", processes=ALONE, **changes):
+    return Classification(settings(recipe, **{"channels_last": False} | changes), processes)
+
+
+def trainer_of(task):
+    with one_thread():
+        return Trainer(task, task.settings, task.processes)
+
+
+def batches_of(task):
+    """Those of one epoch after the other."""
+    return itertools.chain.from_iterable(task.epoch(epoch) for epoch in itertools.count())
+
+
+def take_steps(trainer, count, before_step=lambda number: None):
+    """The first steps of a training."""
+    with one_thread():
+        for number, batch in zip(range(count), batches_of(trainer.task), strict=False):
+            before_step(number)
+            trainer.step(number, batch)
+    return trainer
+
+
+def after(count, recipe="digits", **changes):
+    """What so many steps make of a new network."""
+    return take_steps(trainer_of(task_of(recipe, **changes)), count)
+
+
+def without_times(rows):
+    return [{key: value for key, value in row.items() if key not in ("seconds", "images_per_second")} for row in rows]
+
+
+def same_state(first, second):
+    """Of two state dicts: bit by bit."""
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def assert_same_run(found, expected):
+    """Weights, functions and metrics, times aside."""
+    assert found.finished
+    assert expected.finished
+    assert without_times(found.metrics()) == without_times(expected.metrics())
+    for name in ("model.pt", "functions.pt"):
+        states = [torch.load(folder.path / name, weights_only=True) for folder in (found, expected)]
+        if name == "functions.pt":
+            states = [{(unit, key): p for unit, ps in state.items() for key, p in ps.items()} for state in states]
+        assert same_state(*states)
+
+
+# Processes.
+
+
+def start(folder, jobs, *launcher):
+    """Have train_worker.py do these commands, by itself or by a launcher of several; the exit statuses, and all it printed."""
+    paths = os.pathsep.join([str(Path(pwlu.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    worker = Path(__file__).with_name("train_worker.py")
+    command = [sys.executable, *launcher, worker, folder, json.dumps(jobs, default=str)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # a launcher then stops its processes
+            raise
+    assert process.returncode == 0, err
+    *printed, statuses = out.splitlines()
+    return json.loads(statuses), printed
+
+
+# Small data sets.
+
+
+def write_cifar(root, train=12, test=5):
+    """Random images, in files as the authors of CIFAR-100 ship them."""
+    folder = root / "cifar-100-python"
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    for name, count in (("train", train), ("test", test)):
+        content = {
+            "data": random.integers(0, 256, (count, 3072), dtype=np.uint8),
+            "fine_labels": random.integers(0, 100, count).tolist(),
+            "coarse_labels": [0] * count,
+        }
+        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+    names = {"fine_label_names": [f"kind {k}" for k in range(100)], "coarse_label_names": []}
+    (folder / "meta").write_bytes(pickle.dumps(names, protocol=2))
+    return root
+
+
+def write_images(root, train=4, test=2):
+    """So many a class, JPEG and PNG, of different sizes, one of them grey."""
+    random = np.random.default_rng(0)
+    for part, count in (("train", train), ("val", test)):
+        for label, name in enumerate(IMAGE_CLASSES):
+            folder = root / part / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                size = (40 + 8 * label, 48 + number) + ((3,) if number or label else ())
+                image = Image.fromarray(random.integers(0, 256, size, dtype=np.uint8))
+                image.save(folder / f"{number}.{'png' if number % 2 else 'jpg'}")
+    return root

@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 # Threads of several processes that wait for each other must not spin on the same cores.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help test torture lint demo bench clean
+.PHONY: help test torture lint docs demo bench clean
 help:
 	@echo "make test    run the tests"
 	@echo "make torture 100,000 random operator cases, 60 models, 20 killed trainings: half an hour on two cores"
 	@echo "make demo    train a small network on handwritten digits (a minute), draw what it learned"
 	@echo "make lint    ruff and mypy"
+	@echo "make docs    build the documentation into site/, check its links"
 	@echo "make bench   time the operators beside ReLU, SiLU and PReLU"
 	@echo "make clean   remove .venv and everything built"
 
@@ -30,6 +31,10 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Material for MkDocs says at every start that it reaches its end of life in May 2027. Zensical, its successor, reads mkdocs.yml.
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 demo: $(VENV)/installed
 	$(BIN)/pwlu train --again
 
@@ -37,4 +42,4 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/op.py
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info src/pwlu/kernels/cpu/_cpu_* .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site src/*.egg-info src/pwlu/kernels/cpu/_cpu_* .mypy_cache .ruff_cache .pytest_cache .hypothesis

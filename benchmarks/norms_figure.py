@@ -22,7 +22,7 @@ KINDS = {
     "pwlu": ("PWLU", "#7fb3d5"),
     "pwlu, norms fused": ("PWLU, norms fused", "#1f5f99"),
 }
-MEASURES = {"gpu_ms": "GPU alone", "p50_ms": "by the clock", "peak_mib": "memory at its peak"}
+MEASURES = {"gpu_ms": "GPU time", "p50_ms": "wall-clock time", "peak_mib": "peak memory"}
 
 
 def main() -> None:
@@ -33,7 +33,8 @@ def main() -> None:
     options = parser.parse_args()
     with options.input.open() as file:
         found = {(r["network"], r["call"]): r for r in csv.DictReader(file) if r["mode"] == "eager"}
-    figure, axes = plt.subplots(1, len(MEASURES), figsize=(11, 3.6), sharey=True, layout="constrained")
+    plt.rcParams.update({"font.size": 11, "axes.titlesize": 11, "svg.hashsalt": "pwlu"})
+    figure, axes = plt.subplots(len(MEASURES), figsize=(7.2, 6.4), sharex=True, layout="constrained")
     for axis, (measure, title) in zip(axes, MEASURES.items(), strict=True):
         for i, (kind, (name, color)) in enumerate(KINDS.items()):
             places, ratios = [], []
@@ -42,14 +43,16 @@ def main() -> None:
                     places.append(at + 0.2 * (i - 1.5))
                     ratios.append(float(found[network, kind][measure]) / float(found[network, "own activation"][measure]))
             axis.bar(places, ratios, 0.18, label=name, color=color)
-        axis.set_title(title)
-        axis.set_xticks(range(len(NETWORKS)), list(NETWORKS.values()), rotation=20)
+        axis.set_ylabel(title)
+        axis.set_xticks(range(len(NETWORKS)), list(NETWORKS.values()))
         axis.axhline(1, color="black", linewidth=0.8)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("times its own activation")
-    axes[-1].legend(frameon=False, fontsize=9, loc="upper right")
+    axes[0].set_title("times the same network with its own activation", loc="left")
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(KINDS), frameon=False, columnspacing=1.2
+    )
     for path in (options.output, options.output.with_suffix(".svg")):
-        figure.savefig(path, dpi=160)
+        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
         print(f"written to {path}")
 
 

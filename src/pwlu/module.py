@@ -14,6 +14,7 @@ from pwlu.deferred_norm import Deferred
 from pwlu.initial_functions import InitialFunction, find_initial_function, fit_bounds, initial_parameters
 from pwlu.reference import Blocks
 from pwlu.statistics import InputStatistics
+from pwlu.version import __version__
 
 
 def _block(name: str, shape: str) -> property:
@@ -62,6 +63,7 @@ class PWLU(nn.Module):
         y = act(torch.randn(8, 64, 32, 32))  # equals relu(x) until it is trained
     """
 
+    _version = 1  # of the state dict: raise it when keys or their meaning change, and convert or refuse earlier ones
     gradient_scale: Tensor | None
     left = _block("left", "(C,)")
     right = _block("right", "(C,)")
@@ -210,6 +212,12 @@ class PWLU(nn.Module):
         error_msgs: list[str],
     ) -> None:
         where = prefix or "the state"
+        if (version := local_metadata.get("version", 1)) > self._version:
+            error_msgs.append(
+                f"{where} was saved by a later version of pwlu, in format {version} of a PWLU's state. This is pwlu "
+                f"{__version__}, which reads format {self._version}: update pwlu."
+            )
+            return
         if any(prefix + name in state_dict for name in ("inv_step", "slopes", "offsets")):
             error_msgs.append(
                 f"{where} holds a fused PWLU, this model an unfused one. The parameters cannot be had back "

@@ -174,6 +174,17 @@ def test_an_unexpected_key_is_named():
         network().load_state_dict(state)
 
 
+def test_a_state_of_a_later_version(monkeypatch):
+    state = pwlu.PWLU(4).state_dict()
+    assert state._metadata[""]["version"] == 1
+    monkeypatch.setattr(pwlu.PWLU, "_version", 2)
+    later = pwlu.PWLU(4).state_dict()
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match=r"saved by a later version of pwlu, in format 2 .* reads format 1: update pwlu"):
+        pwlu.PWLU(4).load_state_dict(later)
+    pwlu.PWLU(4).load_state_dict(state)
+
+
 def test_pools_of_another_size():
     state = network().state_dict()
     state["1.statistics._extra_state"] = torch.zeros(3, 4)

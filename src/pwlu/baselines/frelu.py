@@ -17,9 +17,9 @@ class FReLU(nn.Module):
 
     The input has four dimensions. The output has the shape and dtype of the input.
 
-    The parameters are ``conv.weight`` (C, 1, 3, 3), ``norm.weight`` (C,) and ``norm.bias`` (C,). The first is initialized normal
-    with mean 0 and standard deviation 0.01, as the authors advise; the others to 1 and 0. There is no ``conv.bias``, because the
-    norm has a bias.
+    The parameters are ``conv.weight`` (C, 1, 3, 3), ``norm.weight`` (C,) and ``norm.bias`` (C,). The first is initialized
+    normal with mean 0 and standard deviation 0.01, as the authors advise; the others to 1 and 0. There is no ``conv.bias``,
+    because the norm has a bias.
 
     With group norm, ``norm.weight`` is initialized to 0.1. The detection heads it is meant for have no norm, and small inputs
     at first. With a weight of 1, T would dominate these inputs, gradients would be a hundred times as large, and a RetinaNet

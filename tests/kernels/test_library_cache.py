@@ -318,7 +318,7 @@ def test_two_processes_build_once(cache):
     assert cache.started("slow") == cache.started("cpu") == 1
     assert [out.split() for out, _ in said] == [[str(cache.place("cpu")), str(cache.place("eager"))]] * 2
     assert sorted(err.count("\n") for _, err in said) == [0, 1]  # the one that builds says so, in one line
-    assert "PWLU_EAGER=python turns this off" in "".join(err for _, err in said)
+    assert "Set PWLU_EAGER=python to turn this off" in "".join(err for _, err in said)
     assert cache.names() == sorted(cache.place(name).name for name in ("cpu", "eager"))
 
 

@@ -1,6 +1,6 @@
-"""Builds the CPU kernel: plain shared libraries, one for each variant, which ctypes loads. All else is in pyproject.toml.
+"""Build the CPU kernel as shared libraries, one per variant, which ctypes loads. Everything else is in pyproject.toml.
 
-Where there is no C compiler the package installs without them, and pwlu runs on plain torch.
+Without a C compiler the package installs without them, and pwlu uses its plain PyTorch implementation.
 """
 
 import runpy
@@ -16,27 +16,27 @@ kernel = runpy.run_path(str(Path(__file__).parent / "src/pwlu/kernels/build.py")
 
 
 class BuildKernel(build_ext):
-    """Compiles with the kernel's own flags; the libraries are no Python modules, so they have plain names."""
+    """Compile with the flags of the kernel. The libraries are not Python modules, so their names have no Python tag."""
 
     def build_extension(self, ext: Any) -> None:
-        """As always, with the flags of this variant."""
+        """Build the library with the flags of its variant."""
         ext.extra_compile_args = kernel["flags"](ext.name.rpartition("_")[2], msvc=self.compiler.compiler_type == "msvc")
         super().build_extension(ext)
 
     def get_ext_filename(self, fullname: str) -> str:
-        """Without the tag of a Python version."""
+        """Return the file name without the tag of a Python version."""
         return fullname.replace(".", "/") + (".dll" if sys.platform == "win32" else ".so")
 
     def get_export_symbols(self, ext: Any) -> list[str]:
-        """None beyond what the source exports: there is no PyInit function."""
+        """Return only the symbols that the source exports: there is no PyInit function."""
         return list(ext.export_symbols)
 
 
 class AnyPython(bdist_wheel):
-    """One wheel a platform serves every Python 3."""
+    """One wheel per platform, for every Python 3."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        """The platform alone matters."""
+        """Return a tag that depends on the platform only."""
         return "py3", "none", super().get_tag()[2]
 
 

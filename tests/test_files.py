@@ -73,7 +73,7 @@ def test_links_and_rights(tmp_path):
     assert (tmp_path / "target").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
-@pytest.mark.parametrize(("name", "why"), [("no/a", "there is no folder {}/no"), ("", "it is no file")])
+@pytest.mark.parametrize(("name", "why"), [("no/a", "the folder {}/no does not exist"), ("", "it exists and is not a file")])
 def test_no_place(tmp_path, name, why):
     with pytest.raises(files.CannotWrite) as caught:
         files.write(tmp_path / name, b"")
@@ -88,7 +88,7 @@ def test_a_full_disk(disk):
     with pytest.raises(files.CannotWrite) as caught:
         files.write(disk / "a", b"-" * 2 * LEFT)
     assert str(caught.value) == (
-        f"no space left on the disk for {disk / 'a'}. Free some, then try again; what stood there before is unchanged"
+        f"no space left on the disk for {disk / 'a'}. Free some space and try again; an existing file is unchanged"
     )
     assert (disk / "a").read_bytes() == b"old"
     assert names(disk) == ["a", "filler"]

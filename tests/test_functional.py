@@ -49,14 +49,14 @@ def test_types_are_looked_at_whatever_x_is(x, dtype, device):
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        ({"x": torch.ones(2, 5)}, ValueError, "make the unit with channels=5"),
+        ({"x": torch.ones(2, 5)}, ValueError, "Create it with channels=5 or 1"),
         ({"x": torch.ones(2, 3).int()}, TypeError, "x must be float32, bfloat16, float16 or float64, not torch.int32"),
         ({"weight": torch.ones(26)}, ValueError, r"\(channels \* \(intervals \+ 5\),\).*not \(26,\) with intervals=4.*pack"),
         ({"weight": torch.ones(27, 1)}, ValueError, r"not \(27, 1\) with intervals=4"),
         ({"weight": torch.ones(0)}, ValueError, r"at least 1 channel and 1 interval, not \(0,\)"),
         ({"intervals": 0}, ValueError, "with intervals=0"),
-        ({"weight": torch.ones(27, device="meta")}, ValueError, r"weight is on meta and x on cpu.*act\.to\('cpu'\)"),
-        ({"grad": torch.ones(3, 3)}, ValueError, r"grad must have the shape \(2, 3\)"),
+        ({"weight": torch.ones(27, device="meta")}, ValueError, r"weight is on meta but x is on cpu.*act\.to\('cpu'\)"),
+        ({"grad": torch.ones(3, 3)}, ValueError, r"grad must have the shape and device of x, \(2, 3\)"),
         ({"pool": torch.zeros(3, 4)}, ValueError, "4 channels|pool must have 3 channels"),
         ({"pool": torch.zeros(2, 3)}, ValueError, r"pool must have the shape \(3, channels\).*not \(2, 3\)"),
     ],
@@ -107,9 +107,11 @@ def freed(shape, device):
 
 def test_channels():
     broken(
-        ValueError, r"3 channels, but x of shape \(2, 5\) has 5 in dimension 1: make the unit with channels=5", torch.ones(2, 5)
+        ValueError,
+        r"3 channels, but x of shape \(2, 5\) has 5 in dimension 1\. Create it with channels=5 or 1",
+        torch.ones(2, 5),
     )
-    broken(ValueError, r"has 7 in dimension 1: write channel_dim=2", torch.ones(2, 7, 3))
+    broken(ValueError, r"has 7 in dimension 1\. Write channel_dim=2", torch.ones(2, 7, 3))
     broken(ValueError, r"channel_dim is 1, but x has 1 dimensions \(3,\).*channel_dim=-1", torch.ones(3))
     broken(ValueError, r"channel_dim is 5", torch.ones(2, 3), channel_dim=5)
     broken(ValueError, r"channel_dim is -3", torch.ones(2, 3), channel_dim=-3)
@@ -119,7 +121,7 @@ def test_channels():
 def test_mixed_devices():
     broken(
         ValueError,
-        r"left is on meta and x on cpu\. Move the module: act\.to\('cpu'\)",
+        r"left is on meta but x is on cpu\. Move the module: act\.to\('cpu'\)",
         torch.ones(2, 3),
         {"left": torch.ones(3, device="meta")},
     )

@@ -84,22 +84,22 @@ def test_starts_as_any_function():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"channels": 0}, "channels must be a whole number of at least 1.*not 0"),
-        ({"channels": 2.0}, "channels must be a whole number"),
-        ({"intervals": 0}, "intervals must be a whole number of at least 1.*8 to 16 work well.*not 0"),
-        ({"intervals": True}, "intervals must be a whole number"),
+        ({"channels": 0}, "channels must be an integer of at least 1.*not 0"),
+        ({"channels": 2.0}, "channels must be an integer"),
+        ({"intervals": 0}, "intervals must be an integer of at least 1.*8 to 16 work well.*not 0"),
+        ({"intervals": True}, "intervals must be an integer"),
         ({"bounds": (3.0, -3.0)}, r"left < right, such as \(-3.0, 3.0\), not \(3, -3\)"),
         ({"bounds": (1.0, 1.0)}, "left < right"),
         ({"bounds": (float("nan"), 1.0)}, "finite"),
         ({"bounds": (-float("inf"), 1.0)}, "finite"),
         ({"bounds": 3.0}, "two numbers such as"),
         ({"bounds": (1, 2, 3)}, "two numbers such as"),
-        ({"bounds": (1.0, 4.0)}, r"bends at 0, outside of bounds=\(1, 4\)\. Write bounds that contain 0"),
-        ({"channel_dim": None}, "channel_dim must be a whole number.*not None"),
-        ({"init": "relu6"}, "bends at 6, outside.*contain 0, 6"),
-        ({"init": "relu6", "bounds": (-100, 100)}, "too wide for a knot on each kink.*Write more intervals"),
+        ({"bounds": (1.0, 4.0)}, r"has a kink at 0, outside of bounds=\(1, 4\)\. Write bounds that contain 0"),
+        ({"channel_dim": None}, "channel_dim must be an integer.*not None"),
+        ({"init": "relu6"}, "has a kink at 6, outside.*contain 0, 6"),
+        ({"init": "relu6", "bounds": (-100, 100)}, "too wide to place a knot on each kink.*Write more intervals"),
         ({"init": 3}, "init must be a name such as 'relu' or a function of a tensor, not 3"),
-        ({"init": nn.SiLU()}, "a name or a function, not a module: write 'silu'"),
+        ({"init": nn.SiLU()}, r"a name or a function, not the module SiLU\(\)\. Write 'silu'"),
         ({"bounds": (-1e39, 1e39)}, "finite"),
         ({"bounds": (-3.0, 1e6), "dtype": torch.float16}, "finite"),
         ({"init": "rleu"}, "init 'rleu' is not known. Write one of relu, relu6"),
@@ -272,7 +272,7 @@ def test_the_usual_rule_for_weight_decay_leaves_units_alone():
 
 
 def test_bad_input_through_the_module():
-    with pytest.raises(ValueError, match="the unit has 4 channels"):
+    with pytest.raises(ValueError, match="the activation has 4 channels"):
         pwlu.PWLU(4)(torch.randn(2, 3))
 
 

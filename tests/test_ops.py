@@ -435,7 +435,7 @@ def test_the_missing_kernel_is_said_once(monkeypatch):
     from pwlu.kernels import cpu, eager
 
     monkeypatch.setattr(cpu, "choose", lambda: (None, "no C compiler was found"))
-    dispatch._serving.cache_clear()
+    dispatch._kernel_for_device.cache_clear()
     eager.forget()
     x, parameters = torch.randn(4, 3), unit(3, 4)
     try:
@@ -451,4 +451,4 @@ def test_the_missing_kernel_is_said_once(monkeypatch):
         ops.moments(x, 1, pool)
         assert pool[0].tolist() == [4.0] * 3
     finally:
-        dispatch._serving.cache_clear()
+        dispatch._kernel_for_device.cache_clear()

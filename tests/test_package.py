@@ -236,7 +236,7 @@ def test_a_user_without_a_home(python, bare):
     assert not Path(path).exists()  # for that process alone
     assert "compiler" not in done.stderr
     done = python(["-c", code + "from pwlu.cli import main; print(main(['build']))"], XDG_CACHE_HOME="", PWLU_CACHE="")
-    assert "no folder for a cache (no home); set PWLU_CACHE" in done.stderr
+    assert "there is no folder for the cache (no home). Set PWLU_CACHE to a folder" in done.stderr
     assert done.stdout.endswith("1\n")
 
 

@@ -1,10 +1,10 @@
-"""pwlu: the Piecewise Linear Unit, an activation function that a network learns for itself.
+"""The Piecewise Linear Unit (PWLU), a learnable activation function.
 
-    report = pwlu.convert_(model, sample)                          # activations -> PWLUs
+    report = pwlu.convert_(model, sample)                          # replace activations with PWLUs
     phases = pwlu.TwoPhase(model, optimizer, realign_at=steps)     # then train as usual
     pwlu.fuse_(model)                                              # for inference
 
-The mathematics is in :mod:`pwlu.reference`, the function in :mod:`pwlu.functional`, the module is :class:`pwlu.PWLU`.
+:class:`pwlu.PWLU` is the module and :mod:`pwlu.functional` the functional form. :mod:`pwlu.reference` defines the mathematics.
 """
 
 from pwlu import functional, reference
@@ -71,5 +71,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Show the public names alone: not the modules that importing them brought in."""
+    """Return only the public names, without the submodules that are imported along with them."""
     return __all__

@@ -1,4 +1,4 @@
-"""Checks of arguments: each raises an error that says what was expected, what came, and what to write instead."""
+"""Argument checks. Each error says what was expected, what was given, and what to write instead."""
 
 import operator
 from typing import Any
@@ -10,7 +10,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_input(x: Tensor) -> None:
-    """Raise unless x is a tensor of a floating-point type."""
+    """Check that x is a floating-point tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"pwlu: x must be a tensor, not {type(x).__name__}. Write torch.as_tensor(x)")
     if x.dtype not in FLOATS:
@@ -18,15 +18,15 @@ def check_input(x: Tensor) -> None:
 
 
 def check_parameter(name: str, parameter: Tensor, x: Tensor) -> None:
-    """Raise unless a parameter is of a floating-point type and on the device of x."""
+    """Check that a parameter has a floating-point type and is on the device of x."""
     if parameter.device != x.device:
-        raise ValueError(f"pwlu: {name} is on {parameter.device} and x on {x.device}. Move the module: act.to('{x.device}')")
+        raise ValueError(f"pwlu: {name} is on {parameter.device} but x is on {x.device}. Move the module: act.to('{x.device}')")
     if parameter.dtype not in FLOATS:
-        raise TypeError(f"pwlu: {name} must be of a floating-point type (float32, say), not {parameter.dtype}")
+        raise TypeError(f"pwlu: {name} must be of a floating-point type such as float32, not {parameter.dtype}")
 
 
 def check_channels(x: Tensor, channels: int, channel_dim: int) -> None:
-    """Raise unless x has `channels` entries along `channel_dim`; one channel serves any x."""
+    """Check that x has `channels` entries in dimension `channel_dim`. One channel matches every x."""
     if channels == 1:
         return
     if not -x.ndim <= channel_dim < x.ndim:
@@ -36,21 +36,22 @@ def check_channels(x: Tensor, channels: int, channel_dim: int) -> None:
         )
     if x.shape[channel_dim] != channels:
         fitting = [d for d in range(x.ndim) if x.shape[d] == channels]
-        hint = f"write channel_dim={fitting[-1]}" if fitting else f"make the unit with channels={x.shape[channel_dim]}, or 1"
+        hint = f"Write channel_dim={fitting[-1]}" if fitting else f"Create it with channels={x.shape[channel_dim]} or 1"
         raise ValueError(
-            f"pwlu: the unit has {channels} channels, but x of shape {tuple(x.shape)} has {x.shape[channel_dim]} "
-            f"in dimension {channel_dim}: {hint}"
+            f"pwlu: the activation has {channels} channels, but x of shape {tuple(x.shape)} has {x.shape[channel_dim]} "
+            f"in dimension {channel_dim}. {hint}"
         )
 
 
 def check_weight(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> int:
-    """Return the number of channels of a packed weight; raise unless it fits x."""
+    """Check that a packed weight matches x; return its number of channels."""
     check_input(x)
     check_parameter("weight", weight, x)
     if intervals < 1 or weight.ndim != 1 or not weight.shape[0] or weight.shape[0] % (intervals + 5):
         raise ValueError(
             f"pwlu: weight must have the shape (channels * (intervals + 5),) with at least 1 channel and 1 interval, not "
-            f"{tuple(weight.shape)} with intervals={intervals}. pwlu.reference.pack makes one of left, right, heights, ..."
+            f"{tuple(weight.shape)} with intervals={intervals}. Write weight = pwlu.reference.pack(left, right, heights, "
+            "left_slope, right_slope)"
         )
     channels = weight.shape[0] // (intervals + 5)
     check_channels(x, channels, channel_dim)
@@ -58,26 +59,26 @@ def check_weight(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) ->
 
 
 def check_gradient(grad: Tensor, x: Tensor) -> None:
-    """Raise unless grad can be the gradient of something of x's shape."""
+    """Check that grad has the shape and device of x."""
     if grad.shape != x.shape or grad.device != x.device:
         raise ValueError(
-            f"pwlu: grad must have the shape {tuple(x.shape)} and device {x.device} of x, "
+            f"pwlu: grad must have the shape and device of x, {tuple(x.shape)} on {x.device}, "
             f"not {tuple(grad.shape)} on {grad.device}"
         )
 
 
 def check_pool(x: Tensor, channel_dim: int, pool: Tensor) -> int:
-    """Return the number of channels of a pool of moments; raise unless it fits x."""
+    """Check that a pool of moments matches x; return its number of channels."""
     check_input(x)
     check_parameter("pool", pool, x)
     if pool.ndim != 2 or pool.shape[0] != 3 or not pool.shape[1]:
-        raise ValueError(f"pwlu: pool must have the shape (3, channels): count, mean and M2, not {tuple(pool.shape)}")
+        raise ValueError(f"pwlu: pool must have the shape (3, channels) for count, mean and M2, not {tuple(pool.shape)}")
     check_channels(x, pool.shape[1], channel_dim)
     return pool.shape[1]
 
 
 def check_tables(x: Tensor, left: Tensor, inv_step: Tensor, slopes: Tensor, offsets: Tensor, channel_dim: int) -> None:
-    """Raise unless the tables of a fused unit fit each other and x."""
+    """Check that the tables of a fused PWLU match each other and x."""
     check_input(x)
     for name, table in (("left", left), ("inv_step", inv_step), ("slopes", slopes), ("offsets", offsets)):
         check_parameter(name, table, x)
@@ -85,19 +86,20 @@ def check_tables(x: Tensor, left: Tensor, inv_step: Tensor, slopes: Tensor, offs
     if len(wide) != 2 or wide[0] < 1 or wide[1] < 3 or offsets.shape != wide or not left.shape == inv_step.shape == wide[:1]:
         found = ", ".join(str(tuple(table.shape)) for table in (left, inv_step, slopes, offsets))
         raise ValueError(
-            f"pwlu: tables must have the shapes (C,), (C,), (C, N+2), (C, N+2) with C and N of at least 1, not {found}"
+            "pwlu: left, inv_step, slopes and offsets must have the shapes (C,), (C,), (C, N+2), (C, N+2) with C and N of at "
+            f"least 1, not {found}"
         )
     check_channels(x, wide[0], channel_dim)
 
 
 def check_norm_input(x: Tensor, *rest: Any) -> None:
-    """Raise unless x can be normalised per channel, and with running statistics if it is not training."""
+    """Check that x can be normalized per channel, and that running statistics are given if it is not training."""
     check_input(x)
     if x.ndim < 2:
-        raise ValueError(f"pwlu: x must have the shape (batch, channels, ...) to be normalised, not {tuple(x.shape)}")
+        raise ValueError(f"pwlu: x must have the shape (batch, channels, ...) to be normalized, not {tuple(x.shape)}")
     gamma, beta, running_mean, running_var, *_, training, pool = rest
     if not training and (running_mean is None or running_var is None):
-        raise ValueError("pwlu: a norm that is not training needs running_mean and running_var")
+        raise ValueError("pwlu: a batch norm in eval mode needs running_mean and running_var, but one of them is None")
     for name, vector in (("gamma", gamma), ("beta", beta), ("running_mean", running_mean), ("running_var", running_var)):
         if vector is not None:
             check_parameter(name, vector, x)
@@ -106,31 +108,42 @@ def check_norm_input(x: Tensor, *rest: Any) -> None:
                     f"pwlu: {name} must have the shape ({x.shape[1]},), one per channel, not {tuple(vector.shape)}"
                 )
     if pool is not None and check_pool(x, 1, pool) != x.shape[1]:
-        raise ValueError(f"pwlu: pool must have {x.shape[1]} channels as x has, not {pool.shape[1]}")
+        raise ValueError(f"pwlu: pool must have {x.shape[1]} channels, like x, not {pool.shape[1]}")
 
 
 def check_norm(x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int, *rest: Any) -> None:
-    """Raise unless a norm, a residual and a weight fit x."""
+    """Check that a norm, a residual and a weight match x."""
     channels = check_weight(x, weight, intervals, 1)
     if x.ndim < 2 or norm.shape != (4, x.shape[1]) or channels != x.shape[1]:
         raise ValueError(
-            f"pwlu: behind a norm, x must be (batch, channels, ...), the norm (4, channels) and the weight one of as many "
-            f"channels, not {tuple(x.shape)}, {tuple(norm.shape)} and {channels}"
+            "pwlu: x must have the shape (batch, channels, ...), the norm (4, channels), and the weight as many channels as x, "
+            f"not {tuple(x.shape)}, {tuple(norm.shape)} and {channels}"
         )
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device):
         raise ValueError(
-            f"pwlu: residual must have the shape, type and device of x, {tuple(x.shape)}, {x.dtype} and {x.device}, not "
+            f"pwlu: residual must have the shape, dtype and device of x, {tuple(x.shape)}, {x.dtype} and {x.device}, not "
             f"{tuple(residual.shape)}, {residual.dtype} and {residual.device}"
         )
 
 
-def whole_number(owner: str, name: str, value: Any, hint: str, least: int | None = None) -> int:
-    """Return the value as an int; raise ValueError if it is none, or too small."""
+def check_integer(owner: str, name: str, value: Any, hint: str, minimum: int | None = None) -> int:
+    """Check that an argument is an integer, and at least `minimum`; return it as an int.
+
+    Args:
+        owner: the class or function that the error names.
+        name: the argument.
+        value: its value.
+        hint: an explanation of good values, for the error.
+        minimum: the smallest value allowed. Default: no limit.
+
+    Raises:
+        ValueError: if the value is not an integer, or too small.
+    """
     try:
         number = operator.index(value)
     except TypeError:
         number = None
-    if number is None or isinstance(value, bool) or (least is not None and number < least):
-        at_least = "" if least is None else f" of at least {least}"
-        raise ValueError(f"{owner}: {name} must be a whole number{at_least} ({hint}), not {value!r}")
+    if number is None or isinstance(value, bool) or (minimum is not None and number < minimum):
+        at_least = "" if minimum is None else f" of at least {minimum}"
+        raise ValueError(f"{owner}: {name} must be an integer{at_least} ({hint}), not {value!r}")
     return number

@@ -1,4 +1,4 @@
-"""How every file is written: under another name first, so that whoever looks finds it whole, or as it was before."""
+"""Atomic writes: a file is written under a temporary name, then renamed. Readers see the complete old or new file."""
 
 import errno
 import os
@@ -8,52 +8,53 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PARTIAL = ".partial"  # how a folder ends in which files are being written; a process that is killed leaves it behind
+PARTIAL = ".partial"  # suffix of a folder with unfinished files; a killed process leaves it behind
 
 
 class CannotWrite(OSError):
-    """A file could not be written. ``what`` says which and why, ``remedy`` what to do before it is tried again."""
+    """An error of a write. ``what`` says which file and why, ``remedy`` what to do before you try again."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         self.what = f"no space left on the disk for {path}" if full else f"{path} cannot be written: {error.strerror}"
-        self.remedy = "free some" if full else "put that right"
-        super().__init__(f"{self.what}. Free some, then try again; what stood there before is unchanged" if full else self.what)
+        self.remedy = "free some space" if full else "fix the problem"
+        super().__init__(f"{self.what}. Free some space and try again; an existing file is unchanged" if full else self.what)
 
 
 @contextmanager
 def explain_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Let what the system says of a write to `path` become a :class:`CannotWrite`."""
+    """Convert errors of the operating system during a write to `path` into :class:`CannotWrite`."""
     try:
         yield
     except OSError as error:
-        if isinstance(error, CannotWrite) or error.errno is None:  # none of the system's
+        if isinstance(error, CannotWrite) or error.errno is None:  # not raised by the operating system
             raise
         raise CannotWrite(Path(path), error) from None
 
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a file to write, in a folder of its own beside `path`, which gets that name when all went well.
+    """Yield a temporary path to write to; rename it to `path` if the block succeeds.
 
-    Other files that are written beside it go with it. Whatever goes wrong, what stood there before stays.
+    The temporary path is in a new folder beside `path`. Other files written to that folder are moved too. If anything fails,
+    existing files stay unchanged.
 
     Raises:
-        CannotWrite: on a full disk, or where nothing may be written.
+        CannotWrite: if the disk is full, or the file cannot be written.
     """
-    target = Path(path).resolve()  # a link stays a link
+    target = Path(path).resolve()  # if the path is a link, replace the file it points to
     with explain_errors(path):
         if not target.parent.is_dir():
-            raise OSError(errno.ENOENT, f"there is no folder {target.parent}")
+            raise OSError(errno.ENOENT, f"the folder {target.parent} does not exist")
         if target.exists() and not target.is_file():
-            raise OSError(errno.EISDIR, "it is no file")
+            raise OSError(errno.EISDIR, "it exists and is not a file")
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=PARTIAL, dir=target.parent))
         try:
             yield folder / target.name
-            files = sorted(folder.iterdir(), key=lambda file: file.name == target.name)  # the one asked for comes last
+            files = sorted(folder.iterdir(), key=lambda file: file.name == target.name)  # rename the requested file last
             for file in files:
                 with file.open("r+b") as opened:
-                    os.fsync(opened.fileno())  # after a loss of power the name must not be there without the content
+                    os.fsync(opened.fileno())  # so that a power failure cannot leave a name without its content
             for file in files:
                 os.replace(file, target.parent / file.name)
         finally:
@@ -61,6 +62,6 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file: it appears complete, or what stood there before stays."""
+    """Write a file atomically."""
     with atomic_write(path) as file, file.open("wb") as opened:
         opened.write(content)

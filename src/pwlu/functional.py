@@ -1,4 +1,4 @@
-"""The function, with its parameters as five tensors or as one."""
+"""The functional form of PWLU, with the parameters as five tensors or as one."""
 
 import torch
 from torch import Tensor
@@ -16,48 +16,68 @@ def pwlu(
     *,
     channel_dim: int = 1,
 ) -> Tensor:
-    r"""Piecewise Linear Unit with N intervals of width :math:`d = (B_R - B_L)/N`:
+    """Apply the Piecewise Linear Unit with N intervals of width d = (B_R - B_L)/N::
 
-    .. math::
-        y = \begin{cases}
-            (x - B_L) K_L + Y_0 & x < B_L \\
-            (x - B_R) K_R + Y_N & x \ge B_R \\
-            (x - B_i) (Y_{i+1} - Y_i)/d + Y_i & \text{otherwise, with } i = \lfloor (x - B_L)/d \rfloor,\ B_i = B_L + i d
-        \end{cases}
+        x <  B_L        y = (x - B_L) K_L + Y_0
+        x >= B_R        y = (x - B_R) K_R + Y_N
+        otherwise       y = (x - B_i) (Y_{i+1} - Y_i)/d + Y_i,   i = floor((x - B_L)/d),   B_i = B_L + i d
+
+    This function copies the parameters into one tensor. If they are packed already, call :func:`packed`.
 
     Args:
-        x: any shape; float32, bfloat16, float16 or float64. Arithmetic is in float32 (float64 for float64).
-        left, right: the bounds :math:`B_L < B_R`, shape (C,).
-        heights: :math:`Y_0 \dots Y_N`, shape (C, N+1).
-        left_slope, right_slope: :math:`K_L` and :math:`K_R`, shape (C,).
-        channel_dim: the dimension of x with C entries: 1 for images, -1 for (batch, time, features). With C = 1 the one
-            function is applied to the whole of x, and channel_dim does not matter.
+        x: the input, of any shape; float32, bfloat16, float16 or float64. The computation runs in float32 (float64 for
+            float64).
+        left: the left bounds B_L, shape (C,).
+        right: the right bounds B_R, shape (C,), with B_L < B_R.
+        heights: the heights Y_0, ..., Y_N, shape (C, N+1).
+        left_slope: the slopes K_L, shape (C,).
+        right_slope: the slopes K_R, shape (C,).
+        channel_dim: the dimension of x that has C entries. Default: 1, for images; use -1 for (batch, time, features). If C is
+            1, the same function applies to all elements and ``channel_dim`` is ignored.
 
     Returns:
-        y: shape, dtype and memory layout of x.
+        y, with the shape, dtype and memory layout of x.
 
-    The parameters are packed into one tensor first, which takes a copy: call :func:`packed` if they are packed already.
+    Raises:
+        TypeError: if x is not a floating-point tensor, or a parameter is not of a floating-point type.
+        ValueError: if the shapes do not match each other, or a parameter is on another device than x.
+
+    Example::
+
+        left, right = torch.tensor([-1.0]), torch.tensor([1.0])
+        heights = torch.tensor([[0.0, 0.0, 1.0]])  # ReLU with 2 intervals
+        y = pwlu.functional.pwlu(torch.randn(8), left, right, heights, torch.tensor([0.0]), torch.tensor([1.0]))
     """
-    if not torch.jit.is_tracing():  # sizes are then tensors, and comparing them would be recorded
+    if not torch.jit.is_tracing():  # while tracing, sizes are tensors and the comparisons would be recorded
         check(x, left, right, heights, left_slope, right_slope)
     weight = reference.pack(left, right, heights, left_slope, right_slope)
     return ops.forward(x, weight, heights.shape[1] - 1, channel_dim)
 
 
 def packed(x: Tensor, weight: Tensor, intervals: int, channel_dim: int = 1) -> Tensor:
-    """Apply :func:`pwlu` with the parameters as one tensor of C (N + 5) numbers, as ``pwlu.reference.pack`` makes it."""
-    if not isinstance(x, Tensor):  # else the operator checks
+    """Apply :func:`pwlu` with the parameters packed into one tensor.
+
+    Args:
+        x: the input, of any shape.
+        weight: the parameters, shape (C (N + 5),), as :func:`pwlu.reference.pack` returns them.
+        intervals: N.
+        channel_dim: the dimension of x that has C entries. Default: 1.
+
+    Returns:
+        y, with the shape, dtype and memory layout of x.
+    """
+    if not isinstance(x, Tensor):  # the operator checks tensors itself
         checks.check_input(x)
     return ops.forward(x, weight, intervals, channel_dim)
 
 
-# Record the calls themselves in fx.symbolic_trace: checks need real shapes.
+# Make fx.symbolic_trace record the calls instead of tracing into them: the checks need real shapes.
 torch.fx.wrap("pwlu")
 torch.fx.wrap("packed")
 
 
 def check(x: Tensor, left: Tensor, right: Tensor, heights: Tensor, left_slope: Tensor, right_slope: Tensor) -> None:
-    """Raise TypeError or ValueError unless the five tensors fit each other and x's device."""
+    """Check that the five parameters match each other and the device of x; raise TypeError or ValueError if not."""
     checks.check_input(x)
     if heights.ndim != 2 or heights.shape[1] < 2:
         raise ValueError(

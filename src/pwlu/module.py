@@ -1,4 +1,4 @@
-"""The module: a learnable activation."""
+"""The module :class:`PWLU`, and helpers that find, read and write the PWLUs of a model."""
 
 import sys
 from collections.abc import Callable
@@ -18,49 +18,56 @@ from pwlu.version import __version__
 
 
 def _block(name: str, shape: str) -> property:
-    """Return a property that is a view of one block of the weight."""
+    """Return a property whose value is a view of one block of the weight."""
 
     def get(unit: "PWLU") -> Tensor:
         view: Tensor = getattr(unit.blocks(), name)
-        view.requires_grad_ = _refuse_to_freeze  # type: ignore[assignment,method-assign]  # torch's own message would not help
+        view.requires_grad_ = _refuse_to_freeze  # type: ignore[assignment,method-assign]  # torch's own error does not help
         return view
 
     def set(unit: "PWLU", value: Any) -> None:
-        if not isinstance(value, Tensor) or value.data_ptr() != get(unit).data_ptr():  # `act.left -= 1` gives it back
+        if not isinstance(value, Tensor) or value.data_ptr() != get(unit).data_ptr():  # `act.left -= 1` assigns the same view
             _refuse_to_assign(name)
 
-    return property(get, set, doc=f"The block {name} of the weight, a view of shape {shape}.")
+    return property(get, set, doc=f"The block ``{name}`` of the weight, a view of shape {shape}.")
 
 
 class PWLU(nn.Module):
-    r"""Piecewise Linear Unit: a learnable piecewise linear activation, one function per channel or one for all.
+    """Piecewise Linear Unit: a learnable piecewise linear activation, with one function per channel or one for all channels.
 
-    See :func:`pwlu.functional.pwlu` for the formula.
+    See :func:`pwlu.functional.pwlu` for the formula. The input may have any shape. The output has the shape, dtype and memory
+    layout of the input.
+
+    The module has one parameter, ``weight`` (C (N + 5),). Its blocks are views of it: ``left`` (C,), ``right`` (C,),
+    ``heights`` (C, N+1), ``left_slope`` (C,) and ``right_slope`` (C,). You can read them at any time. To change them, call
+    :meth:`assign`, or write to them in place under ``torch.no_grad()``. The weight has one dimension, so that training code
+    that decays only parameters with two or more dimensions does not decay it.
 
     Args:
-        channels: C functions, one for each entry of dimension ``channel_dim``; 1 means one function for everything.
-        intervals: N; the paper recommends 8 to 16.
-        bounds: where the N intervals begin and end. Where the start has a kink (ReLU at 0), they move a little, by up to half
-            an interval (one, if there are two kinks as in ReLU6), so that a knot lies on it.
-        init: the function to start as: a name such as ``"relu"``, ``"silu"``, ``"identity"`` (see
+        channels: the number of functions C, one per entry of dimension ``channel_dim``. Default: 1, one function for all
+            elements.
+        intervals: the number of intervals N. Default: 16; the paper recommends 8 to 16.
+        bounds: the left and right bound. If the initial function has a kink (ReLU at 0), the bounds move until a knot lies on
+            it: by up to half an interval, or one interval if there are two kinks, as in ReLU6. Default: (-3, 3).
+        init: the initial function: a name such as ``"relu"``, ``"silu"`` or ``"identity"`` (see
             ``pwlu.initial_functions.INITIAL_FUNCTIONS``), a function from tensor to tensor, or a
-            ``pwlu.initial_functions.InitialFunction``.
-        channel_dim: 1 for images (B, C, H, W), -1 for sequences (B, T, C).
+            ``pwlu.initial_functions.InitialFunction``. Default: ``"relu"``.
+        channel_dim: the channel dimension of the input. Default: 1, for images (B, C, H, W); use -1 for sequences (B, T, C).
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
 
-    There is one parameter, ``weight`` (C (N + 5),). It has one dimension, so that the usual rule for weight decay ("two or more
-    dimensions") leaves it alone. Its blocks are views: ``left`` (C,), ``right`` (C,), ``heights`` (C, N+1), ``left_slope``
-    (C,), ``right_slope`` (C,). Read them at any time; write to them in place under ``torch.no_grad()``, or by :meth:`assign`.
+    Attributes:
+        statistics: the running statistics of the input, for :class:`pwlu.TwoPhase`.
+        phase: 0 without a :class:`pwlu.TwoPhase`, else the phase, 1 or 2. The output depends on the weight only, in every
+            phase.
 
-    ``statistics`` is the state of the learning method (:class:`pwlu.TwoPhase`), see
-    :class:`pwlu.statistics.InputStatistics`. ``phase`` is 0 without a controller, else 1 or 2; the function computed is that of
-    the weight in every phase.
-
-    Shape: any; output as input, in dtype and memory layout too.
+    Raises:
+        ValueError: if an argument is not valid, or no knots can lie on the kinks of the initial function.
 
     Example::
 
         act = pwlu.PWLU(channels=64)
-        y = act(torch.randn(8, 64, 32, 32))  # equals relu(x) until it is trained
+        y = act(torch.randn(8, 64, 32, 32))  # equals relu(x) before training
     """
 
     _version = 1  # of the state dict: raise it when keys or their meaning change, and convert or refuse earlier ones
@@ -83,15 +90,18 @@ class PWLU(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.channels = checks.whole_number(
-            "PWLU", "channels", channels, "1 for one function for everything, or the size of channel_dim", 1
+        self.channels = checks.check_integer(
+            "PWLU", "channels", channels, "the size of channel_dim, or 1 for one function for all elements", 1
         )
-        self.intervals = checks.whole_number("PWLU", "intervals", intervals, "8 to 16 work well", 1)
-        self.channel_dim = checks.whole_number("PWLU", "channel_dim", channel_dim, "1 for images, -1 for the last")
+        self.intervals = checks.check_integer("PWLU", "intervals", intervals, "8 to 16 work well", 1)
+        self.channel_dim = checks.check_integer("PWLU", "channel_dim", channel_dim, "1 for images, -1 for the last dimension")
         self.init = init
         start = find_initial_function(init)
         if start.channels not in (1, self.channels):
-            raise ValueError(f"PWLU: init={start.name!r} has {start.channels} functions, for channels={start.channels} alone")
+            raise ValueError(
+                f"PWLU: init={start.name!r} has {start.channels} functions and needs channels={start.channels}, "
+                f"not channels={self.channels}"
+            )
         self.bounds = fit_bounds(_check_bounds(bounds, dtype), self.intervals, start.kinks, start.name)
         self.weight = nn.Parameter(torch.empty(self.channels * (self.intervals + 5), device=device, dtype=dtype))
         self.statistics = InputStatistics(self.channels, self.weight.device, reference.compute_dtype(self.weight))
@@ -100,7 +110,7 @@ class PWLU(nn.Module):
 
     @property
     def phase(self) -> int:
-        """0 without a controller, else the phase of the learning method, 1 or 2."""
+        """0 without a :class:`pwlu.TwoPhase`, else the phase of the learning method, 1 or 2."""
         return self.statistics.phase
 
     @phase.setter
@@ -108,25 +118,43 @@ class PWLU(nn.Module):
         self.statistics.phase = value
 
     def initial_weight(self) -> Tensor:
-        """Return the weight at the start, ``init`` between ``bounds``, in float64 on the CPU."""
+        """Return the initial weight, ``init`` between ``bounds``, in float64 on the CPU."""
         left, right = (torch.full((self.channels,), b, dtype=torch.float64, device="cpu") for b in self.bounds)
         return reference.pack(left, right, *initial_parameters(find_initial_function(self.init), left, right, self.intervals))
 
     def reset_parameters(self) -> None:
-        """Go back to the start: ``init`` between ``bounds``, and no statistics."""
+        """Reset the weight to ``init`` between ``bounds``, and clear the statistics."""
         write_weight(self, self.initial_weight())
         self.statistics.reset()
 
     def blocks(self) -> Blocks:
-        """Return left, right, heights, left_slope and right_slope: views of the weight, or of all of it if it is sharded."""
+        """Return the blocks of the weight.
+
+        Returns:
+            left, right, heights, left_slope and right_slope, as views of the weight. If the weight is sharded, they are views
+            of the gathered weight.
+        """
         return reference.unpack(gathered(self.weight), self.intervals)
 
     @torch.no_grad()
     def assign(self, **blocks: Tensor) -> None:
-        """Write blocks of the weight, by name: ``act.assign(left=..., right=...)``. Works for a sharded weight, too."""
+        """Write blocks of the weight in place. This also works for a sharded weight.
+
+        Args:
+            **blocks: new values by name, among left, right, heights, left_slope and right_slope.
+
+        Raises:
+            TypeError: if there is no block of a name.
+            ValueError: if a value has the wrong shape.
+
+        Example::
+
+            act = pwlu.PWLU(channels=2)
+            act.assign(left_slope=torch.tensor([0.1, 0.2]))
+        """
         old = self.blocks()
         if unknown := blocks.keys() - set(Blocks._fields):
-            raise TypeError(f"PWLU.assign: there is no block {', '.join(sorted(unknown))}, only {', '.join(Blocks._fields)}")
+            raise TypeError(f"PWLU.assign: no block {', '.join(sorted(unknown))}, only {', '.join(Blocks._fields)}")
         for name, value in blocks.items():
             if value.shape != getattr(old, name).shape:
                 expected = tuple(getattr(old, name).shape)
@@ -142,10 +170,23 @@ class PWLU(nn.Module):
         left_slope: float = 1.0,
         right_slope: float = 1.0,
     ) -> None:
-        """Multiply the gradient of each block by a number: 0 freezes it, and with SGD another number scales its learning rate.
+        """Multiply the gradient of each block by a factor.
 
-        Like ``requires_grad``, this is a setting and not in the state dict. All 1, the default, removes it. Weight decay of the
-        optimizer is not affected: use :func:`pwlu.parameter_groups`, which turns it off for PWLUs.
+        A factor of 0 freezes the block. With SGD, any other factor scales its learning rate. Like ``requires_grad``, the
+        factors are not saved in the state dict. Calling this method without arguments removes them. They do not affect weight
+        decay: use :func:`pwlu.parameter_groups`, which turns weight decay off for PWLUs.
+
+        Args:
+            left: the factor for ``left``. Default: 1.0.
+            right: the factor for ``right``. Default: 1.0.
+            heights: the factor for ``heights``. Default: 1.0.
+            left_slope: the factor for ``left_slope``. Default: 1.0.
+            right_slope: the factor for ``right_slope``. Default: 1.0.
+
+        Example::
+
+            act = pwlu.PWLU(channels=64)
+            act.scale_gradients(left=0.0, right=0.0)  # learn heights and slopes, keep the bounds
         """
         factors = {"left": left, "right": right, "heights": heights, "left_slope": left_slope, "right_slope": right_slope}
         scale = torch.ones(self.channels * (self.intervals + 5), device=self.weight.device, dtype=self.weight.dtype)
@@ -155,8 +196,8 @@ class PWLU(nn.Module):
         self.gradient_scale = None if all(factor == 1.0 for factor in factors.values()) else scale
 
     def effective_weight(self) -> Tensor:
-        """Return the weight, with the gradient that :meth:`scale_gradients` asks for."""
-        weight: Any = self._parameters.get("weight")  # by the way of attributes it would take longer
+        """Return the weight, with its gradient scaled as set by :meth:`scale_gradients`."""
+        weight: Any = self._parameters.get("weight")  # faster than attribute access
         if weight is None:
             weight = self.weight  # computed: parametrized or pruned
         scale = self._buffers["gradient_scale"]
@@ -166,7 +207,7 @@ class PWLU(nn.Module):
         if not isinstance(x, Tensor) and isinstance(x, Deferred):
             return x.activate(self)
         weight = self.effective_weight()
-        statistics: Any = self._modules["statistics"]  # by the way of attributes it would take longer
+        statistics: Any = self._modules["statistics"]  # faster than attribute access
         if statistics.phase == 1 and self.training and isinstance(x, Tensor):
             return ops.observe(x, weight, self.intervals, self.channel_dim, statistics.pool)
         return functional.packed(x, weight, self.intervals, self.channel_dim)
@@ -179,7 +220,7 @@ class PWLU(nn.Module):
         )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.extra_repr()})"  # in one line, without the statistics
+        return f"{type(self).__name__}({self.extra_repr()})"  # one line, without the submodule `statistics`
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name in Blocks._fields:
@@ -190,10 +231,14 @@ class PWLU(nn.Module):
 
     @property
     def parametrizations(self) -> nn.Module:
-        """What torch.nn.utils.parametrize has put here. It asks for this before it finds that a block is no parameter."""
-        asking = sys._getframe(1).f_back
-        if asking is not None and asking.f_code is parametrize.register_parametrization.__code__:
-            name = asking.f_locals.get("tensor_name")
+        """The parametrizations that torch.nn.utils.parametrize registered.
+
+        register_parametrization reads this attribute before it checks the name. So this is the place to raise a helpful error
+        for the name of a block.
+        """
+        caller = sys._getframe(1).f_back
+        if caller is not None and caller.f_code is parametrize.register_parametrization.__code__:
+            name = caller.f_locals.get("tensor_name")
             if name in Blocks._fields:
                 _refuse_to_compute(name)
         found = self._modules.get("parametrizations")
@@ -211,7 +256,7 @@ class PWLU(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        where = prefix or "the state"
+        where = prefix or "the state dict"
         if (version := local_metadata.get("version", 1)) > self._version:
             error_msgs.append(
                 f"{where} was saved by a later version of pwlu, in format {version} of a PWLU's state. This is pwlu "
@@ -220,20 +265,20 @@ class PWLU(nn.Module):
             return
         if any(prefix + name in state_dict for name in ("inv_step", "slopes", "offsets")):
             error_msgs.append(
-                f"{where} holds a fused PWLU, this model an unfused one. The parameters cannot be had back "
-                "from the tables: load the weights saved before pwlu.fuse_, or fuse this model first: pwlu.fuse_(model)."
+                f"{where} holds a fused PWLU, but the PWLU of this model is not fused. The tables do not determine the "
+                "parameters: load the weights saved before pwlu.fuse_, or fuse this model first: pwlu.fuse_(model)."
             )
             return
         if all(prefix + name in state_dict for name in Blocks._fields):
             error_msgs.append(
-                f"{where} holds the five parameters of an earlier PWLU, which now has one. Write state['{prefix}weight'] = "
-                f"pwlu.reference.pack(*(state.pop('{prefix}' + name) for name in pwlu.reference.Blocks._fields)), rename "
-                "running_mean, running_std, updates, dropped, steps and realigned to statistics.running_mean, ..., and pool "
-                "to statistics._extra_state."
+                f"{where} was saved by an earlier version, in which a PWLU had five parameters; now it has one. Write "
+                f"state['{prefix}weight'] = pwlu.reference.pack(*(state.pop('{prefix}' + name) for name in "
+                "pwlu.reference.Blocks._fields)), rename running_mean, running_std, updates, dropped, steps and realigned to "
+                "statistics.running_mean, ..., and rename pool to statistics._extra_state."
             )
             return
         if not any(key.startswith(prefix) for key in state_dict) and self._at_start():
-            return  # weights from before the conversion: the unit stays as it is, at its start
+            return  # weights from before the conversion: the unit keeps its initial function
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def _at_start(self) -> bool:
@@ -245,62 +290,61 @@ class PWLU(nn.Module):
 
 
 def units_of(model: nn.Module) -> dict[str, PWLU]:
-    """Return every PWLU of the model, by name."""
+    """Return all PWLUs of the model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, PWLU)}
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside DistributedDataParallel and torch.compile."""
+    """Return the model without the wrappers of DistributedDataParallel and torch.compile."""
     while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
     return model
 
 
 def require_model(caller: str, model: Any) -> None:
-    """Raise TypeError unless it is a module. `caller`: the function of pwlu that errors speak for."""
+    """Check that the argument is a module. `caller` is the function that the error names."""
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"{caller}: expected a model, a torch.nn.Module, not {type(model).__name__}: write pwlu.{caller}(model, ...)"
+            f"{caller}: model must be a torch.nn.Module, not {type(model).__name__}. Write pwlu.{caller}(model, ...)"
         )
 
 
 def require_units(caller: str, model: Any) -> dict[str, PWLU]:
-    """Return every PWLU of the model, by name; raise an error that says what to do first where there is none."""
+    """Return all PWLUs of the model by name; raise ValueError if there are none. `caller` is the function that errors name."""
     require_model(caller, model)
     units = units_of(model)
     if not units:
-        fused = any(hasattr(module, "inv_step") for module in model.modules())  # the class is of a file that imports this one
+        fused = any(hasattr(module, "inv_step") for module in model.modules())  # importing FusedPWLU here would be a cycle
         first = "" if caller == "fuse_" else f": call pwlu.{caller} before pwlu.fuse_(model)"
-        hint = f"It is fused already{first}" if fused else "Convert it first: pwlu.convert_(model, sample)"
+        hint = f"It is already fused{first}" if fused else "Convert it first: pwlu.convert_(model, sample)"
         raise ValueError(f"{caller}: {type(model).__name__} has no PWLU. {hint}")
     return units
 
 
 def gathered(parameter: Tensor) -> Tensor:
-    """Return all of a parameter that may be sharded over processes (as fully_shard does it), with its gradient."""
+    """Return the full tensor of a parameter that may be sharded by fully_shard. Autograd goes through the gathering."""
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
 def full_values(parameter: Tensor) -> Tensor:
-    """Return its values alone."""
+    """Return the full values of a parameter that may be sharded, detached from autograd."""
     return gathered(parameter.detach())
 
 
 def weight_parameter(unit: PWLU) -> Any:
-    """Return the weight of a unit; raise RuntimeError if it is no parameter, which cannot be written."""
+    """Return the weight of a unit; raise RuntimeError if it is computed, because then it cannot be written."""
     parameter = unit._parameters.get("weight")
     if parameter is None:
         raise RuntimeError(
-            "PWLU: the weight is computed (parametrized or pruned), so it cannot be written, as realignment has to. Make it "
-            "plain first: torch.nn.utils.parametrize.remove_parametrizations(act, 'weight') or "
-            "torch.nn.utils.prune.remove(act, 'weight')"
+            "PWLU: the weight is computed (parametrized or pruned), so pwlu cannot write it. Make it a parameter again: "
+            "torch.nn.utils.parametrize.remove_parametrizations(act, 'weight') or torch.nn.utils.prune.remove(act, 'weight')"
         )
     return parameter
 
 
 @torch.no_grad()
 def write_weight(unit: PWLU, value: Tensor) -> None:
-    """Write the weight of a unit in place, each process its part of a sharded one."""
+    """Write the weight of a unit in place. If it is sharded, each rank writes its own shard."""
     parameter = weight_parameter(unit)
     if hasattr(parameter, "placements"):
         from torch.distributed.tensor import distribute_tensor
@@ -312,8 +356,8 @@ def write_weight(unit: PWLU, value: Tensor) -> None:
 
 def _refuse_to_freeze(requires_grad: bool = True) -> None:
     raise RuntimeError(
-        "a block of a PWLU is a view of its weight and cannot be frozen on its own. Write act.scale_gradients(left=0.0) to "
-        "hold one block still, or act.requires_grad_(False) for all of them"
+        "a block of a PWLU is a view of its weight and cannot be frozen separately. Write act.scale_gradients(left=0.0) to "
+        "freeze one block, or act.requires_grad_(False) to freeze all of them"
     )
 
 
@@ -326,9 +370,9 @@ def _refuse_to_assign(name: str) -> None:
 
 def _refuse_to_compute(name: str) -> None:
     raise ValueError(
-        f"{name} is a block of the weight and cannot be parametrized or pruned on its own. Parametrize 'weight', with a module "
-        f"that changes that block: pwlu.reference.unpack and pack take it apart and together. To scale its gradient or hold it "
-        f"still: act.scale_gradients({name}=0.0)"
+        f"{name} is a block of the weight and cannot be parametrized or pruned separately. Parametrize 'weight' with a module "
+        "that changes this block, using pwlu.reference.unpack and pwlu.reference.pack. To scale or stop its gradient, write "
+        f"act.scale_gradients({name}=0.0)"
     )
 
 
@@ -338,6 +382,6 @@ def _check_bounds(bounds: Any, dtype: torch.dtype | None) -> tuple[float, float]
     except (TypeError, ValueError):
         raise ValueError(f"PWLU: bounds must be two numbers such as (-3.0, 3.0), not {bounds!r}") from None
     stored, largest = torch.finfo(dtype or torch.get_default_dtype()), max(abs(left), abs(right))
-    if not (stored.eps * largest < right - left <= stored.max and largest <= stored.max):  # no tensor: it may be a fake one
+    if not (stored.eps * largest < right - left <= stored.max and largest <= stored.max):  # a tensor could be fake
         raise ValueError(f"PWLU: bounds must be finite with left < right, such as (-3.0, 3.0), not ({left:g}, {right:g})")
     return left, right

@@ -1,21 +1,21 @@
-"""The operators ``torch.ops.pwlu.*``: schemas, shapes and derivatives.
+"""Define the operators ``torch.ops.pwlu.*``: schemas, output shapes and derivatives.
 
     forward(x, weight, intervals, channel_dim) -> y
     backward(grad, x, weight, intervals, channel_dim, need_input, need_weight) -> gradients of x and of weight
-    lookup(x, left, inv_step, slopes, offsets, channel_dim) -> y               the fused form, for inference
+    lookup(x, left, inv_step, slopes, offsets, channel_dim) -> y               the inference form
     observe(x, weight, intervals, channel_dim, pool) -> y                      forward and moments in one pass over x
     moments(x, channel_dim, pool)
 
-``weight`` is laid out as ``reference.pack`` does it. ``pool`` (3, C) holds count, mean and M2 (the sum of squared deviations)
-of each channel; ``moments`` and ``observe`` add those of x, in place. A unit that is observed stands still: ``observe``
-gives its weight a gradient of zero. Outputs have the memory layout of ``torch.empty_like(x)``. In ``backward`` an empty tensor
-stands for a gradient that was not asked for.
+``weight`` has the layout of ``reference.pack``. ``pool`` (3, C) holds count, mean and M2 (the sum of squared deviations) per
+channel; ``moments`` and ``observe`` add those of x in place. ``observe`` is the forward pass of Phase I, when units do not
+learn: the gradient of its weight is zero. Outputs have the memory layout of ``torch.empty_like(x)``. ``backward`` returns an
+empty tensor for a gradient that is not needed.
 
-A call goes from here to ``kernels.dispatch`` and on to a kernel. Where ``eager.cpp`` could be compiled, its functions for CPU
-and CUDA take precedence over those registered here, and call these for whatever is not ordinary.
+Each operator calls ``kernels.dispatch``, which calls a kernel. If ``eager.cpp`` is compiled, its functions for CPU and CUDA
+replace those registered here. They fall back to the Python implementation for everything that they do not handle.
 
-The derivatives are registered under the Autograd key by hand: with ``torch.library.register_autograd`` a call on a small
-tensor takes half as long again (benchmarks/overhead.py).
+The derivatives are registered under the Autograd key directly. With ``torch.library.register_autograd`` a call on a small
+tensor takes 1.5 times as long (benchmarks/overhead.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ _library = torch.library.Library("pwlu", "DEF")
 
 
 def define(name: str, schema: str) -> Any:
-    """Return a new operator, to be registered."""
+    """Define an operator in the library and return it; :func:`register` adds the implementations."""
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     return getattr(torch.ops.pwlu, name).default
 
@@ -47,7 +47,7 @@ def define(name: str, schema: str) -> Any:
 forward, backward, lookup, observe, moments = (define(*_each) for _each in _SCHEMAS.items())
 
 
-# Shapes, for tracing and the meta device.
+# Output shapes, for tracing and the meta device.
 
 
 def _fake_forward(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
@@ -78,50 +78,50 @@ def _fake_moments(x: Tensor, channel_dim: int, pool: Tensor) -> None:
 # Derivatives.
 
 
-def _transformed() -> bool:
-    """Return whether forward-mode differentiation or a torch.func transform is under way: plain torch then does the work."""
+def _transform_is_active() -> bool:
+    """Return whether forward-mode AD or a torch.func transform is active: only the reference implementation supports them."""
     return torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def wanted(*tensors: Tensor | None) -> bool:
-    """Return whether any of the tensors needs a gradient."""
+    """Return whether autograd has to record a call with these tensors."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def below_autograd(operator: Callable[..., Any], *arguments: Any) -> Any:
-    """Call an operator without autograd."""
+    """Call an operator without recording it for autograd."""
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
 
 
 class _Differentiable(torch.autograd.Function):
-    """forward or, with a pool, observe; keeps x and the weight alone."""
+    """Run ``forward`` or, with a pool, ``observe``; save only x and the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, *pool: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.set_materialize_grads(False)
-        ctx.intervals, ctx.channel_dim, ctx.still = intervals, channel_dim, bool(pool)
+        ctx.intervals, ctx.channel_dim, ctx.observed = intervals, channel_dim, bool(pool)
         return below_autograd(observe if pool else forward, x, weight, intervals, channel_dim, *pool)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        need_input, need_weight = ctx.needs_input_grad[:2]  # autograd ignores what it did not ask for
-        learns = need_weight and not ctx.still and grad is not None
+        need_input, need_weight = ctx.needs_input_grad[:2]
+        learns = need_weight and not ctx.observed and grad is not None
         grad_x = grad_weight = None
-        if grad is not None:  # else what follows has none to give
+        if grad is not None:  # None: no gradient reaches the output
             arguments = (grad, x, weight, ctx.intervals, ctx.channel_dim, need_input, learns)
-            # Gradients are enabled in a backward pass only if a second derivative is wanted.
+            # Gradients are enabled in a backward pass only if create_graph=True.
             differentiable = torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0
             grad_x, grad_weight = backward(*arguments) if differentiable else below_autograd(backward, *arguments)
         if need_weight and not learns:
-            grad_weight = torch.zeros_like(weight)  # zero, but not missing: DistributedDataParallel waits for it
-        return (grad_x, grad_weight, None, None, *[None] * ctx.still)
+            grad_weight = torch.zeros_like(weight)  # not None: DistributedDataParallel waits for this gradient
+        return (grad_x, grad_weight, None, None, *[None] * ctx.observed)
 
 
 class _Lookup(torch.autograd.Function):
-    """The fused form, whose backward is an error: its tables are constants that no training may pass by unnoticed."""
+    """The inference form. Its backward raises an error, because training would silently leave the tables unchanged."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -130,13 +130,13 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
         raise RuntimeError(
-            "a derivative of a fused PWLU: pwlu.fuse_ is for inference alone. Train the model as it was before "
-            "pwlu.fuse_, and fuse a copy: fused = copy.deepcopy(model); pwlu.fuse_(fused)."
+            "a fused PWLU has no derivative: pwlu.fuse_ is for inference only. Train the unfused model "
+            "and fuse a copy of it: fused = copy.deepcopy(model); pwlu.fuse_(fused)."
         )
 
 
 def _autograd_forward(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
-    if _transformed():
+    if _transform_is_active():
         return reference.forward(x, *reference.unpack(weight, intervals), channel_dim)
     if wanted(x, weight):
         return _Differentiable.apply(x, weight, intervals, channel_dim)
@@ -144,21 +144,21 @@ def _autograd_forward(x: Tensor, weight: Tensor, intervals: int, channel_dim: in
 
 
 def _autograd_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Use plain torch, which is differentiable, where a second derivative is asked for."""
-    if _transformed() or wanted(grad, x, weight):
+    """Use the reference implementation, which is differentiable, for second derivatives."""
+    if _transform_is_active() or wanted(grad, x, weight):
         return dispatch.plain_backward(grad, x, weight, *rest)
     return below_autograd(backward, grad, x, weight, *rest)
 
 
 def _autograd_lookup(*arguments: Any) -> Tensor:
     differentiated = wanted(*arguments[:-1])
-    if torch.autograd.forward_ad._current_level >= 0 or (differentiated and _transformed()):
+    if torch.autograd.forward_ad._current_level >= 0 or (differentiated and _transform_is_active()):
         _Lookup.backward(None, arguments[0])
     return _Lookup.apply(*arguments) if differentiated else below_autograd(lookup, *arguments)
 
 
 def _autograd_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
-    if _transformed():
+    if _transform_is_active():
         moments(x.detach(), channel_dim, pool)
         return _autograd_forward(x, weight.detach(), intervals, channel_dim)
     if wanted(x, weight):
@@ -167,16 +167,17 @@ def _autograd_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: in
 
 
 def _autograd_moments(x: Tensor, channel_dim: int, pool: Tensor) -> None:
-    """Statistics are observed, not differentiated."""
+    """Add the moments without a derivative: statistics are constants for autograd."""
     below_autograd(moments, x.detach(), channel_dim, pool)
 
 
-# Gradient checkpointing runs forward again in the backward pass, when its input has been counted. So ask when it runs, also
-# from compiled code.
+# Gradient checkpointing runs forward again in the backward pass, where the input must not be counted a second time. The check
+# is
+# made when the operator runs, so that it also works in compiled code.
 
 
 def is_rerun() -> bool:
-    """Return whether gradient checkpointing runs forward again, in a backward pass."""
+    """Return whether this call is a recomputation by gradient checkpointing, that is, inside a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -198,7 +199,7 @@ def _observe_batched(x: Tensor, weight: Tensor, intervals: int, channel_dim: int
 
 
 def _moments_batched(info: Any, in_dims: Sequence[int | None], x: Tensor, channel_dim: int, pool: Tensor) -> tuple[None, None]:
-    """torch.vmap: count a batch of inputs as one, unless each has a pool of its own."""
+    """Implement torch.vmap: count the batch of inputs as one input, unless each has its own pool."""
     of_x, _, of_pool = in_dims
     if of_pool is not None:
         for i in range(info.batch_size):
@@ -208,7 +209,8 @@ def _moments_batched(info: Any, in_dims: Sequence[int | None], x: Tensor, channe
     return None, None
 
 
-# Served, faked, differentiated, and batched by torch.vmap: by plain torch, whose operators know how.
+# Per operator: the implementation, the fake implementation, the derivative, and the batching rule for torch.vmap. The batching
+# rule is the reference implementation, because torch can batch the operators it consists of.
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "forward": (dispatch.forward, _fake_forward, _autograd_forward, dispatch.plain_forward),
     "backward": (dispatch.backward, _fake_backward, _autograd_backward, dispatch.plain_backward),
@@ -220,7 +222,16 @@ _python = torch.library.Library("pwlu_python", "DEF")  # what eager.cpp falls ba
 
 
 def register(name: str, schema: str, serve: Callable[..., Any], fake: Any, differentiate: Any, batch: Any = None) -> None:
-    """Give an operator that is defined its implementations, and eager.cpp a way to each."""
+    """Register the implementations of an operator, and make them callable from eager.cpp.
+
+    Args:
+        name: the operator, which :func:`define` has defined.
+        schema: its schema.
+        serve: the implementation below autograd.
+        fake: the implementation for fake tensors.
+        differentiate: the implementation under the Autograd key.
+        batch: the batching rule for torch.vmap.
+    """
     serve = torch._disable_dynamo(serve)
     _library.impl(name, serve, "CompositeExplicitAutograd")
     _library.impl(name, differentiate, "Autograd")
@@ -232,7 +243,7 @@ def register(name: str, schema: str, serve: Callable[..., Any], fake: Any, diffe
 
 
 def register_for_eager(name: str, schema: str, function: Callable[..., Any], key: str = "CompositeImplicitAutograd") -> None:
-    """Let eager.cpp call a function of Python."""
+    """Register a Python function in the library ``pwlu_python``, which eager.cpp calls."""
     _python.define(name + schema)
     _python.impl(name, function, key)
 

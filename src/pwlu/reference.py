@@ -1,18 +1,18 @@
-"""The mathematics of PWLU in plain torch: the only place where it is stated. Kernels are tested against this file.
+"""The mathematics of PWLU in plain PyTorch. This file is the definition; all kernels are tested against it.
 
-A unit has N intervals between the bounds B_L < B_R, heights Y_0..Y_N at the knots B_k = B_L + k d with
-d = (B_R - B_L)/N, and a slope on either side, K_L and K_R (equation 1 of the paper):
+A unit has N intervals between the bounds B_L < B_R. The knots are B_k = B_L + k d with d = (B_R - B_L)/N, and the function has
+the heights Y_0..Y_N there. Outside the bounds it has the slopes K_L and K_R (equation 1 of the paper):
 
     x <  B_L        y = (x - B_L) K_L + Y_0
     x >= B_R        y = (x - B_R) K_R + Y_N
     otherwise       y = (x - B_i) K_i + Y_i,   i = floor((x - B_L)/d),   K_i = (Y_{i+1} - Y_i)/d
 
-Shapes: ``x`` any; ``left``, ``right``, ``left_slope``, ``right_slope`` (C,); ``heights`` (C, N+1), where C is 1 (one
-function for the whole input) or the size of x's dimension ``channel_dim``. A module and the operators hold them as blocks of
-one flat tensor, ``weight`` (C (N + 5),): see :func:`pack`.
+Shapes: ``x`` has any shape; ``left``, ``right``, ``left_slope``, ``right_slope`` are (C,); ``heights`` is (C, N+1). C is the
+size of dimension ``channel_dim`` of x, or 1 for one function that applies to all elements. The module and the operators store
+these parameters as blocks of one flat tensor, ``weight`` (C (N + 5),): see :func:`pack`.
 
-Arithmetic is in float64 for float64 x and else in float32; results have x's dtype. Segments are numbered
--1 (left of B_L), 0..N-1, N (right of B_R).
+Computations run in float64 if x is float64, and in float32 otherwise. Results have the dtype of x. Segments are numbered
+-1 (left of B_L), 0..N-1 (the intervals), N (right of B_R).
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 class Blocks(NamedTuple):
-    """The parameters of a unit, in the order in which the functions below take them."""
+    """The parameters of a PWLU, in the order in which the functions of this module take them."""
 
     left: Tensor
     right: Tensor
@@ -33,12 +33,31 @@ class Blocks(NamedTuple):
 
 
 def pack(left: Tensor, right: Tensor, heights: Tensor, left_slope: Tensor, right_slope: Tensor) -> Tensor:
-    """Return the weight: left | right | left_slope | right_slope | heights, each contiguous, in one dimension."""
+    """Concatenate the parameters into one flat weight: left | right | left_slope | right_slope | heights.
+
+    Args:
+        left: left bounds, (C,).
+        right: right bounds, (C,).
+        heights: heights at the knots, (C, N+1).
+        left_slope: slopes left of the left bounds, (C,).
+        right_slope: slopes right of the right bounds, (C,).
+
+    Returns:
+        The weight, (C (N + 5),).
+    """
     return torch.cat([left, right, left_slope, right_slope, heights.reshape(-1)])
 
 
 def unpack(weight: Tensor, intervals: int) -> Blocks:
-    """Return the blocks of a weight, as views of it."""
+    """Split a weight into its blocks.
+
+    Args:
+        weight: as :func:`pack` returns it, (C (N + 5),).
+        intervals: N.
+
+    Returns:
+        The blocks, as views of the weight.
+    """
     channels = weight.shape[0] // (intervals + 5)
     left, right, left_slope, right_slope = (weight.narrow(0, i * channels, channels) for i in range(4))
     heights = weight.narrow(0, 4 * channels, channels * (intervals + 1)).view(channels, intervals + 1)
@@ -46,12 +65,12 @@ def unpack(weight: Tensor, intervals: int) -> Blocks:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The type arithmetic is done in."""
+    """Return the dtype of the computation: float64 if x is float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def along(parameter: Tensor, x: Tensor, channel_dim: int) -> Tensor:
-    """A parameter of shape (C,) in a shape that broadcasts against x."""
+    """Reshape a parameter of shape (C,) so that it broadcasts against x."""
     if parameter.shape[0] == 1:
         return parameter.reshape(())
     shape = [1] * x.ndim
@@ -60,35 +79,44 @@ def along(parameter: Tensor, x: Tensor, channel_dim: int) -> Tensor:
 
 
 def pick(table: Tensor, index: Tensor, x: Tensor, channel_dim: int, *, unchecked: bool = False) -> Tensor:
-    """table[c, index], element by element: from (C, M) and an index shaped like x to the shape of x."""
+    """Return table[c, index] for every element of x, where c is its channel.
+
+    Args:
+        table: (C, M).
+        index: the column for each element, in the shape of x.
+        x: the input.
+        channel_dim: the channel dimension of x.
+        unchecked: skip the range check of the indices.
+    """
     rows = torch.arange(table.shape[0], device=table.device, dtype=index.dtype) * table.shape[1]
     flat, place = table.reshape(-1), along(rows, x, channel_dim) + index
     return torch.ops.aten._unsafe_index(flat, [place]) if unchecked else flat[place]
 
 
 def finite(x: Tensor) -> Tensor:
-    """An infinite input counts as the largest finite number, so that a slope of 0 gives 0 there. NaN stays NaN."""
+    """Replace infinities by the largest finite numbers, so that a slope of 0 gives 0 there. NaN stays NaN."""
     largest = torch.finfo(x.dtype).max
     return x.clamp(-largest, largest)
 
 
 def scale_and_open(left: Tensor, right: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
-    """r = N/(B_R - B_L), and whether anything lies between the bounds.
+    """Return the scale r = N/(B_R - B_L), and whether the interval between the bounds is open, that is, not empty.
 
-    Bounds that crossed or fell together leave r negative or infinite. The definition, read from top to bottom, then
-    has the two outer pieces alone, which meet at B_L.
+    If the bounds have crossed or are equal, r is negative or infinite. Then the cases of the definition, taken in order, leave
+    only the two outer pieces, which meet at B_L. In that case the returned scale is 1.
     """
     width = right - left
-    scale = torch.full_like(width, intervals) / width  # of two tensors: `number / tensor` rounds twice in torch
+    scale = torch.full_like(width, intervals) / width  # tensor / tensor, because torch rounds `number / tensor` twice
     is_open = (scale > 0) & (scale <= torch.finfo(scale.dtype).max)
     return torch.where(is_open, scale, torch.ones_like(scale)), is_open
 
 
 def segments(x: Tensor, left: Tensor, right: Tensor, intervals: int) -> Tensor:
-    """The segment of every element, all arguments broadcast and of the compute type.
+    """Return the segment of every element. All arguments must broadcast and have the compute dtype.
 
-    By comparison left or right of the bounds, else clip(floor((x - B_L) r), 0, N-1), each operation rounded on its
-    own. This is part of the definition: slopes differ between neighbours. NaN belongs to interval 0.
+    Comparisons with the bounds decide between left, right and inside. Inside, the segment is clip(floor((x - B_L) r), 0, N-1),
+    and each operation is rounded separately. This rule is part of the definition, because neighbouring segments have different
+    slopes. NaN is in segment 0.
     """
     scale, is_open = scale_and_open(left, right, intervals)
     position = ((x - left) * scale).floor()
@@ -98,7 +126,7 @@ def segments(x: Tensor, left: Tensor, right: Tensor, intervals: int) -> Tensor:
 
 
 class Pieces(NamedTuple):
-    """What the definition needs at every element: its segment, and origin B, slope K and height Y of the line there."""
+    """For every element: its segment, and the origin B, slope K and height Y of the line on that segment."""
 
     segment: Tensor
     origin: Tensor
@@ -109,7 +137,7 @@ class Pieces(NamedTuple):
 def pieces(
     x: Tensor, left: Tensor, right: Tensor, heights: Tensor, left_slope: Tensor, right_slope: Tensor, channel_dim: int
 ) -> Pieces:
-    """The line that holds at every element of x; everything in the compute type."""
+    """Return the line that applies to every element of x. All arguments must have the compute dtype."""
     intervals = heights.shape[1] - 1
     b_l, b_r, k_l, k_r = (along(p, x, channel_dim) for p in (left, right, left_slope, right_slope))
     _, is_open = scale_and_open(b_l, b_r, intervals)
@@ -132,7 +160,7 @@ def pieces(
 def forward(
     x: Tensor, left: Tensor, right: Tensor, heights: Tensor, left_slope: Tensor, right_slope: Tensor, channel_dim: int
 ) -> Tensor:
-    """The definition. Differentiable: plain autograd through it gives the gradient table below."""
+    """Compute y by the definition above. Autograd through this function gives the gradients in :func:`partials`."""
     dtype = compute_dtype(x)
     value = finite(x.to(dtype))
     left, right, heights, left_slope, right_slope = (p.to(dtype) for p in (left, right, heights, left_slope, right_slope))
@@ -144,7 +172,7 @@ def forward(
 def partials(
     x: Tensor, left: Tensor, right: Tensor, heights: Tensor, left_slope: Tensor, right_slope: Tensor, channel_dim: int
 ) -> dict[str, Tensor]:
-    """The gradient table of the paper, written out: dy/d. at every element, with i held constant.
+    """Return the derivatives of y at every element, by the gradient table of the paper, with i held constant.
 
     | d y / d .   | x < B_L | B_L <= x < B_R            | x >= B_R |
     |-------------|---------|---------------------------|----------|
@@ -155,7 +183,7 @@ def partials(
     | right_slope | 0       | 0                         | x - B_R  |
     | heights     | 1 (Y_0) | (B_{i+1} - x)/d (Y_i), (x - B_i)/d (Y_{i+1}) | 1 (Y_N) |
 
-    ``heights`` has a last dimension of N+1 more than x.
+    The derivative with respect to ``heights`` has one more dimension than x, of size N+1.
     """
     intervals = heights.shape[1] - 1
     x = finite(x)
@@ -194,10 +222,10 @@ def backward(
     need_input: bool = True,
     need_parameters: bool = True,
 ) -> tuple[Tensor | None, list[Tensor] | None]:
-    """The gradients of x and of the parameters, each None unless asked for.
+    """Return the gradients of x and of the parameters; None for those that are not needed.
 
-    All the parameters need is, a channel and segment, G = sum of g and P = sum of g (x - B), with B the segment's
-    origin: 2(N+2) numbers a channel. Differentiable once more with respect to everything.
+    The gradients of the parameters follow from two sums per channel and segment: G = sum of g, and P = sum of g (x - B), where
+    B is the origin of the segment. These are 2(N+2) numbers per channel. This function is differentiable in all its inputs.
     """
     originals = (left, right, heights, left_slope, right_slope)
     dtype = compute_dtype(x)
@@ -210,7 +238,7 @@ def backward(
 
     channels, intervals = heights.shape[0], heights.shape[1] - 1
     where = along(torch.arange(channels, device=x.device) * (intervals + 2), x, channel_dim) + piece.segment + 1
-    wide = torch.float32 if x.device.type == "mps" else torch.float64  # many small numbers are added
+    wide = torch.float32 if x.device.type == "mps" else torch.float64  # float32 loses too much over many small terms
     both = torch.stack([grad.to(wide), grad.to(wide) * (x - piece.origin)]).reshape(2, -1)
     sums = both.new_zeros(2, channels * (intervals + 2)).index_add(1, where.reshape(-1), both)
     g, p = sums.to(dtype).reshape(2, channels, intervals + 2)
@@ -228,7 +256,7 @@ def backward(
         p_left[:, 0],
         p_right[:, 0],
     ]
-    if not x.numel():  # 0, also where a parameter is not finite
+    if not x.numel():  # exactly 0, even if a parameter is not finite
         gradients = [torch.where(g.new_zeros((), dtype=torch.bool), g, torch.zeros_like(g)) for g in gradients]
     return grad_x, [g.to(p.dtype) for g, p in zip(gradients, originals, strict=True)]
 
@@ -236,9 +264,9 @@ def backward(
 def tables(
     left: Tensor, right: Tensor, heights: Tensor, left_slope: Tensor, right_slope: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """1/d (C,) and the tables S and O (C, N+2) of the form for inference, y = x S_j + O_j.
+    """Return 1/d (C,) and the tables S and O (C, N+2) of the inference form y = x S_j + O_j.
 
-    Where nothing lies between the bounds, the entries inside are those of the right.
+    If the interval between the bounds is empty, the inner entries equal the rightmost one.
     """
     intervals = heights.shape[1] - 1
     scale, is_open = scale_and_open(left, right, intervals)
@@ -264,17 +292,26 @@ def lookup(
     *,
     unchecked: bool = False,
 ) -> Tensor:
-    """The form for inference: y = x S_j + O_j with j = clip(floor((x - B_L)/d), -1, N).
+    """Compute y in the inference form: y = x S_j + O_j with j = clip(floor((x - B_L)/d), -1, N).
 
-    Equal to the definition, which is continuous, up to rounding. It has aten operators alone, so that what is
-    exported runs anywhere. `unchecked`: the same numbers with 32-bit indices and without a check of their range, which Inductor
-    makes faster code of, and other runtimes may not know.
+    The result equals the definition up to rounding, because the function is continuous. Only ATen operators are used, so an
+    exported graph runs everywhere.
+
+    Args:
+        x: the input.
+        left: left bounds, (C,).
+        inv_step: 1/d, (C,).
+        slopes: the table S, (C, N+2).
+        offsets: the table O, (C, N+2).
+        channel_dim: the channel dimension of x.
+        unchecked: use 32-bit indices without a range check. The result is the same and Inductor generates faster code, but
+            other runtimes may not support it.
     """
     dtype = compute_dtype(x)
     value = finite(x.to(dtype))
     left, inv_step, slopes, offsets = (t.to(dtype) for t in (left, inv_step, slopes, offsets))
     position = ((value - along(left, x, channel_dim)) * along(inv_step, x, channel_dim)).floor()
-    # NaN may go to any segment: the result is NaN.
+    # The segment of NaN does not matter: the result is NaN.
     known = torch.where(position >= -1, position, -1.0) if unchecked else position.nan_to_num(nan=0.0)
     j = known.clamp(-1, slopes.shape[1] - 2).to(torch.int32 if unchecked else torch.int64) + 1
     slope, offset = (pick(table, j, x, channel_dim, unchecked=unchecked) for table in (slopes, offsets))
@@ -282,7 +319,7 @@ def lookup(
 
 
 def moments(x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, Tensor]:
-    """The mean of each channel and the sum of squared deviations from it, both (C,) and of the compute type."""
+    """Return the mean of each channel and the sum of squared deviations from it, both (C,) in the compute dtype."""
     x = x.to(compute_dtype(x))
     values = x.reshape(1, -1) if channels == 1 else x.movedim(channel_dim, 0).reshape(channels, -1)
     if not values.numel():
@@ -292,25 +329,28 @@ def moments(x: Tensor, channels: int, channel_dim: int) -> tuple[Tensor, Tensor]
 
 
 def merge(pool: Tensor, count: Tensor, mean: Tensor, m2: Tensor) -> Tensor:
-    """Count, mean and M2 of two sets of numbers from those of either: rows of (3, C), as `pool` has them.
+    """Merge the moments of two sets of numbers: add `count`, `mean` and `m2` to those of `pool` (3, C).
 
-    n = n_1 + n_2, with e = mean_2 - mean_1: mean = mean_1 + e n_2/n, M2 = M2_1 + M2_2 + e^2 n_1 n_2/n.
+    With n = n_1 + n_2 and e = mean_2 - mean_1: mean = mean_1 + e n_2/n, M2 = M2_1 + M2_2 + e^2 n_1 n_2/n.
+
+    Returns:
+        Count, mean and M2 of the union, (3, C).
     """
     n_1, mean_1, m2_1 = pool
     n_2 = count.to(pool.dtype)
     n = n_1 + n_2
-    share = n_2 / n.clamp(min=1)  # of nothing and nothing: 0
+    share = n_2 / n.clamp(min=1)  # 0 if both sets are empty
     distance = mean.to(pool.dtype) - mean_1
     return torch.stack([n, mean_1 + distance * share, m2_1 + m2.to(pool.dtype) + distance * n_1 * (distance * share)])
 
 
-# Behind a batch norm: z = gamma (x - m)/sqrt(v + eps) + beta (+ r), y = PWLU(z). x is (B, C, ...), the channels are its
-# dimension 1. z is not rounded to the type of x. A norm is four vectors (4, C) of the compute type: mean m, 1/sqrt(v + eps),
+# A batch norm followed by a PWLU: z = gamma (x - m)/sqrt(v + eps) + beta (+ r), y = PWLU(z). x is (B, C, ...) with the channels
+# in dimension 1. z stays in the compute dtype. A norm is four vectors (4, C) in the compute dtype: mean m, 1/sqrt(v + eps),
 # scale gamma/sqrt(v + eps), shift beta.
 
 
 def normalization(mean: Tensor, variance: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Tensor:
-    """Return the norm of a mean and a (biased) variance: (4, C)."""
+    """Return the norm (4, C) for a mean and a biased variance."""
     inv_std = (variance + eps).rsqrt()
     scale = inv_std if gamma is None else gamma.to(inv_std.dtype) * inv_std
     shift = torch.zeros_like(mean) if beta is None else beta.to(mean.dtype)
@@ -318,9 +358,9 @@ def normalization(mean: Tensor, variance: Tensor, gamma: Tensor | None, beta: Te
 
 
 def normalize(x: Tensor, residual: Tensor | None, norm: Tensor) -> Tensor:
-    """Return z = (x - mean) scale + shift (+ residual) in the compute type.
+    """Return z = (x - mean) scale + shift (+ residual) in the compute dtype.
 
-    Each operation is rounded on its own, in this order. This is part of the definition, as the segment depends on it.
+    Each operation is rounded separately, in this order. This is part of the definition, because the segment depends on it.
     """
     mean, _, scale, shift = (along(row, x, 1) for row in norm)
     z = (x.to(norm.dtype) - mean) * scale + shift
@@ -328,18 +368,18 @@ def normalize(x: Tensor, residual: Tensor | None, norm: Tensor) -> Tensor:
 
 
 def norm_forward(x: Tensor, residual: Tensor | None, norm: Tensor, *blocks: Tensor) -> Tensor:
-    """Return y, in the type of x. `blocks`: of a unit with C channels."""
+    """Return y = PWLU(z) in the dtype of x. `blocks` are the parameters of a PWLU with C channels."""
     left, right, heights, left_slope, right_slope = blocks
     z = normalize(x, residual, norm)
     return forward(z, left, right, heights, left_slope, right_slope, 1).to(x.dtype)
 
 
 def norm_sums(grad_z: Tensor, x: Tensor, norm: Tensor) -> Tensor:
-    """Return three sums per channel (3, C): of g_z, the gradient of beta; of g_z (x - m); and the gradient of gamma.
+    """Return three sums per channel (3, C): sum of g_z, sum of g_z (x - m), and the gradient of gamma.
 
-    The last is the second over sqrt(v + eps).
+    The first is also the gradient of beta. The third is the second divided by sqrt(v + eps).
     """
-    wide = torch.float32 if x.device.type == "mps" else torch.float64  # many small numbers are added
+    wide = torch.float32 if x.device.type == "mps" else torch.float64  # float32 loses too much over many small terms
     others = [d for d in range(x.ndim) if d != 1]
     centred = x.to(norm.dtype) - along(norm[0], x, 1)
     of_g = grad_z.sum(others, dtype=wide).to(norm.dtype)
@@ -348,9 +388,10 @@ def norm_sums(grad_z: Tensor, x: Tensor, norm: Tensor) -> Tensor:
 
 
 def norm_input(grad_z: Tensor, x: Tensor, norm: Tensor, sums: Tensor | None, count: float) -> Tensor:
-    """Return the gradient of x, scale (g_z - mean(g_z) - x_hat mean(g_z x_hat)), in the type of x.
+    """Return the gradient of x, scale (g_z - mean(g_z) - x_hat mean(g_z x_hat)), in the dtype of x.
 
-    Without sums, mean and variance are constants: scale g_z. `count`: elements per channel, of all processes.
+    If `sums` is None, mean and variance are constants, and the gradient is scale g_z. `count` is the number of elements per
+    channel over all processes.
     """
     mean, inv_std, scale, _ = (along(row, x, 1) for row in norm)
     grad_z = grad_z.to(norm.dtype)
@@ -370,7 +411,10 @@ def norm_act(
     eps: float,
     *blocks: Tensor,
 ) -> Tensor:
-    """Return y, with mean and variance given or, without them, those of x. Differentiable: this defines all gradients."""
+    """Return y, normalizing by the given mean and variance, or by those of x if they are None.
+
+    Autograd through this function defines all gradients of the fused operator.
+    """
     values = x.to(compute_dtype(x))
     if mean is None or variance is None:
         variance, mean = torch.var_mean(values.movedim(1, 0).reshape(x.shape[1], -1), dim=1, correction=0)
@@ -378,11 +422,11 @@ def norm_act(
 
 
 def start(function: Callable[[Tensor], Tensor], left: Tensor, right: Tensor, intervals: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Heights, left slope and right slope with which a unit with these bounds (C,) starts as `function`.
+    """Return heights, left slope and right slope of a PWLU with these bounds (C,) that interpolates `function`.
 
-    Heights are the function at the knots; the outer slopes are its slopes over one more interval on either side.
-    For ReLU with 0 well inside that is K_L = 0 and K_R = 1; where the bounds lie on one side of 0, the unit goes on
-    as ReLU does there. The type is that of the bounds: pass float64 to have values rounded once.
+    The heights are the values of the function at the knots. The outer slopes are its slopes over one more interval on either
+    side. For ReLU with 0 well between the bounds, these are K_L = 0 and K_R = 1. If both bounds lie on one side of 0, the PWLU
+    continues as ReLU does on that side. Results have the dtype of the bounds: pass float64 to round only once.
     """
     step = ((right - left) / intervals)[:, None]
     knots = left[:, None] + torch.arange(-1, intervals + 2, device=left.device) * step

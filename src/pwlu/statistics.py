@@ -1,12 +1,12 @@
-"""Statistics of the input of a unit in Phase I, over calls, accumulation steps and processes.
+"""Running statistics of the input of a PWLU in Phase I, over calls, gradient accumulation steps and processes.
 
-Every training forward adds count, mean and M2 to the pool. Once per step of the optimizer, :func:`advance_` merges the pools
-over processes, moves the running averages by one step, and empties the pools:
+Every forward pass in training mode adds count, mean and M2 of its input to a pool. Once per optimizer step, :func:`advance_`
+merges the pools of all processes, updates the running statistics, and clears the pools:
 
     mu = 0.9 mu + 0.1 mean,   sigma = 0.9 sigma + 0.1 sqrt(M2/count)
 
-The first step takes mean and standard deviation as they are. A channel whose pool is not finite keeps its averages, and that is
-counted; one whose pool is empty keeps them as well.
+The first update copies mean and standard deviation. A channel keeps its statistics if its pool is empty or not finite; the
+latter is counted in ``dropped``.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,14 +22,19 @@ _COUNTS = ("updates", "dropped")
 
 
 class InputStatistics(nn.Module):
-    """Hold what Phase I measures of a unit's input. Everything here is in the state dict.
+    """The statistics of the input of one PWLU, collected in Phase I. All of them are in the state dict.
 
-    Buffers: ``running_mean`` and ``running_std`` (C,); ``updates`` and ``dropped`` (C,), how often they were updated or found
-    not to be finite; ``steps``, of Phase I; ``realigned``. Extra state: ``pool`` (3, C), count, mean and sum of squared
-    deviations since the last step of the optimizer. The pool is no buffer, because every process has its own until they are
-    merged, and DistributedDataParallel would overwrite all of them with that of the first.
+    Attributes:
+        running_mean: running mean of each channel, (C,).
+        running_std: running standard deviation of each channel, (C,).
+        updates: the number of updates of each channel, (C,).
+        dropped: how often the pool of each channel was not finite, (C,).
+        steps: the number of steps of Phase I so far.
+        realigned: whether Phase I has ended.
+        phase: 0 without a :class:`pwlu.TwoPhase` controller, else 1 or 2.
 
-    ``phase`` is 0 without a controller, else 1 or 2.
+    ``pool`` (3, C) is part of the extra state, not a buffer. Each rank has its own pool until they are merged, and
+    DistributedDataParallel would overwrite buffers with those of rank 0.
     """
 
     running_mean: Tensor
@@ -49,23 +54,23 @@ class InputStatistics(nn.Module):
         self.register_buffer("realigned", torch.zeros((), device=device, dtype=torch.bool))
         self._pool = torch.zeros(3, channels, device=device, dtype=dtype)
         self.phase = 0
-        self.loaded = False  # a controller that has counted steps must look again
+        self.loaded = False  # whether a controller has to read steps and realigned again
 
     @property
     def pool(self) -> Tensor:
-        """Count, mean and sum of squared deviations of the input since the last step of the optimizer: (3, C)."""
-        device = self._buffers["running_mean"].device  # type: ignore[union-attr]  # through attributes it would take longer
-        if self._pool.device != device:  # fully_shard moves parameters and buffers, one by one; others give them memory
+        """Count, mean and sum of squared deviations of the input since the last optimizer step: (3, C)."""
+        device = self._buffers["running_mean"].device  # type: ignore[union-attr]  # faster than attribute access
+        if self._pool.device != device:  # fully_shard and to_empty() move parameters and buffers, but not this tensor
             self._pool = torch.zeros_like(self._pool, device=device) if self._pool.is_meta else self._pool.to(device)
         return self._pool
 
     def is_unfinished(self) -> bool:
-        """Return whether Phase I was begun and not ended."""
+        """Return whether Phase I has started but not ended."""
         return not self.steps.is_meta and bool(self.steps) and not self.realigned
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Forget everything. A controller begins anew with it."""
+        """Clear all statistics. A controller then starts Phase I again."""
         for state in (*self.buffers(), self.pool):
             state.zero_()
         self.loaded, self.phase = True, min(self.phase, 1)
@@ -74,7 +79,7 @@ class InputStatistics(nn.Module):
         before = {name: getattr(self, name) for name in (*_FLOATING, "_pool")}
         super()._apply(fn, recurse)
         self._pool = fn(self._pool)
-        # moved with the model, but not rounded to 16 bits with it: steps of a tenth would vanish
+        # Move the statistics with the model, but keep them in float32: in 16 bits, updates by a tenth would be rounded away.
         for name, wide in before.items():
             moved = getattr(self, name)
             if moved.dtype in (torch.bfloat16, torch.float16):
@@ -82,7 +87,7 @@ class InputStatistics(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has no controller, which would let it out of Phase I.
+        # A copy has no controller to end Phase I.
         return {**super().__getstate__(), "phase": 0, "loaded": False}
 
     def get_extra_state(self) -> Tensor:
@@ -91,7 +96,7 @@ class InputStatistics(nn.Module):
 
     @torch.no_grad()
     def set_extra_state(self, state: Any) -> None:
-        """Take the pool from a state dict."""
+        """Load the pool from a state dict."""
         if not isinstance(state, Tensor) or state.shape != self._pool.shape:
             found = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
             raise RuntimeError(f"size mismatch for the pool of a PWLU: {found} in the state, {tuple(self._pool.shape)} here.")
@@ -102,10 +107,10 @@ class InputStatistics(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         of_unit = prefix.removesuffix("statistics.")
         if self._at_start() and not any(key.startswith(of_unit) for key in state_dict):
-            return  # weights from before the conversion: the unit stays as it is, at its start
+            return  # weights from before the conversion: the unit keeps its initial function
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if not any(key.startswith(of_unit) for key in state_dict):
-            return  # a part of a model: all that is missing has been listed
+            return  # the state dict has nothing of this unit: super() has listed the missing keys
         self.loaded = True
         if self.phase and not self.realigned.is_meta:
             self.phase = 2 if self.realigned else 1
@@ -116,10 +121,9 @@ class InputStatistics(nn.Module):
 
 @torch.no_grad()
 def advance_(statistics: Sequence[InputStatistics], group: "dist.ProcessGroup | None" = None) -> None:
-    """Move the running averages of all units by one step, and count it.
+    """Update the running statistics of all units once, and count the step.
 
-    One collective call serves all of them (one for each device and type, if there are several). Every process ends with the
-    same bits.
+    One all-reduce covers all units (one per device and dtype, if there are several). All ranks get bitwise equal results.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[InputStatistics]] = {}
     for each in statistics:
@@ -130,13 +134,13 @@ def advance_(statistics: Sequence[InputStatistics], group: "dist.ProcessGroup | 
 
 
 def _advance(statistics: list[InputStatistics], wide: torch.dtype, group: "dist.ProcessGroup | None") -> None:
-    # There may be hundreds of units, and this runs at every step: few operators, and no attributes of modules, which are slow.
+    # This runs at every step, for hundreds of units: use few operators and avoid attribute access on modules, which is slow.
     buffers: list[Any] = [s._buffers for s in statistics]
     pools = [s.pool for s in statistics]
     averages, counts = ([b[name] for name in names for b in buffers] for names in (_FLOATING, _COUNTS))
     mu, sigma = torch.cat(averages).to(wide).chunk(2)
     updates, dropped = torch.cat(counts).chunk(2)
-    count, mean, m2 = _over_processes(torch.cat(pools, 1).to(wide), mu, group)
+    count, mean, m2 = _merge_over_ranks(torch.cat(pools, 1).to(wide), mu, group)
     finite = mean.isfinite() & m2.isfinite()
     good = finite & (count > 0)
     std = (m2 / count).sqrt()
@@ -145,15 +149,15 @@ def _advance(statistics: list[InputStatistics], wide: torch.dtype, group: "dist.
     sigma = torch.where(good, torch.where(first, std, (1 - MOMENTUM) * sigma + MOMENTUM * std), sigma)
     sizes = 2 * [pool.shape[1] for pool in pools]
     for targets, values in ((averages, (mu, sigma)), (counts, (updates + good, dropped + ~finite))):
-        torch._foreach_copy_(targets, list(torch.cat(values).to(targets[0].dtype).split(sizes)))  # of one type: one launch
+        torch._foreach_copy_(targets, list(torch.cat(values).to(targets[0].dtype).split(sizes)))  # one dtype: one launch
     torch._foreach_add_([b["steps"] for b in buffers], 1)
     torch._foreach_zero_(pools)
 
 
-def _over_processes(pools: Tensor, shift: Tensor, group: "dist.ProcessGroup | None") -> Tensor:
-    """Return the pools (3, C) of all processes as one: sums of deviations from `shift`, which is the same everywhere.
+def _merge_over_ranks(pools: Tensor, shift: Tensor, group: "dist.ProcessGroup | None") -> Tensor:
+    """Merge the pools (3, C) of all ranks by an all-reduce of sums of deviations from `shift`, which is equal on all ranks.
 
-    The sums are of doubles, and `shift` is the mean so far: nothing is lost to cancellation.
+    The sums are in float64, and `shift` is the running mean, so that cancellation is harmless.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1):
         return pools

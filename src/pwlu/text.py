@@ -1,4 +1,4 @@
-"""Tables for a terminal, numbers of things, names in errors, how to install more, and JSON that others may have written."""
+"""Text for terminals and errors: tables, plurals, lists of names, install hints; and strict parsing of JSON."""
 
 import difflib
 import json
@@ -8,7 +8,13 @@ from typing import Any
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = False) -> list[str]:
-    """The lines of a table: the head, a rule, the rows. `numbers`: all columns but the first stand to the right."""
+    """Return the lines of a table: the head, a rule, the rows.
+
+    Args:
+        head: the names of the columns.
+        rows: the cells of each row.
+        numbers: whether to align all columns but the first to the right.
+    """
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
 
     def line(row: Sequence[str]) -> str:
@@ -22,42 +28,42 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = 
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """``1 image``, ``2,000 images``. `many`: where it is not `one` with an s."""
+    """Return a number with its noun: ``1 image``, ``2,000 images``. `many` is the plural, if it is not `one` plus "s"."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def abbreviate(names: Sequence[str]) -> str:
-    """Return the first three names of a list, and how many more there are."""
+    """Join the first three names of a list, and say how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def nearest(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.5) -> list[str]:
-    """Return the known names that look most like this one, for an error that asks whether they were meant."""
+    """Return the known names most similar to this one, for an error that suggests them."""
     return difflib.get_close_matches(name, list(known), most, cutoff)
 
 
 def install(*extras: str) -> str:
-    """Return how to install what an extra of the package needs: it is installed from its sources, not by name."""
+    """Return the command that installs the packages of these extras. pwlu is installed from a clone, not by name."""
     return f"pip install '.[{','.join(extras)}]' in the folder of pwlu's sources"
 
 
 def parsed(text: str | bytes) -> Any:
-    """Return what JSON says. Numbers are finite, and texts are UTF-8; else that is a ValueError."""
+    """Parse JSON strictly; raise ValueError if a number is not finite, or a text is not valid UTF-8."""
     try:
         text = text if isinstance(text, str) else text.decode()  # json would guess other encodings
-        content = json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=_within_reach)
-        json.dumps(content, ensure_ascii=False).encode()  # an escape such as \ud800 alone is no character
+        content = json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=_finite_int)
+        json.dumps(content, ensure_ascii=False).encode()  # fails for a lone surrogate such as \ud800
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
     return content
 
 
 def _finite(number: str) -> float:
     if not math.isfinite(float(number)):
-        raise ValueError(f"{number} is no finite number")
+        raise ValueError(f"{number} is not a finite number")
     return float(number)
 
 
-def _within_reach(number: str) -> int:
-    _finite(number)  # a float can have it
+def _finite_int(number: str) -> int:
+    _finite(number)  # must fit into a float
     return int(number)

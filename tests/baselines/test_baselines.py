@@ -302,7 +302,7 @@ def test_every_start_has_a_fit():
         assert max(map(abs, fitted.numerator + fitted.denominator)) < 10
     assert rational.fit(find_initial_function(torch.relu)) is rational.fit(INITIAL_FUNCTIONS["relu"])
     assert PAU(lambda x: x / (1 + x.abs())).start_error < 0.01
-    with pytest.raises(ValueError, match="PAU: log must be finite between -10 and 10 to start as it"):
+    with pytest.raises(ValueError, match="PAU: the initial function log must be finite between -10 and 10"):
         PAU(torch.log)
 
 
@@ -359,23 +359,23 @@ def test_names():
             lambda: pwlu.activation("rleu"),
             "'rleu' is not known. Write one of relu, swish, .*, prelu, apl, apl5, pau, frelu, pwlu",
         ),
-        (lambda: APL(0), r"APL: channels must be a whole number of at least 1 \(the size of channel_dim\), not 0"),
-        (lambda: APL(2.0), r"APL: channels must be a whole number of at least 1 .*, not 2\.0"),
-        (lambda: APL(2, 0), r"APL: hinges must be a whole number of at least 1 \(S, 3 in the paper\), not 0"),
-        (lambda: APL(2, channel_dim=None), r"APL: channel_dim must be a whole number \(1 for images, -1 for the last\)"),
-        (lambda: PReLU(True), "PReLU: channels must be a whole number"),
-        (lambda: FReLU("3"), "FReLU: channels must be a whole number"),
+        (lambda: APL(0), r"APL: channels must be an integer of at least 1 \(the size of channel_dim\), not 0"),
+        (lambda: APL(2.0), r"APL: channels must be an integer of at least 1 .*, not 2\.0"),
+        (lambda: APL(2, 0), r"APL: hinges must be an integer of at least 1 \(S, 3 in the paper\), not 0"),
+        (lambda: APL(2, channel_dim=None), r"APL: channel_dim must be an integer \(1 for images, -1 for the last dimension\)"),
+        (lambda: PReLU(True), "PReLU: channels must be an integer"),
+        (lambda: FReLU("3"), "FReLU: channels must be an integer"),
         (lambda: PAU("rleu"), "init 'rleu' is not known"),
         (lambda: APL(4)(torch.randn(2, 5)), r"has 4 channels, but x of shape \(2, 5\) has 5 in dimension 1"),
         (lambda: APL(4)(torch.randn(2, 1)), r"has 4 channels, but x of shape \(2, 1\) has 1 in dimension 1"),
-        (lambda: PReLU(4)(torch.randn(2, 6, 4)), r"has 4 channels, .*: write channel_dim=2"),
+        (lambda: PReLU(4)(torch.randn(2, 6, 4)), r"has 4 channels, .*\. Write channel_dim=2"),
         (lambda: PAU()(torch.arange(3)), r"x must be float32, .*, not torch\.int64"),
         (lambda: APL()(torch.arange(3)), r"x must be float32, .*, not torch\.int64"),
         (
             lambda: FReLU(4)(torch.randn(2, 4)),
-            r"a map with 4 channels in dimension 1 of four, not of shape \(2, 4\)\. Where .* write nn\.ReLU\(\)",
+            r"with 4 channels in dimension 1, not the shape \(2, 4\)\. If x is not an image, write nn\.ReLU\(\)",
         ),
-        (lambda: FReLU(4)(torch.randn(2, 5, 3, 3)), "FReLU: x must be a map with 4 channels"),
+        (lambda: FReLU(4)(torch.randn(2, 5, 3, 3)), "FReLU: x must have four dimensions, with 4 channels"),
     ],
 )
 def test_bad_input(call, text):

@@ -205,6 +205,6 @@ def test_names():
     assert repr(FReLU(8, -1)).startswith("FReLU(\n  channels=8, channel_dim=-1\n")
     for wrong in ("layer", None, nn.GroupNorm):
         with pytest.raises(
-            ValueError, match=r"FReLU: norm must be 'batch', or 'group' where it runs several times in a pass, not"
+            ValueError, match=r"FReLU: norm must be 'batch', or 'group' if it runs several times per forward pass, not"
         ):
             FReLU(8, norm=wrong)

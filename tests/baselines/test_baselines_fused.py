@@ -30,7 +30,7 @@ def kernels(device, monkeypatch):
     if device.type != "cuda":
         if not INTERPRETED:
             pytest.skip("run by test_by_the_interpreter")
-        monkeypatch.setattr(fused, "usable", lambda x, *rest: x.numel() > 0)
+        monkeypatch.setattr(fused, "can_use_kernels", lambda x, *rest: x.numel() > 0)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -140,7 +140,7 @@ def test_numbers_that_are_none(where, odd, device, monkeypatch):
         for act in (apl(4).to(device), apl(4, 5).to(device), pau().to(device)):
             found = results(act, given, grad)
             with monkeypatch.context() as patch:
-                patch.setattr(fused, "usable", lambda *tensors: False)
+                patch.setattr(fused, "can_use_kernels", lambda *tensors: False)
                 expected = results(act, given, grad)
             assert any(not e.isfinite().all() for e in expected)
             for f, e in zip(found, expected, strict=True):
@@ -240,19 +240,19 @@ def test_transforms(name, device):
 def test_not_for_fakes():
     with FakeTensorMode():
         x, act = torch.empty(2, 5, 4, device="cuda"), APL(5, device="cuda")
-        assert not fused.usable(x, act.slopes, act.offsets)
+        assert not fused.can_use_kernels(x, act.slopes, act.offsets)
         assert act(x).shape == x.shape
     assert x.is_cuda
-    assert not fused.usable(x)  # outside, too
+    assert not fused.can_use_kernels(x)  # outside, too
 
 
-def test_usable(device, monkeypatch):
+def test_can_use_kernels(device, monkeypatch):
     monkeypatch.setattr(fused, "_runs_triton", lambda index: True)
     x, act = torch.randn(2, 5, device=device), PAU(device=device)
-    assert fused.usable(x, *act.parameters()) == (device.type == "cuda")
-    assert not fused.usable(x[:0], *act.parameters())
+    assert fused.can_use_kernels(x, *act.parameters()) == (device.type == "cuda")
+    assert not fused.can_use_kernels(x[:0], *act.parameters())
     if device.type == "cuda":
-        assert not fused.usable(x, *PAU().parameters())  # plain operations say what is wrong
+        assert not fused.can_use_kernels(x, *PAU().parameters())  # plain operations say what is wrong
 
 
 def test_without_triton(monkeypatch):
@@ -263,7 +263,8 @@ def test_without_triton(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "triton", None)
         with pytest.warns(
-            UserWarning, match=r"many small operations, .* slower \(Triton, which comes with torch on Linux, does not"
+            UserWarning,
+            match=r"many small PyTorch operators, .* slower, because Triton, which comes with torch on Linux, does not",
         ):
             assert not runs(0)
         patch.setenv("PWLU_CUDA_KERNEL", "reference")

@@ -243,7 +243,7 @@ def test_realign_keeps_the_slope_of_each_channel():
 def test_a_start_for_other_channels():
     start = prelu_function(torch.tensor([0.1, 0.2]))
     assert pwlu.PWLU(2, init=start).left_slope.tolist() == pytest.approx([0.1, 0.2])
-    with pytest.raises(ValueError, match="PWLU: init='prelu' has 2 functions, for channels=2 alone"):
+    with pytest.raises(ValueError, match="PWLU: init='prelu' has 2 functions and needs channels=2, not channels=4"):
         pwlu.PWLU(4, init=start)
 
 

@@ -108,7 +108,7 @@ def test_refined_and_fused(tmp_path):
         unit.statistics.realigned.fill_(True)
     pwlu.fuse_(model)
     with pytest.raises(
-        ValueError, match=r"save: Sequential has no PWLU. It is fused already: call pwlu.save before pwlu.fuse_"
+        ValueError, match=r"save: Sequential has no PWLU. It is already fused: call pwlu.save before pwlu.fuse_"
     ):
         pwlu.save(model, tmp_path / "file")
     assert pwlu.load_into(network(), tmp_path / "file")  # it is still there
@@ -280,7 +280,7 @@ FILES = {
     "later": (lambda c: c.update(format=2, version="9.9"), "is of pwlu 9.9, and this is pwlu .*, which is older. Update it"),
     "no units": (lambda c: c.pop("units"), "the conversion in the file is damaged: KeyError"),
     "no version": (lambda c: c.pop("version"), "the conversion in the file is damaged: KeyError"),
-    "channels": (set_of(0, "channels", "many"), "damaged: .*channels must be a whole number"),
+    "channels": (set_of(0, "channels", "many"), "damaged: .*channels must be an integer"),
     "dtype": (set_of(0, "dtype", "int8"), "damaged: .*is no type of a PWLU"),
     "dtype of nothing": (set_of(0, "dtype", "load"), "damaged: .*is no type of a PWLU"),
     "init": (set_of(0, "init", "os.system"), "damaged: .*init 'os.system' is not known"),

@@ -70,7 +70,7 @@ def test_one_unit_equals_itself(dtype, intervals, bounds):
 def test_bad_input_of_a_fused_unit(pair):
     with pytest.raises(TypeError, match="x must be float32"):
         pair[1][1](torch.ones(2, 6).long())
-    with pytest.raises(ValueError, match="left is on cpu and x on meta"):
+    with pytest.raises(ValueError, match="left is on cpu but x is on meta"):
         pair[1][1](torch.ones(2, 6, device="meta"))
     with pytest.raises(TypeError, match="x must be a tensor, not list"):
         pair[1][1]([1.0])
@@ -78,9 +78,9 @@ def test_bad_input_of_a_fused_unit(pair):
 
 def test_forward_mode_is_refused(pair):
     x = torch.randn(2, 6)
-    with pytest.raises(RuntimeError, match="fuse_ is for inference alone"):
+    with pytest.raises(RuntimeError, match="fuse_ is for inference only"):
         torch.func.jvp(pair[1][1], (x,), (x,))
-    with pytest.raises(RuntimeError, match="fuse_ is for inference alone"):
+    with pytest.raises(RuntimeError, match="fuse_ is for inference only"):
         torch.func.jacfwd(pair[1][1])(x)
 
 
@@ -104,7 +104,7 @@ def test_the_hint_of_the_error_works():
     with pytest.raises(RuntimeError) as error:
         trapped(torch.ones(3, requires_grad=True)).sum().backward()
     names = {"model": model, "copy": copy, "pwlu": pwlu}
-    exec(re.search(r"fuse a copy: (.*)\.$", str(error.value)).group(1), names)
+    exec(re.search(r"fuse a copy of it: (.*)\.$", str(error.value)).group(1), names)
     assert isinstance(names["fused"][0], pwlu.FusedPWLU)
     assert isinstance(model[0], pwlu.PWLU)
 
@@ -145,9 +145,9 @@ def test_it_cannot_be_trained_by_accident(pair):
         pair[1](x)
     pair[1].eval()
     y = pair[1](x)  # without no_grad, as people forget: inference works
-    with pytest.raises(RuntimeError, match=r"fuse_ is for inference alone.*copy\.deepcopy"):
+    with pytest.raises(RuntimeError, match=r"fuse_ is for inference only.*copy\.deepcopy"):
         y.sum().backward()
-    with pytest.raises(RuntimeError, match=r"fuse_ is for inference alone"):
+    with pytest.raises(RuntimeError, match=r"fuse_ is for inference only"):
         torch.func.grad(lambda x: pair[1](x).sum())(x)
 
 
@@ -155,7 +155,7 @@ def test_nor_when_compiled(pair):
     torch._dynamo.reset()
     compiled = torch.compile(pair[1], fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 3, 12, 12)
-    with pytest.raises(RuntimeError, match="fuse_ is for inference alone"):
+    with pytest.raises(RuntimeError, match="fuse_ is for inference only"):
         compiled(x).sum().backward()
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), pair[1](x))
@@ -174,7 +174,7 @@ def test_loading_across_the_two_forms(pair):
     model, fused = pair
     with pytest.raises(RuntimeError, match=r"this model is fused\. Load them into the model before pwlu\.fuse_"):
         fused.load_state_dict(model.state_dict())
-    with pytest.raises(RuntimeError, match="holds a fused PWLU, this model an unfused one"):
+    with pytest.raises(RuntimeError, match="holds a fused PWLU, but the PWLU of this model is not fused"):
         model.load_state_dict(fused.state_dict())
     with pytest.raises(RuntimeError, match="fused"):
         model.load_state_dict(fused.state_dict(), strict=False)
@@ -188,7 +188,7 @@ def test_nothing_to_fuse():
         pwlu.fuse_(nn.Linear(2, 2))
     act = pwlu.PWLU()
     pwlu.fuse_(act)
-    with pytest.raises(ValueError, match=r"It is fused already$"):
+    with pytest.raises(ValueError, match=r"It is already fused$"):
         pwlu.fuse_(act)
 
 
@@ -203,7 +203,7 @@ def test_subclasses_are_refused_before_anything_changes():
 
 
 def test_wrong_channels(pair):
-    with pytest.raises(ValueError, match="the unit has 6 channels"):
+    with pytest.raises(ValueError, match="the activation has 6 channels"):
         pair[1][1](torch.randn(2, 5))
 
 

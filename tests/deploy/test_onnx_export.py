@@ -278,7 +278,7 @@ class Unable(nn.Module):
             "model",
             {},
             TypeError,
-            r"export_onnx: expected a model, a torch\.nn\.Module, not str: write pwlu\.export_onnx\(model, \.\.\.\)",
+            r"export_onnx: model must be a torch\.nn\.Module, not str\. Write pwlu\.export_onnx\(model, \.\.\.\)",
         ),
         (network().train(), {}, ValueError, r"the model, 0, 1, \.\.\. is in training mode\. Call model\.eval\(\) first"),
         (network().bfloat16(), {}, ValueError, r"is in bfloat16.*deepcopy\(model\)\.float\(\)"),

@@ -393,7 +393,7 @@ def test_line_in_16_bits():
     x = torch.randn(3, 2, dtype=torch.bfloat16)
     assert torch.equal(line(x), (x.float() + torch.tensor([1.0, -1.0])).bfloat16())
     assert repr(line) == "Line(channels=2, channel_dim=-1)"
-    with pytest.raises(ValueError, match="the unit has 2 channels"):
+    with pytest.raises(ValueError, match="the activation has 2 channels"):
         line(torch.randn(3, 4))
 
 
@@ -444,9 +444,9 @@ class Mine(pwlu.PWLU):
         (lambda: nn.Linear(2, 2), r"Linear has no PWLU. Convert it first: pwlu.convert_\(model, sample\)"),
         (
             lambda: pwlu.fuse_(fused := nn.Sequential(pwlu.PWLU())) and fused,
-            "has no PWLU. It is fused already: call pwlu.*_ before pwlu.fuse_",
+            "has no PWLU. It is already fused: call pwlu.*_ before pwlu.fuse_",
         ),
-        (lambda: "model", r"_: expected a model, a torch\.nn\.Module, not str: write pwlu\.\w+_\(model, \.\.\.\)"),
+        (lambda: "model", r"_: model must be a torch\.nn\.Module, not str\. Write pwlu\.\w+_\(model, \.\.\.\)"),
         (lambda: nn.Sequential(pwlu.PWLU(), Mine()), "1 is of a subclass of PWLU"),
         (lambda: nn.Sequential(pwlu.PWLU(), pwlu.PWLU(device="meta")), "1 is on the meta device and has no values"),
         (lambda: nn.DataParallel(nn.Sequential(pwlu.PWLU())), "wrapped, by DataParallel, .* Unwrap it first"),

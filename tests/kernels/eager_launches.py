@@ -131,7 +131,7 @@ def norm_calls_of(x, grad, weight, intervals, pool, vectors):
 def main():
     assert eager.library is not None
     kernel = pretended()
-    dispatch._serving = lambda device: kernel
+    dispatch._kernel_for_device = lambda device: kernel
     by_python = []
     call_ = driver.Loaded.__call__
     driver.Loaded.__call__ = lambda self, *arguments: (by_python.append(self), call_(self, *arguments))
@@ -162,7 +162,7 @@ def main():
             by_python.clear()
             count += len(found)
     eager.forget()
-    eager._MOST = 5
+    eager._MAX_LAUNCHES = 5
     for x, channels, dim, kind, intervals in cases():  # more than it may remember
         ops.forward(x, torch.ones(channels * (intervals + 5), dtype=kind), intervals, dim)
         assert 0 < len(eager._known) <= 5

@@ -285,7 +285,7 @@ def test_shapes_are_checked_before_c_sees_them(change, text):
 def test_a_traced_model_refuses_wrong_channels():
     traced = torch.jit.trace(torch.nn.Sequential(pwlu.PWLU(64)), torch.randn(2, 64))
     assert traced(torch.randn(5, 64)).shape == (5, 64)
-    with pytest.raises(Exception, match="the unit has 64 channels"):
+    with pytest.raises(Exception, match="the activation has 64 channels"):
         traced(torch.randn(2, 65))
 
 

@@ -455,7 +455,7 @@ def test_mistakes_in_norms_are_found(kernel, device, file, old, new, monkeypatch
     monkeypatch.setattr(kernels, "source", lambda chosen: source(chosen).replace(old, new))
     monkeypatch.setattr(cuda.plan, "_ELEMENTS_OF_THREAD", 0)
     broken = cuda.Kernel(kernel.index)
-    monkeypatch.setattr(dispatch, "_serving", lambda device: broken)
+    monkeypatch.setattr(dispatch, "_kernel_for_device", lambda device: broken)
     eager.forget()
     try:
         with pytest.raises(AssertionError):  # noqa: PT012

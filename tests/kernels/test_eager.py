@@ -49,7 +49,7 @@ def test_without_an_executable(executable, tmp_path):
 
 
 def test_wishes(tmp_path):
-    assert "unknown PWLU_EAGER='fast': there are compiled and python" in run("-c", "import pwlu", PWLU_EAGER="fast")[1]
+    assert "PWLU_EAGER must be compiled, python or auto, not 'fast'" in run("-c", "import pwlu", PWLU_EAGER="fast")[1]
     said = run("-m", "pwlu", "info", PWLU_EAGER="python", PWLU_CACHE=str(tmp_path))[1]
     assert "eager mode  Python (PWLU_EAGER=python)" in said
 

@@ -264,11 +264,13 @@ def test_a_folder_that_others_can_write(cache):
     assert not Path(path).exists()
     assert Path(path).parent != cache.folder
     assert library == "None"
-    assert f"because {cache.folder} must belong to this user and be writable by nobody else: run chmod go-w" in " ".join(state)
+    assert f"compiled: {cache.folder} must belong to this user and be writable by nobody else. Run chmod go-w" in " ".join(
+        state
+    )
     assert cache.names() == sorted(path.name for path in made.values())
     done = cache.command("build")
     assert done.returncode == 1
-    assert "run chmod go-w" in done.stderr
+    assert "Run chmod go-w" in done.stderr
 
 
 @pytest.mark.slow
@@ -284,7 +286,7 @@ def test_no_library_of_pwlu(cache):
     cxx = cache.compiler("wrong", f'while [ "$1" != -o ]; do shift; done; cp {cache.built["cpu"]} "$2"')
     tried = "while not eager.why: unit(x); time.sleep(0.01)\nprint(eager.why)"
     for _ in range(2):
-        assert f"{wrong.name} was built but cannot be opened: {wrong.name} is no library of pwlu" in cache.run(
+        assert f"{wrong.name} was built but cannot be opened: {wrong.name} is not a library of pwlu" in cache.run(
             USE + tried, CXX=cxx
         )
     assert cache.started("wrong") == 1
@@ -316,7 +318,7 @@ def test_two_processes_build_once(cache):
     assert cache.started("slow") == cache.started("cpu") == 1
     assert [out.split() for out, _ in said] == [[str(cache.place("cpu")), str(cache.place("eager"))]] * 2
     assert sorted(err.count("\n") for _, err in said) == [0, 1]  # the one that builds says so, in one line
-    assert "PWLU_EAGER=python turns this off" in "".join(err for _, err in said)
+    assert "Set PWLU_EAGER=python to turn this off" in "".join(err for _, err in said)
     assert cache.names() == sorted(cache.place(name).name for name in ("cpu", "eager"))
 
 
@@ -448,7 +450,7 @@ def by_python(y):
     return "Differentiable" in str(y.grad_fn)
 
 assert eager.library is None
-assert eager.state() == "Python; being built, used when it is ready"
+assert eager.state() == "Python; the C++ extension is being compiled and will be used when it is ready"
 early, before = unit(x), results(unit(x))
 count = 0
 while eager.library is None:
@@ -524,32 +526,33 @@ def info(cache, **environment):
 
 @pytest.mark.slow
 def test_info(cache, monkeypatch):
-    assert info(cache).startswith("Python; not built yet: ")
+    assert info(cache).startswith("Python; the C++ extension is not compiled yet: ")
     assert info(cache, PWLU_EAGER="python") == "Python (PWLU_EAGER=python)"
     missing = (
-        "Python; cannot be built here because the compiler CXX='/no/such' was not found; once that is mended, `pwlu build`"
+        "Python; the C++ extension cannot be compiled: the compiler CXX='/no/such' was not found. "
+        "Fix this, then run `pwlu build`"
     )
     assert info(cache, CXX="/no/such").startswith(missing)
-    assert "no folder for a cache" in info_without_a_home(cache)
+    assert "there is no folder for the cache" in info_without_a_home(cache)
     broken = cache.compiler("broken", "echo too old >&2; exit 1")
     assert cache.command("build", CXX=broken).returncode == 1
-    assert info(cache).startswith(f"Python; cannot be built here because {broken} failed on eager.cpp: too old; once")
+    assert info(cache).startswith(f"Python; the C++ extension cannot be compiled: {broken} failed on eager.cpp: too old. Fix")
     made = cache.fill()
     assert info(cache) == f"compiled, loaded ({made['eager']})"
     with monkeypatch.context() as patch:  # reasons that this machine does not have
         patch.setattr(eager, "library", None)
         patch.setenv("PWLU_EAGER", "auto")
         patch.setattr(eager, "stem", lambda: cache.stems["eager"])
-        assert eager.state() == f"Python; built, used by the next process ({made['eager']})"
+        assert eager.state() == f"Python; the C++ extension is compiled, and used by the next process ({made['eager']})"
         patch.setattr(eager, "_ready", made["eager"])
-        assert eager.state() == f"Python; built, used by the next call ({made['eager']})"
+        assert eager.state() == f"Python; the C++ extension is compiled, and used by the next call ({made['eager']})"
         made["eager"].unlink()
         patch.setattr(build, "compiler", lambda *_: None)
-        assert "because no C++ compiler was found (looked for $CXX, c++, g++, clang++)" in eager.state()
+        assert "compiled: no C++ compiler was found (looked for $CXX, c++, g++, clang++)" in eager.state()
         patch.setattr(torch, "__file__", str(cache.tools / "torch" / "__init__.py"))
-        assert f"because torch was installed without its C++ headers (looked in {cache.tools / 'torch'}" in eager.state()
+        assert f"compiled: torch was installed without its C++ headers (looked in {cache.tools / 'torch'}" in eager.state()
         patch.setattr(sys, "platform", "win32")
-        assert "because eager.cpp is not built on Windows" in eager.state()
+        assert "compiled: eager.cpp is not built on Windows" in eager.state()
 
 
 def info_without_a_home(cache):
@@ -563,7 +566,7 @@ def info_without_a_home(cache):
 def test_info_while_another_process_builds(cache):
     process = cache.start(USE + SWITCH, CXX=cache.compiler("long", "sleep 300"))
     eventually(lambda: cache.started("long"))
-    assert info(cache) == "Python; being built, used when it is ready"
+    assert info(cache) == "Python; the C++ extension is being compiled and will be used when it is ready"
     process.kill()
     process.communicate()
-    assert info(cache).startswith("Python; not built yet")
+    assert info(cache).startswith("Python; the C++ extension is not compiled yet")

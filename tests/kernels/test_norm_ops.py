@@ -434,7 +434,7 @@ def test_bad_input_says_what_is_wrong(device):
     x, _, added, gamma, beta, parameters = problem((3, 4, 5, 6), torch.float32, device, True)
     weight, intervals = weight_of(parameters)
     norm, _ = statistics(x, gamma, beta)
-    with pytest.raises(ValueError, match=r"residual must have the shape, type and device of x.*not \(3, 4, 5, 1\)"):
+    with pytest.raises(ValueError, match=r"residual must have the shape, dtype and device of x.*not \(3, 4, 5, 1\)"):
         norm_ops.norm_forward(x, added[..., :1], norm, weight, intervals)
     with pytest.raises(ValueError, match=r"the norm \(4, channels\).*not \(3, 4, 5, 6\), \(3, 4\) and 4"):
         norm_ops.norm_forward(x, None, norm[:3], weight, intervals)
@@ -442,7 +442,7 @@ def test_bad_input_says_what_is_wrong(device):
         norm_ops.normalization(x, gamma, beta, None, None, None, 0.1, EPS, False, None)
     with pytest.raises(ValueError, match=r"gamma must have the shape \(4,\), one per channel, not \(3,\)"):
         norm_ops.normalization(x, gamma[:3], beta, None, None, None, 0.1, EPS, True, None)
-    with pytest.raises(ValueError, match=r"x must have the shape \(batch, channels, \.\.\.\) to be normalised, not \(4,\)"):
+    with pytest.raises(ValueError, match=r"x must have the shape \(batch, channels, \.\.\.\) to be normalized, not \(4,\)"):
         norm_ops.normalization(gamma, None, None, None, None, None, 0.1, EPS, True, None)
 
 

@@ -135,7 +135,7 @@ def uneven(tmp_path_factory):
 def test_uneven_processes_in_phase_one_are_refused_before_the_first_step(uneven, given):
     for result in uneven:
         message, untouched = result[given]
-        assert "every step of Phase I needs all processes" in message
+        assert "every step of Phase I needs all ranks" in message
         assert "join(throw_on_early_termination=True)" in message
         assert untouched
 

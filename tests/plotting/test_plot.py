@@ -351,7 +351,7 @@ MODEL = nn.Sequential(pwlu.PWLU(3))
     ("call", "text"),
     [
         (lambda: plot_functions(conv()), r"Conv2d has no PWLU. Convert it first: pwlu\.convert_\(model, sample\)"),
-        (lambda: plot_functions(fused()), r"Sequential has no PWLU. It is fused already: call pwlu\.plot_functions before"),
+        (lambda: plot_functions(fused()), r"Sequential has no PWLU. It is already fused: call pwlu\.plot_functions before"),
         (lambda: plot_functions(3), "expected a model, or the parameters of its PWLUs by name, not int"),
         (lambda: plot_functions({}), "there are no functions, the dictionary is empty"),
         (lambda: plot_functions({"a": 3}), "'a' must be a dictionary of parameters, not int"),

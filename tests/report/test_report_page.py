@@ -429,7 +429,7 @@ def test_where_the_page_goes(run, tmp_path, capsys):
     assert main(["report", str(run), "-o", str(tmp_path)]) == 2
     assert f"-o must be a file, not the folder {tmp_path}. Write -o {tmp_path / 'report.html'}" in capsys.readouterr().err
     assert main(["report", str(run), "-o", str(tmp_path / "no" / "page.html")]) == 2
-    assert f"cannot be written: there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
+    assert f"cannot be written: the folder {tmp_path / 'no'} does not exist" in capsys.readouterr().err
 
 
 # What the script is given.

@@ -1,4 +1,4 @@
-"""Activations to compare PWLU with, by name: those of torch, and the learnable ones of the paper's comparison."""
+"""Activations to compare PWLU with, by name: those of PyTorch, and the learnable ones of the paper's comparison."""
 
 from collections.abc import Callable
 
@@ -33,20 +33,32 @@ NAMES = tuple(_MAKERS)
 
 
 def activation(name: str, channels: int = 1, channel_dim: int = 1, start: _Init = "leaky_relu") -> nn.Module:
-    """The activation of that name for an input with so many channels.
+    """Create an activation by name.
 
     Args:
-        name: relu, swish (or silu), gelu, hardswish; prelu, apl (S = 3, as the paper has it), apl5, frelu and pwlu, which have
-            parameters for each channel; or pau, which has one function for all of them.
-        channels: 1 stands for one function for everything, except for frelu.
-        channel_dim: where the channels are: 1 in images, -1 in sequences.
-        start: the function that pau begins as. The others have starts of their own, which their classes describe.
+        name: "relu", "swish" or "silu", "gelu", "hardswish"; "prelu", "apl" (S = 3, as in the paper), "apl5", "frelu" and
+            "pwlu", which have parameters per channel; or "pau", which has one function for all channels.
+        channels: the number of channels of the input. 1 means one function for all channels, except for "frelu". Default: 1.
+        channel_dim: the channel dimension of the input. Default: 1, for images; use -1 for sequences.
+        start: the initial function of "pau": a name, a function, or an ``InitialFunction``. The other activations have fixed
+            initial functions, which their classes describe. Default: "leaky_relu".
+
+    Returns:
+        A new module.
+
+    Raises:
+        ValueError: if the name is not known.
+
+    Example::
+
+        act = pwlu.activation("apl", channels=64)
+        y = act(torch.randn(8, 64, 32, 32))
     """
     check_name(name)
     return _MAKERS[name](channels, channel_dim, start)
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError unless :func:`activation` knows the name."""
+    """Check that :func:`activation` knows the name; raise ValueError if not."""
     if name not in _MAKERS:
         raise ValueError(f"activation: {name!r} is not known. Write one of {', '.join(NAMES)}")

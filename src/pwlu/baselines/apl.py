@@ -8,25 +8,32 @@ from torch.autograd.function import once_differentiable
 
 from pwlu import checks, reference
 from pwlu.baselines import fused
-from pwlu.baselines.arguments import channels_and_dim
+from pwlu.baselines.arguments import check_channels_and_dim
 
 
 class APL(nn.Module):
-    r"""Adaptive Piecewise Linear unit (Agostinelli et al. 2014, arXiv 1412.6830):
+    """Adaptive Piecewise Linear unit (Agostinelli et al. 2014, arXiv 1412.6830)::
 
-    .. math:: y = \max(0, x) + \sum_{i=1}^S a_i \max(0, b_i - x)
+        y = max(0, x) + sum over i = 1..S of a_i max(0, b_i - x)
+
+    The input may have any shape. The output has the shape and dtype of the input. The computation runs in float32 (float64 for
+    float64). The backward pass saves only x and the parameters.
+
+    The parameters are ``slopes`` (C, S), the a_i, and ``offsets`` (C, S), the b_i. They are initialized at random as in the
+    authors' code: a_i uniform in [-0.5/S, 0.5/S], b_i normal with mean 0 and standard deviation 0.5. The authors use a weight
+    decay of 0.001 for both.
+
+    On NVIDIA GPUs, forward and backward are one Triton kernel each. Set ``PWLU_CUDA_KERNEL=reference`` to use PyTorch operators
+    instead.
 
     Args:
-        channels: C functions, one for each entry of dimension ``channel_dim``; 1 means one function for everything. (Its
-            authors' networks have one for each channel and position; the paper on PWLU compares with one a channel.)
-        hinges: S. The paper on PWLU takes 3, because 5, its authors' largest, did not train on ImageNet.
-        channel_dim: 1 for images (B, C, H, W), -1 for sequences (B, T, C).
-
-    Parameters: ``slopes`` (C, S), the a_i, and ``offsets`` (C, S), the b_i. They start at random, as in its authors' code: a_i
-    uniform between -0.5/S and 0.5/S, b_i normal with mean 0 and deviation 0.5. Its authors let both decay, by 0.001.
-
-    Shape: any; output as input. Arithmetic is in float32 (float64 for float64). Backward needs x and the parameters alone.
-    On NVIDIA GPUs forward and backward are a kernel each, in Triton; ``PWLU_CUDA_KERNEL=reference`` asks for plain operations.
+        channels: the number of functions C, one per entry of dimension ``channel_dim``. Default: 1, one function for all
+            elements. (The networks of the authors have one function per channel and position. The PWLU paper compares with one
+            per channel.)
+        hinges: S. Default: 3, as in the PWLU paper, because 5, the largest S of the authors, did not train on ImageNet.
+        channel_dim: the channel dimension. Default: 1, for images (B, C, H, W); use -1 for sequences (B, T, C).
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
     """
 
     def __init__(
@@ -39,19 +46,19 @@ class APL(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.channels, self.channel_dim = channels_and_dim("APL", channels, channel_dim)
-        self.hinges = checks.whole_number("APL", "hinges", hinges, "S, 3 in the paper", 1)
+        self.channels, self.channel_dim = check_channels_and_dim("APL", channels, channel_dim)
+        self.hinges = checks.check_integer("APL", "hinges", hinges, "S, 3 in the paper", 1)
         self.slopes = nn.Parameter(torch.empty(self.channels, self.hinges, device=device, dtype=dtype))
         self.offsets = nn.Parameter(torch.empty(self.channels, self.hinges, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew."""
+        """Initialize the parameters at random."""
         nn.init.uniform_(self.slopes, -0.5 / self.hinges, 0.5 / self.hinges)
         nn.init.normal_(self.offsets, std=0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """y."""
+        """Return y."""
         checks.check_input(x)
         if self.channels > 1:
             checks.check_channels(x, self.channels, self.channel_dim)
@@ -59,26 +66,26 @@ class APL(nn.Module):
         return y
 
     def extra_repr(self) -> str:
-        """For print."""
+        """Return the arguments, for repr."""
         return f"channels={self.channels}, hinges={self.hinges}, channel_dim={self.channel_dim}"
 
 
 class _APL(torch.autograd.Function):
-    """By kernels where they serve; else hinge by hinge, so that nothing is S times as large as x."""
+    """Use the Triton kernels if possible; else loop over the hinges, so that no tensor is S times as large as x."""
 
     @staticmethod
     def forward(x: Tensor, slopes: Tensor, offsets: Tensor, channel_dim: int) -> Tensor:
-        if fused.usable(x, slopes, offsets):
+        if fused.can_use_kernels(x, slopes, offsets):
             from pwlu.baselines import apl_kernels
 
             return apl_kernels.forward(x, slopes, offsets, channel_dim)
         wide, *hinges = _in_compute_type(x, slopes, offsets, channel_dim)
-        # a max(0, b - x) = a b - a min(x, b), which takes a pass over memory less
+        # a max(0, b - x) = a b - a min(x, b), which saves one pass over memory
         constant = (slopes.to(wide.dtype) * offsets.to(wide.dtype)).sum(1)
         y = wide.clamp_min(0).add_(reference.along(constant, x, channel_dim))
         for slope, offset in zip(*hinges, strict=True):
             y.addcmul_(slope, torch.minimum(wide, offset), value=-1)
-        return y.to(x.dtype).detach()  # the compiler of torch 2.11 loses the gradients of what an operation in place returns
+        return y.to(x.dtype).detach()  # torch.compile of torch 2.11 loses the gradient of the result of an in-place operation
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -90,7 +97,7 @@ class _APL(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, slopes, offsets = ctx.saved_tensors
         need_x, *need_parameters, _ = ctx.needs_input_grad
-        if fused.usable(x, grad, slopes, offsets):
+        if fused.can_use_kernels(x, grad, slopes, offsets):
             from pwlu.baselines import apl_kernels
 
             need = need_x, any(need_parameters)
@@ -101,14 +108,14 @@ class _APL(torch.autograd.Function):
         wide, *hinges = _in_compute_type(x, slopes, offsets, ctx.channel_dim)
         grad = grad.to(wide.dtype)
         grad_x = torch.where(wide > 0, grad, 0) if need_x else None
-        sums, moments = [], []  # of the gradient left of each hinge, and of gradient times x
+        sums, moments = [], []  # for each hinge: sums of g and of g x over the elements left of it
         for slope, offset in zip(*hinges, strict=True):
             left = torch.where(wide < offset, grad, 0)
             if grad_x is not None:
                 grad_x.addcmul_(slope, left, value=-1)
             if any(need_parameters):
-                sums.append(_total(left, slopes.shape[0], ctx.channel_dim))
-                moments.append(_total(left * wide, slopes.shape[0], ctx.channel_dim))
+                sums.append(_channel_sums(left, slopes.shape[0], ctx.channel_dim))
+                moments.append(_channel_sums(left * wide, slopes.shape[0], ctx.channel_dim))
         if grad_x is not None:
             grad_x = grad_x.to(x.dtype)
         if not any(need_parameters):
@@ -118,7 +125,7 @@ class _APL(torch.autograd.Function):
 
 
 def _in_compute_type(x: Tensor, slopes: Tensor, offsets: Tensor, channel_dim: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """x, and a_i and b_i of each hinge in a shape that broadcasts against it."""
+    """Return x, and a_i and b_i of each hinge in a shape that broadcasts against x, in the compute dtype."""
     wide = x.to(reference.compute_dtype(x))
     slope, offset = (
         [reference.along(p, x, channel_dim) for p in parameter.to(wide.dtype).unbind(1)] for parameter in (slopes, offsets)
@@ -126,9 +133,9 @@ def _in_compute_type(x: Tensor, slopes: Tensor, offsets: Tensor, channel_dim: in
     return wide, slope, offset
 
 
-def _total(terms: Tensor, channels: int, channel_dim: int) -> Tensor:
-    """The sum of each channel: (C,)."""
+def _channel_sums(terms: Tensor, channels: int, channel_dim: int) -> Tensor:
+    """Return the sum of each channel: (C,)."""
     if channels == 1:
         return terms.sum().reshape(1)
     others = [d for d in range(terms.ndim) if d != channel_dim % terms.ndim]
-    return terms.sum(others) if others else terms  # an empty list would mean all dimensions
+    return terms.sum(others) if others else terms  # sum([]) would sum over all dimensions

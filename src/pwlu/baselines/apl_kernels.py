@@ -1,8 +1,9 @@
-"""APL as one kernel forward and one backward, in Triton.
+"""Triton kernels of APL, one for forward and one for backward.
 
-Memory is (outer, channels, inner): rows of channels * inner elements, one behind the other. A program works on a group of
-neighbouring columns: those of one channel ("planes"), or, where a channel's share of a row is less than a GPU fetches at once,
-a block of columns that may belong to several channels ("rows"). Either way a tile is some rows by some neighbouring columns.
+A tensor is (outer, channels, inner) in memory order: `outer` rows of channels * inner elements each. A program works on a group
+of neighbouring columns. With "planes" these are the columns of one channel. With "rows" they may belong to several channels; it
+is used if one channel has fewer bytes per row than a GPU fetches at once. A tile is a rectangle of neighbouring rows and
+columns.
 """
 
 from typing import NamedTuple
@@ -12,16 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pwlu.baselines.fused import most_programs
+from pwlu.baselines.fused import max_programs
 from pwlu.kernels import layout
 
-_FETCHED = 32  # bytes
-_COLUMNS = 32  # of a tile in rows
-_FEWEST_ROWS = 64  # that a program adds up in rows, where it leaves 2 S sums for every column
+_FETCH_BYTES = 32  # that a GPU fetches at once
+_COLUMNS = 32  # columns of a tile with "rows"
+_MIN_ROWS = 64  # rows that a program adds up with "rows", because it writes 2 S sums per column
 
 
 class _Plan(NamedTuple):
-    """What the kernels take, in that order."""
+    """The arguments of the kernels, in their order."""
 
     outer: int
     channels: int
@@ -32,16 +33,16 @@ class _Plan(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, channels: int, channel_dim: int, hinges: int) -> "_Plan":
-        """For a dense x that is not empty."""
+        """Return the plan for a dense x that is not empty."""
         outer, channels, inner = layout.geometry(x, channels, channel_dim)
-        elements = 1024 if hinges <= 3 else 512  # backward keeps 2 S sums for each of a tile in registers
-        planes = channels == 1 or inner * x.element_size() >= _FETCHED
+        elements = 1024 if hinges <= 3 else 512  # backward keeps 2 S sums per element of a tile in registers
+        planes = channels == 1 or inner * x.element_size() >= _FETCH_BYTES
         columns = min(triton.next_power_of_2(inner), elements) if planes else _COLUMNS
         columns = min(columns, triton.next_power_of_2(channels * inner))
         return cls(outer, channels, inner, planes, min(triton.next_power_of_2(outer), elements // columns), columns)
 
     def grid(self) -> tuple[int, int]:
-        """The number of groups, and of tiles in each."""
+        """Return the number of groups, and the number of tiles per group."""
         down = triton.cdiv(self.outer, self.tile_rows)
         if self.planes:
             return self.channels, down * triton.cdiv(self.inner, self.tile_columns)
@@ -49,7 +50,7 @@ class _Plan(NamedTuple):
 
 
 def forward(x: Tensor, slopes: Tensor, offsets: Tensor, channel_dim: int) -> Tensor:
-    """y, for an x that is not empty."""
+    """Return y for an x that is not empty."""
     y = torch.empty_like(x)
     x = layout.laid_out_as(y, x)
     channels, hinges = slopes.shape
@@ -63,19 +64,19 @@ def forward(x: Tensor, slopes: Tensor, offsets: Tensor, channel_dim: int) -> Ten
 def backward(
     grad: Tensor, x: Tensor, slopes: Tensor, offsets: Tensor, channel_dim: int, need_x: bool, need_parameters: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and of the parameters, slopes and offsets: (2, C, S) in float64. None unless needed.
+    """Return the gradient of x, and those of slopes and offsets as one tensor (2, C, S) in float64; None if not needed.
 
-    A program adds up in float32 (float64 for float64), for each element of its tile over the k tiles it visits, then over the
-    tile; what the programs found is added in float64. So the additions put sums off by at most k + 10 half units of the sum of
-    the sizes of the terms.
+    A program visits k tiles. It adds in float32 (float64 for float64): first each element of the tile over the k tiles, then
+    all elements of the tile. The sums of the programs are added in float64. So the rounding error of a sum is at most (k + 10)
+    eps/2 times the sum of the absolute values of its terms.
     """
     like = torch.empty_like(x)
     x, grad = layout.laid_out_as(like, x), layout.laid_out_as(like, grad)
     channels, hinges = slopes.shape
     plan = _Plan.of(x, channels, channel_dim, hinges)
     groups, tiles = plan.grid()
-    fewest = 1 if plan.planes else triton.cdiv(_FEWEST_ROWS, plan.tile_rows)
-    programs = min(triton.cdiv(tiles, fewest), triton.cdiv(most_programs(x.device), groups))  # of each group
+    min_tiles = 1 if plan.planes else triton.cdiv(_MIN_ROWS, plan.tile_rows)
+    programs = min(triton.cdiv(tiles, min_tiles), triton.cdiv(max_programs(x.device), groups))  # per group
     grad_x = like if need_x else None
     sums = None
     if need_parameters:
@@ -88,7 +89,7 @@ def backward(
 
 @triton.jit
 def _groups(channels: tl.tensor, inner: tl.tensor, PLANES: tl.constexpr, TILE_COLUMNS: tl.constexpr) -> tl.tensor:
-    """How many there are."""
+    """Return the number of groups."""
     return channels if PLANES else tl.cdiv(tl.cast(channels, tl.int64) * inner, TILE_COLUMNS)
 
 
@@ -96,7 +97,7 @@ def _groups(channels: tl.tensor, inner: tl.tensor, PLANES: tl.constexpr, TILE_CO
 def _group(
     group: tl.tensor, channels: tl.tensor, inner: tl.tensor, PLANES: tl.constexpr, TILE_COLUMNS: tl.constexpr
 ) -> tl.tensor:
-    """Where in a row it starts, how many columns there are from there on, how many tiles side by side, and whose they are."""
+    """Return for a group: its first column, the columns from there on, the number of tiles across, and its channels."""
     if PLANES:
         channel, start, columns, across = group, tl.cast(group, tl.int64) * inner, inner, tl.cdiv(inner, TILE_COLUMNS)
     else:
@@ -117,7 +118,7 @@ def _tile(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Which elements it has, and which of them exist."""
+    """Return the offsets of the elements of a tile, and a mask of those inside the tensor."""
     row = tl.cast(tile // across, tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
     column = tl.cast(tile % across, tl.int64) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
     return row * period + start + column, (row < outer) & (column < columns)
@@ -125,7 +126,7 @@ def _tile(
 
 @triton.jit
 def _hinges(parameter: tl.tensor, channel: tl.tensor, channels: tl.tensor, S: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
-    """Of S hinges, the parameter of that channel or of each of those."""
+    """Load a parameter of all S hinges, for one channel or for several."""
     found: tl.tuple = ()
     for s in tl.static_range(S):
         value = tl.load(parameter + channel * S + s, mask=channel < channels, other=0)
@@ -147,7 +148,7 @@ def _forward(
     TILE_COLUMNS: tl.constexpr,
     S: tl.constexpr,
 ) -> None:
-    """One tile."""
+    """Compute one tile of y."""
     WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     groups = _groups(channels, inner, PLANES, TILE_COLUMNS)
     program = tl.program_id(0)
@@ -156,7 +157,7 @@ def _forward(
     period = tl.cast(channels, tl.int64) * inner
     at, exists = _tile(program // groups, start, columns, across, outer, period, TILE_ROWS, TILE_COLUMNS)
     value = tl.load(x + at, mask=exists, other=0).to(WIDE)
-    result = tl.maximum(value, 0.0)  # 0 for NaN, which comes back with any hinge
+    result = tl.maximum(value, 0.0)  # this is 0 for NaN; the hinges below give NaN again
     for s in tl.static_range(S):
         result += slope[s] * tl.where(value > offset[s], 0.0, offset[s] - value)
     tl.store(y + at, result.to(y.dtype.element_ty), mask=exists)
@@ -178,7 +179,10 @@ def _backward(
     TILE_COLUMNS: tl.constexpr,
     S: tl.constexpr,
 ) -> None:
-    """Every so many tiles of a group, and sums of these: (programs of a group, 2, channels or columns, S)."""
+    """Compute every n-th tile of a group, for n programs per group, and the sums over these tiles.
+
+    The sums are (programs per group, 2, channels or columns, S).
+    """
     WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     groups = _groups(channels, inner, PLANES, TILE_COLUMNS)
     group, program, programs = tl.program_id(0) % groups, tl.program_id(0) // groups, tl.num_programs(0) // groups
@@ -186,7 +190,7 @@ def _backward(
     slope, offset = _hinges(slopes, channel, channels, S, WIDE), _hinges(offsets, channel, channels, S, WIDE)
     period = tl.cast(channels, tl.int64) * inner
     totals: tl.tuple = (tl.zeros((TILE_ROWS, TILE_COLUMNS), WIDE),) * S
-    moments = totals  # sums of the gradient left of each hinge, and of gradient times x
+    moments = totals  # totals and moments: sums of g and of g x over the elements left of each hinge
     for tile in range(program, tl.cdiv(outer, TILE_ROWS) * across, programs):
         at, exists = _tile(tile, start, columns, across, outer, period, TILE_ROWS, TILE_COLUMNS)
         value = tl.load(x + at, mask=exists, other=0).to(WIDE)

@@ -5,29 +5,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwlu.baselines.arguments import channels_and_dim
+from pwlu.baselines.arguments import check_channels_and_dim
 
-_MOST_GROUPS, _LEAST_CHANNELS = 32, 8  # group norm: as in detectors' heads of 256 channels
+_MAX_GROUPS, _MIN_CHANNELS = 32, 8  # of group norm, as in detection heads with 256 channels
 
 
 class FReLU(nn.Module):
-    r"""Funnel ReLU (Ma et al. 2020, arXiv 2007.11824): ReLU whose threshold is what a window around each pixel says.
+    """Funnel ReLU (Ma et al. 2020, arXiv 2007.11824): a ReLU whose threshold depends on a window around each pixel::
 
-    .. math:: y = \max(x, T(x)), \qquad T = \text{norm of a depthwise } 3 \times 3 \text{ convolution}
+        y = max(x, T(x)),  T = norm of a depthwise 3 x 3 convolution
+
+    The input has four dimensions. The output has the shape and dtype of the input.
+
+    The parameters are ``conv.weight`` (C, 1, 3, 3), ``norm.weight`` (C,) and ``norm.bias`` (C,). The first is initialized
+    normal with mean 0 and standard deviation 0.01, as the authors advise; the others to 1 and 0. There is no ``conv.bias``,
+    because the norm has a bias.
+
+    With group norm, ``norm.weight`` is initialized to 0.1. The detection heads it is meant for have no norm, and small inputs
+    at first. With a weight of 1, T would dominate these inputs, gradients would be a hundred times as large, and a RetinaNet
+    diverges.
 
     Args:
-        channels: C, of x.
-        channel_dim: 1 for images (B, C, H, W), -1 for (B, H, W, C).
-        norm: "batch", as its authors have it; or "group", for a place that runs several times in a pass, as in a head on five
-            levels of a pyramid. There a batch norm normalises each level by itself in training, and all of them by one mixture
-            of their statistics in evaluation, which is another function. Group norm is the same in both.
-
-    Parameters: ``conv.weight`` (C, 1, 3, 3), which starts normal with mean 0 and deviation 0.01, as its authors advise;
-    ``norm.weight`` and ``norm.bias`` (C,), which start as 1 and 0. There is no ``conv.bias``: the norm has one. With group norm
-    the weights start as 0.1: the heads it is for have no norm of their own and small inputs at first. Of size 1, T would be all
-    that is left of them, gradients would be a hundred times as large, and a RetinaNet diverges.
-
-    Shape: four-dimensional, output as input.
+        channels: the number of channels C of the input.
+        channel_dim: the channel dimension. Default: 1, for images (B, C, H, W); use -1 for (B, H, W, C).
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+        norm: "batch", as the authors use it, or "group". Default: "batch". Use "group" for a module that runs several times per
+            forward pass, such as a head on five levels of a pyramid. There, batch norm normalizes each level separately in
+            training, but all levels by one mixture of their statistics in evaluation. Group norm is the same in both.
     """
 
     def __init__(
@@ -40,11 +45,11 @@ class FReLU(nn.Module):
         norm: str = "batch",
     ) -> None:
         super().__init__()
-        self.channels, self.channel_dim = channels_and_dim("FReLU", channels, channel_dim)
+        self.channels, self.channel_dim = check_channels_and_dim("FReLU", channels, channel_dim)
         if norm not in ("batch", "group"):
-            raise ValueError(f"FReLU: norm must be 'batch', or 'group' where it runs several times in a pass, not {norm!r}")
+            raise ValueError(f"FReLU: norm must be 'batch', or 'group' if it runs several times per forward pass, not {norm!r}")
         self.conv = nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False, device=device, dtype=dtype)
-        self.norm: Any  # one of them, or SyncBatchNorm later
+        self.norm: Any  # BatchNorm2d or GroupNorm; users may convert it to SyncBatchNorm
         if norm == "batch":
             self.norm = nn.BatchNorm2d(channels, device=device, dtype=dtype)
         else:
@@ -52,39 +57,42 @@ class FReLU(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the windows anew, and forget the statistics."""
+        """Initialize the parameters, and reset the running statistics of the norm."""
         nn.init.normal_(self.conv.weight, std=0.01)
         self.norm.reset_parameters()
         if isinstance(self.norm, nn.GroupNorm):
             nn.init.constant_(self.norm.weight, 0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """y."""
+        """Return y."""
         if x.ndim != 4 or x.shape[self.channel_dim] != self.channels:
             raise ValueError(
-                f"FReLU: x must be a map with {self.channels} channels in dimension {self.channel_dim} of four, not of shape "
-                f"{tuple(x.shape)}. Where there is no map, write nn.ReLU()"
+                f"FReLU: x must have four dimensions, with {self.channels} channels in dimension {self.channel_dim}, not the "
+                f"shape {tuple(x.shape)}. If x is not an image, write nn.ReLU()"
             )
         threshold = self.norm(self.conv(x.movedim(self.channel_dim, 1))).movedim(1, self.channel_dim)
-        # x comes first: y is then in the order of x in memory, which group norm does not keep on GPUs
-        if torch.is_grad_enabled():  # so that for this step backward needs a mask alone, not x and T(x)
+        # x is the first operand, so that y has its memory layout, which group norm does not keep on GPUs.
+        if torch.is_grad_enabled():  # torch.where saves only a mask for the backward pass, not x and T(x)
             return torch.where(x >= threshold, x, threshold)
         return torch.maximum(x, threshold)
 
     def extra_repr(self) -> str:
-        """For print."""
+        """Return the arguments, for repr."""
         norm = ", norm='group'" if isinstance(self.norm, nn.GroupNorm) else ""
         return f"channels={self.channels}, channel_dim={self.channel_dim}{norm}"
 
 
 class _GroupNorm(nn.GroupNorm):
-    """torch's, in the type of its input under autocast too, as batch norm is, and without its error for a single number."""
+    """Group norm that keeps the dtype of its input under autocast, like batch norm, and accepts one value per group."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.group_norm(x, self.num_groups, self.weight, self.bias, self.eps).to(x.dtype)
 
 
 def _groups(channels: int) -> int:
-    """Up to 32 of equal size, each of 8 channels at least, so that there is something to normalise in a map of one pixel."""
-    most = max(1, min(_MOST_GROUPS, channels // _LEAST_CHANNELS))
-    return next(groups for groups in range(most, 0, -1) if channels % groups == 0)
+    """Return the number of groups, at most 32, of equal size.
+
+    A group has at least 8 channels, so that it can be normalized even if the image has one pixel.
+    """
+    limit = max(1, min(_MAX_GROUPS, channels // _MIN_CHANNELS))
+    return next(groups for groups in range(limit, 0, -1) if channels % groups == 0)

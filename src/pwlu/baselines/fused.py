@@ -1,4 +1,4 @@
-"""Whether APL and PAU run as kernels, one forward and one backward, and how large the grids of those are."""
+"""Decide whether APL and PAU use their Triton kernels, and how many programs these launch."""
 
 import functools
 import os
@@ -7,15 +7,15 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-_OLDEST = (8, 0)  # what Triton supports, and the first with conversions to bfloat16
-_PROGRAMS = 8  # a multiprocessor: enough to hide the latency of memory
+_MIN_CAPABILITY = (8, 0)  # the oldest that Triton supports, and the first with conversions to bfloat16
+_PROGRAMS_PER_MULTIPROCESSOR = 8  # enough to hide the latency of memory
 
 
-def usable(x: Tensor, *parameters: Tensor) -> bool:
-    """Whether kernels take them: on a GPU that runs Triton, and where nobody but torch's autograd looks at what is computed.
+def can_use_kernels(x: Tensor, *parameters: Tensor) -> bool:
+    """Return whether the Triton kernels can compute on these tensors.
 
-    What the compiler, a tracer, a transform or a tensor of another class sees must be the plain operations; the compiler fuses
-    those itself.
+    The tensors must be on a GPU that Triton supports. A compiler, a tracer, a transform or a tensor subclass must see PyTorch
+    operators instead; torch.compile fuses these itself.
     """
     if not x.is_cuda or torch.compiler.is_compiling() or not x.numel():
         return False
@@ -27,11 +27,10 @@ def usable(x: Tensor, *parameters: Tensor) -> bool:
     return _runs_triton(x.device.index)
 
 
-def most_programs(device: torch.device) -> int:
-    """Of a kernel that leaves sums: each of them is an entry of the last summation."""
-    return _PROGRAMS * (
-        _multiprocessors(device.index) if device.type == "cuda" else 1
-    )  # Triton's interpreter has one processor
+def max_programs(device: torch.device) -> int:
+    """Return the largest number of programs of a kernel that writes partial sums, one per program."""
+    multiprocessors = _multiprocessors(device.index) if device.type == "cuda" else 1  # 1 for Triton's interpreter
+    return _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
 
 
 @functools.cache
@@ -41,29 +40,30 @@ def _multiprocessors(index: int) -> int:
 
 @functools.cache
 def _runs_triton(index: int) -> bool:
-    """``PWLU_CUDA_KERNEL=reference`` asks for plain operations here, too. Where nobody asked, a warning says so, once."""
+    """Return whether Triton runs on a device; warn once if it does not, unless ``PWLU_CUDA_KERNEL=reference``."""
     if os.environ.get("PWLU_CUDA_KERNEL") == "reference":
         return False
-    why = _why_not(index)
-    if why:
+    reason = _why_unavailable(index)
+    if reason:
         warnings.warn(
-            f"APL and PAU run as many small operations, correct but several times slower ({why}). "
-            "PWLU_CUDA_KERNEL=reference silences this.",
+            f"APL and PAU use many small PyTorch operators, which is correct but several times slower, because {reason}. "
+            "Set PWLU_CUDA_KERNEL=reference to silence this warning.",
             stacklevel=2,
         )
-    return not why
+    return not reason
 
 
-def _why_not(index: int) -> str:
-    """What keeps Triton from running on that device; empty if nothing does."""
+def _why_unavailable(index: int) -> str:
+    """Return the reason why Triton does not run on a device, or "" if it does."""
     if torch.version.hip:
-        return "this is a build of torch for AMD; the kernels are for NVIDIA"
-    if torch.cuda.get_device_capability(index) < _OLDEST:
-        return f"{torch.cuda.get_device_name(index)} is older than compute capability {'.'.join(map(str, _OLDEST))}"
+        return "this is a build of torch for AMD GPUs and the kernels are for NVIDIA GPUs"
+    if torch.cuda.get_device_capability(index) < _MIN_CAPABILITY:
+        name, minimum = torch.cuda.get_device_name(index), ".".join(map(str, _MIN_CAPABILITY))
+        return f"{name} is older than compute capability {minimum}"
     try:
         import triton
 
-        triton.runtime.driver.active.get_current_device()  # builds what calls the driver, for which it needs a C compiler
-    except Exception as error:  # whatever its absence or that of a compiler may raise
+        triton.runtime.driver.active.get_current_device()  # compiles a C extension, which needs a C compiler
+    except Exception as error:  # a missing Triton or compiler raises various types
         return f"Triton, which comes with torch on Linux, does not work: {type(error).__name__}: {error}"
     return ""

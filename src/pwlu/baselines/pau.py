@@ -14,24 +14,30 @@ from pwlu.initial_functions import InitialFunction, find_initial_function
 
 
 class PAU(nn.Module):
-    r"""Padé Activation Unit (Molina et al. 2020, arXiv 1907.06732), one function for everything:
+    """Padé Activation Unit (Molina et al. 2020, arXiv 1907.06732), one function for all elements::
 
-    .. math:: y = \frac{\sum_{j=0}^5 a_j x^j}{1 + |\sum_{k=1}^4 b_k x^k|}
+        y = (sum over j = 0..5 of a_j x^j) / (1 + |sum over k = 1..4 of b_k x^k|)
 
-    This is the "safe" PAU of the paper that introduced it. Its authors' package, rational_activations, calls it version B; its
-    version A, the default there, has the sum of the absolute values :math:`|b_k x^k|` in the denominator.
+    This is the "safe" PAU of that paper. The authors' package, rational_activations, calls it version B. Version A, the default
+    there, has the sum of the absolute values |b_k x^k| in the denominator.
+
+    The input may have any shape. The output has the shape and dtype of the input. The computation runs in float32 (float64 for
+    float64); in float32, x^5 overflows for |x| > 10^7. The backward pass saves only x and the parameters.
+
+    The parameters are ``numerator`` (6,), a_0 to a_5, and ``denominator`` (4,), b_1 to b_4.
+
+    On NVIDIA GPUs, forward and backward are one Triton kernel each. Set ``PWLU_CUDA_KERNEL=reference`` to use PyTorch operators
+    instead.
 
     Args:
-        start: the function it begins as, nearly: see :func:`pwlu.baselines.rational.fit`. The default is that of its authors;
-            ``pwlu.convert_(..., to="pau")`` takes what stood there. A name, a function of a tensor, or a
-            ``pwlu.initial_functions.InitialFunction``.
+        start: the function that the initial parameters approximate: a name, a function from tensor to tensor, or a
+            ``pwlu.initial_functions.InitialFunction``. See :func:`pwlu.baselines.rational.fit`. Default: "leaky_relu", as the
+            authors use it. ``pwlu.convert_(..., to="pau")`` passes the activation that it replaces.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
 
-    Parameters: ``numerator`` (6,), a_0 to a_5, and ``denominator`` (4,), b_1 to b_4. ``start_error`` is the largest difference
-    to the function at the start, for \|x\| <= 3.
-
-    Shape: any; output as input. Arithmetic is in float32 (float64 for float64), where x^5 overflows beyond \|x\| = 10^7.
-    Backward needs x and the parameters alone. On NVIDIA GPUs forward and backward are a kernel each, in Triton;
-    ``PWLU_CUDA_KERNEL=reference`` asks for plain operations.
+    Attributes:
+        start_error: the largest difference between the initial PAU and the function for |x| <= 3.
     """
 
     def __init__(
@@ -42,7 +48,7 @@ class PAU(nn.Module):
     ) -> None:
         super().__init__()
         function = find_initial_function(start)
-        self._fit = fit(function)  # numbers, not the function, which may not be possible to pickle
+        self._fit = fit(function)  # keep the numbers, because the function may not be picklable
         self.start, self.start_error = function.name, self._fit.error
         self.numerator = nn.Parameter(torch.empty(6, device=device, dtype=dtype))
         self.denominator = nn.Parameter(torch.empty(4, device=device, dtype=dtype))
@@ -50,33 +56,33 @@ class PAU(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Back to the start."""
+        """Reset the parameters to the initial function."""
         self.numerator.copy_(torch.tensor(self._fit.numerator, dtype=torch.float64, device="cpu"))
         self.denominator.copy_(torch.tensor(self._fit.denominator, dtype=torch.float64, device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """y."""
+        """Return y."""
         checks.check_input(x)
         y: Tensor = _PAU.apply(x, self.numerator, self.denominator)
         return y
 
     def extra_repr(self) -> str:
-        """For print."""
+        """Return the arguments, for repr."""
         return f"start={self.start!r}, start_error={self.start_error:.2g}"
 
 
 class _PAU(torch.autograd.Function):
-    """P/Q with Q = 1 + |A|, each by Horner's rule; by kernels where they serve."""
+    """y = P/Q with Q = 1 + |A|, by the Triton kernels if possible, else by PyTorch operators; polynomials by Horner's rule."""
 
     @staticmethod
     def forward(x: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
-        if fused.usable(x, numerator, denominator):
+        if fused.can_use_kernels(x, numerator, denominator):
             from pwlu.baselines import pau_kernels
 
             return pau_kernels.forward(x, numerator, denominator)
         wide, a, b = _in_compute_type(x, numerator, denominator)
         y = _polynomial(a, wide).div_(_polynomial(b, wide).mul_(wide).abs_().add_(1))
-        return y.to(x.dtype).detach()  # the compiler of torch 2.11 loses the gradients of what an operation in place returns
+        return y.to(x.dtype).detach()  # torch.compile of torch 2.11 loses the gradient of the result of an in-place operation
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -87,7 +93,7 @@ class _PAU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, numerator, denominator = ctx.saved_tensors
         need_x, *need_parameters = ctx.needs_input_grad
-        if fused.usable(x, grad, numerator, denominator):
+        if fused.can_use_kernels(x, grad, numerator, denominator):
             from pwlu.baselines import pau_kernels
 
             grad_x, found = pau_kernels.backward(grad, x, numerator, denominator, need_x, any(need_parameters))
@@ -98,7 +104,7 @@ class _PAU(torch.autograd.Function):
         inside = _polynomial(b, wide).mul_(wide)
         bottom = inside.abs().add_(1)
         of_top = grad.to(wide.dtype) / bottom  # the gradient of P
-        of_inside = _polynomial(a, wide).div_(bottom).mul_(of_top).mul_(inside.sign_()).neg_()  # and of A: -g P sign(A)/Q^2
+        of_inside = _polynomial(a, wide).div_(bottom).mul_(of_top).mul_(inside.sign_()).neg_()  # of A: -g P sign(A)/Q^2
         grad_x = grad_a = grad_b = None
         if need_x:
             powers = torch.arange(1, 6, device=x.device, dtype=wide.dtype)
@@ -117,7 +123,7 @@ def _in_compute_type(x: Tensor, numerator: Tensor, denominator: Tensor) -> tuple
 
 
 def _polynomial(coefficients: Tensor, x: Tensor) -> Tensor:
-    """c_0 + c_1 x + c_2 x^2 + ..., of degree 1 at least."""
+    """Return c_0 + c_1 x + c_2 x^2 + ..., a polynomial of degree at least 1."""
     *rest, last = coefficients.unbind()
     y = torch.addcmul(rest[-1], last, x)
     for coefficient in rest[-2::-1]:
@@ -126,7 +132,7 @@ def _polynomial(coefficients: Tensor, x: Tensor) -> Tensor:
 
 
 def _moments(weights: Tensor, x: Tensor, degree: int) -> Tensor:
-    """The sums of w, w x, w x^2, ...: (degree + 1,)."""
+    """Return the sums of w, w x, w x^2, ...: (degree + 1,)."""
     sums, terms = [weights.sum()], weights * x
     for _ in range(degree - 1):
         sums.append(terms.sum())

@@ -1,18 +1,18 @@
-"""PAU as one kernel forward and one backward, in Triton. The formulas are those of ``pau.py``."""
+"""Triton kernels of PAU, one for forward and one for backward. ``pau.py`` states the formulas."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pwlu.baselines.fused import most_programs
+from pwlu.baselines.fused import max_programs
 from pwlu.kernels import layout
 
-_BLOCK, _BACKWARD_BLOCK = 1024, 512  # elements a program works on at a time; backward keeps ten sums for each in registers
+_BLOCK, _BACKWARD_BLOCK = 1024, 512  # elements per block of a program; backward keeps ten sums per element in registers
 
 
 def forward(x: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
-    """y, for an x that is not empty."""
+    """Return y for an x that is not empty."""
     y = torch.empty_like(x)
     x = layout.laid_out_as(y, x)
     with torch.cuda.device_of(x):
@@ -23,15 +23,15 @@ def forward(x: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
 def backward(
     grad: Tensor, x: Tensor, numerator: Tensor, denominator: Tensor, need_x: bool, need_parameters: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and of the parameters, those of a_0 to a_5 and b_1 to b_4: (10,) in float64. None unless needed.
+    """Return the gradient of x, and those of a_0 to a_5 and b_1 to b_4 as one tensor (10,) in float64; None if not needed.
 
-    A program adds up in float32 (float64 for float64), for each element of its block over the k blocks it visits, then over the
-    block; what the programs found is added in float64. So the additions put sums off by at most k + 9 half units of the sum of
-    the sizes of the terms.
+    A program visits k blocks. It adds in float32 (float64 for float64): first each element of the block over the k blocks, then
+    all elements of the block. The sums of the programs are added in float64. So the rounding error of a sum is at most
+    (k + 9) eps/2 times the sum of the absolute values of its terms.
     """
     like = torch.empty_like(x)
     x, grad = layout.laid_out_as(like, x), layout.laid_out_as(like, grad)
-    programs = min(triton.cdiv(x.numel(), _BACKWARD_BLOCK), most_programs(x.device))
+    programs = min(triton.cdiv(x.numel(), _BACKWARD_BLOCK), max_programs(x.device))
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     grad_x = like if need_x else None
     sums = x.new_empty(programs, 10, dtype=wide) if need_parameters else None
@@ -44,7 +44,7 @@ def backward(
 
 @triton.jit
 def _coefficients(address: tl.tensor, COUNT: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
-    """So many numbers from that address on."""
+    """Load COUNT numbers from an address."""
     found: tl.tuple = ()
     for k in tl.static_range(COUNT):
         found = found + (tl.load(address + k).to(WIDE),)  # noqa: RUF005 (Triton does not unpack)
@@ -53,7 +53,7 @@ def _coefficients(address: tl.tensor, COUNT: tl.constexpr, WIDE: tl.constexpr) -
 
 @triton.jit
 def _polynomial(coefficients: tl.tensor, x: tl.tensor, DEGREE: tl.constexpr) -> tl.tensor:
-    """c_0 + c_1 x + c_2 x^2 + ... by Horner's rule."""
+    """Return c_0 + c_1 x + c_2 x^2 + ... by Horner's rule."""
     y = coefficients[DEGREE]
     for k in tl.static_range(DEGREE - 1, -1, -1):
         y = y * x + coefficients[k]
@@ -62,7 +62,7 @@ def _polynomial(coefficients: tl.tensor, x: tl.tensor, DEGREE: tl.constexpr) -> 
 
 @triton.jit
 def _derivative(coefficients: tl.tensor, x: tl.tensor, DEGREE: tl.constexpr) -> tl.tensor:
-    """c_1 + 2 c_2 x + 3 c_3 x^2 + ..."""
+    """Return c_1 + 2 c_2 x + 3 c_3 x^2 + ..."""
     y = coefficients[DEGREE] * DEGREE
     for k in tl.static_range(DEGREE - 1, 0, -1):
         y = y * x + coefficients[k] * k
@@ -71,7 +71,7 @@ def _derivative(coefficients: tl.tensor, x: tl.tensor, DEGREE: tl.constexpr) -> 
 
 @triton.jit
 def _ratio(top: tl.tensor, bottom: tl.tensor) -> tl.tensor:
-    """Rounded once; in float32, Triton's own division is not."""
+    """Return the correctly rounded quotient; Triton's division of float32 is not correctly rounded."""
     return top / bottom if bottom.dtype == tl.float64 else tl.div_rn(top, bottom)
 
 
@@ -99,7 +99,7 @@ def _backward(
     size: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program p adds up its terms of gradient j in sums[p, j]."""
+    """Write the gradient of x; program p writes its partial sum of parameter gradient j to sums[p, j]."""
     WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     a = _coefficients(numerator, 6, WIDE)
     b = (0.0,) + _coefficients(denominator, 4, WIDE)  # noqa: RUF005

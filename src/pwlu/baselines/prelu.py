@@ -1,23 +1,24 @@
-"""PReLU, with its channels in any dimension."""
+"""PReLU with the channels in any dimension."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pwlu import checks
-from pwlu.baselines.arguments import channels_and_dim
+from pwlu.baselines.arguments import check_channels_and_dim
 
 
 class PReLU(nn.PReLU):
-    """y = max(0, x) + a min(0, x), with a slope a for each channel: ``nn.PReLU``, for channels in any dimension.
+    """``nn.PReLU`` with the channels in any dimension: y = max(0, x) + a min(0, x), with one slope a per channel.
+
+    The input may have any shape. The output has the shape and dtype of the input. The slopes are cast to the dtype of the
+    input. The parameter ``weight`` (C,) starts at 0.25, as in the paper (He et al. 2015) and in PyTorch.
 
     Args:
-        channels: C slopes, one for each entry of dimension ``channel_dim``; 1 means one slope for everything.
-        channel_dim: 1 for images (B, C, H, W), -1 for sequences (B, T, C).
-
-    Parameters: ``weight`` (C,), at the start 0.25, as its authors have it (He et al. 2015), and torch.
-
-    Shape: any; output as input. The slopes are rounded to the type of x.
+        channels: the number of slopes C, one per entry of dimension ``channel_dim``. Default: 1, one slope for all elements.
+        channel_dim: the channel dimension. Default: 1, for images (B, C, H, W); use -1 for sequences (B, T, C).
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
     """
 
     def __init__(
@@ -27,20 +28,20 @@ class PReLU(nn.PReLU):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        channels, self.channel_dim = channels_and_dim("PReLU", channels, channel_dim)
+        channels, self.channel_dim = check_channels_and_dim("PReLU", channels, channel_dim)
         super().__init__(channels, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """y."""
+        """Return y."""
         weight = self.weight.to(x.dtype)
         if self.num_parameters == 1:
             return F.prelu(x, weight)
         checks.check_channels(x, self.num_parameters, self.channel_dim)
         if x.ndim == 1:
             return F.prelu(x[None], weight)[0]
-        # torch's kernel goes through memory in the order of x, so that swapping dimensions costs nothing
+        # PyTorch's kernel visits elements in the memory order of x, so that transposing costs nothing.
         return F.prelu(x.transpose(self.channel_dim, 1), weight).transpose(self.channel_dim, 1)
 
     def extra_repr(self) -> str:
-        """For print."""
+        """Return the arguments, for repr."""
         return f"channels={self.num_parameters}, channel_dim={self.channel_dim}"

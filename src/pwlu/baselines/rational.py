@@ -1,4 +1,4 @@
-"""The rational function of PAU that comes nearest to a given one."""
+"""Fit the rational function of PAU to a given function."""
 
 import functools
 from typing import NamedTuple
@@ -10,12 +10,12 @@ from pwlu.initial_functions import InitialFunction
 
 _NEAR, _FAR, _FAR_WEIGHT = 3.0, 10.0, 1e-3
 _STEPS = 200
-_EXACT = 1e-20  # a loss below is rounding, and chooses nothing: any denominator will do for a straight line
-_DENOMINATORS = ((0.0, 0.1, 0.0, 0.001), (0.0, 1.0, 0.0, 0.1))  # to begin with: for smooth functions, and for those with kinks
+_EXACT = 1e-20  # losses below this differ only by rounding, as for a straight line, which every denominator fits
+_DENOMINATORS = ((0.0, 0.1, 0.0, 0.001), (0.0, 1.0, 0.0, 0.1))  # initial guesses: for smooth functions, and with kinks
 
 
 class Fit(NamedTuple):
-    """a_0 to a_5, b_1 to b_4, and the largest difference to the function for |x| <= 3."""
+    """The coefficients a_0 to a_5 and b_1 to b_4, and the largest difference to the function for |x| <= 3."""
 
     numerator: tuple[float, ...]
     denominator: tuple[float, ...]
@@ -24,29 +24,31 @@ class Fit(NamedTuple):
 
 @functools.cache
 def fit(start: InitialFunction) -> Fit:
-    """P/Q with P = a_0 + ... + a_5 x^5 and Q = 1 + |b_1 x + ... + b_4 x^4| nearest to a function, in float64.
+    """Fit P/Q with P = a_0 + ... + a_5 x^5 and Q = 1 + |b_1 x + ... + b_4 x^4| to a function, in float64.
 
-    Least squares between -3 and 3, as PAU's authors do it, and with a thousandth of the weight out to 10 on either side, where
-    it might go anywhere otherwise: the best fit of hard swish would be a parabola, and that of GELU would fall to -6 at x = 10.
-    The error for |x| <= 3 is 0.06 for ReLU, 0.04 for hard swish, 0.003 for GELU, 0.0003 for SiLU.
+    This is a least-squares fit between -3 and 3, as PAU's authors do it. Points out to -10 and 10 count too, with a weight of
+    0.001. Without them, the best fit of hard swish would be a parabola, and that of GELU would fall to -6 at x = 10. The error
+    for |x| <= 3 is 0.06 for ReLU, 0.04 for hard swish, 0.003 for GELU, 0.0003 for SiLU.
     """
     x = torch.linspace(-_FAR, _FAR, 1001, dtype=torch.float64, device="cpu")
     with torch.no_grad():
         y = start.function(x)
     if not y.isfinite().all():
-        raise ValueError(f"PAU: {start.name} must be finite between {-_FAR:g} and {_FAR:g} to start as it. Write another start")
+        raise ValueError(
+            f"PAU: the initial function {start.name} must be finite between {-_FAR:g} and {_FAR:g}. Write another start"
+        )
     near = x.abs() <= _NEAR
     weight = torch.where(near, 1.0, _FAR_WEIGHT**0.5).to(x.dtype)
     problem = _Problem(x[:, None] ** torch.arange(6, dtype=x.dtype, device="cpu"), y, weight)
     solutions = [problem.descend(torch.tensor(b, dtype=x.dtype, device="cpu")) for b in _DENOMINATORS]
     best = min(solutions, key=lambda s: max(s.loss, _EXACT))
-    denominator = best.denominator * (1 if best.inside.sum() >= 0 else -1)  # both are the same function
+    denominator = best.denominator * (1 if best.inside.sum() >= 0 else -1)  # both signs give the same function
     error = (best.fitted - y)[near].abs().max().item()
     return Fit(tuple(best.numerator.tolist()), tuple(denominator.tolist()), error)
 
 
 class _Solution(NamedTuple):
-    """The best numerator for a denominator, with what the next step needs."""
+    """The best numerator for a denominator, with intermediate results for the next step."""
 
     denominator: Tensor
     numerator: Tensor
@@ -57,13 +59,13 @@ class _Solution(NamedTuple):
 
 
 class _Problem:
-    """Least squares by variable projection: the numerator is linear, so only the denominator has to be searched for."""
+    """Least squares by variable projection: the numerator is a linear solve, so the search is over the denominator only."""
 
     def __init__(self, powers: Tensor, y: Tensor, weight: Tensor) -> None:
         self.powers, self.y, self.weight = powers, y, weight
 
     def solve(self, denominator: Tensor) -> _Solution:
-        """The best numerator for it."""
+        """Return the best numerator for a denominator."""
         inside = self.powers[:, 1:5] @ denominator
         basis = self.powers / (1 + inside.abs())[:, None]
         weighted, target = basis * self.weight[:, None], self.y * self.weight
@@ -73,12 +75,12 @@ class _Problem:
         return _Solution(denominator, numerator, inside, basis, fitted, loss)
 
     def descend(self, denominator: Tensor) -> _Solution:
-        """Levenberg-Marquardt from there, to where no step helps any more."""
+        """Run Levenberg-Marquardt from an initial denominator until no step reduces the loss."""
         now, damping = self.solve(denominator), 1e-3
         for _ in range(_STEPS):
             slopes = -(now.fitted * now.inside.sign())[:, None] * now.basis[:, 1:5] * self.weight[:, None]
             spanned, _ = torch.linalg.qr(now.basis * self.weight[:, None])
-            slopes = slopes - spanned @ (spanned.T @ slopes)  # what the numerator cannot make good
+            slopes = slopes - spanned @ (spanned.T @ slopes)  # remove what a change of the numerator compensates
             hessian, gradient = slopes.T @ slopes, slopes.T @ ((now.fitted - self.y) * self.weight)
             scale = torch.diag(hessian.diagonal() + 1e-12)
             while damping < 1e12:

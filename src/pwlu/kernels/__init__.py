@@ -1,4 +1,4 @@
-"""Compiled code for CPU and CUDA, and ``dispatch``, which chooses between it and the reference for every device.
+"""Compiled kernels for CPU and CUDA, and ``dispatch``, which chooses between them and the reference implementation.
 
-The kernels themselves never import the reference; ``dispatch`` imports them when an operator first needs one.
+The kernels never import the reference implementation. ``dispatch`` imports them when an operator first needs one.
 """

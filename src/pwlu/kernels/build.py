@@ -1,9 +1,9 @@
-"""Compiling: the flags of ``cpu/cpu.c``, and a cache of libraries, for a package that runs without having been installed, say.
+"""Compile libraries on first use: the compiler flags of ``cpu/cpu.c``, and a cache of compiled libraries.
 
-Opening half a library, or one that somebody else put there, can end or take over the process. So a library's name ends with
-the digest of its content, and only what this user or root owns, and nobody else can write, is used.
+Opening a damaged library can crash the process, and a library from another user could take it over. So the name of a library
+ends with the digest of its content. A library is used only if this user or root owns it, and nobody else can write it.
 
-Imports the standard library alone, because ``setup.py`` loads this file before torch and filelock are there.
+This file imports only the standard library, because ``setup.py`` loads it before torch and filelock are installed.
 """
 
 import atexit
@@ -24,59 +24,67 @@ from pathlib import Path
 SOURCE = Path(__file__).with_name("cpu") / "cpu.c"
 HEADERS = sorted(SOURCE.parent.glob("*.h"))  # cpu.c includes them
 
-# Contraction to a fused multiply-add would move elements that lie on a knot into another interval.
+# Without -ffp-contract=off, fused multiply-adds would move elements that lie on a knot into another interval.
 _GNU_FLAGS = ["-std=c11", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden"]
 _GNU_VARIANT = {"avx512": ["-mavx512f", "-mavx2", "-mf16c"], "avx2": ["-mavx2", "-mf16c"], "portable": []}
 _MSVC_FLAGS = ["/O2", "/fp:precise", "/std:c11"]
 _MSVC_VARIANT = {"avx512": ["/arch:AVX512"], "avx2": ["/arch:AVX2"], "portable": []}
-_LONGEST, _DAY = 600, 86400  # seconds to wait for another process, and until what failed is tried again
+_LOCK_TIMEOUT = 600  # seconds to wait for another process that compiles
+_RETRY_AFTER = 86400  # seconds after a failed build in which no background build starts
 
-# Standard input is a pipe from the process that waits: when that has ended, the watch stops all that was started here.
+# Run a command and a watcher. Standard input is a pipe from our process. When our process ends, the pipe closes, and the
+# watcher
+# kills the command and its children and deletes the scratch folder.
 _WATCHED = """
 exec 3<&0
 (read -r line <&3; trap '' TERM; kill -s TERM 0; rm -rf "$0") & watch=$!
 "$@" </dev/null 3<&-; status=$?
-exec 2>/dev/null  # some shells tell of the kill
+exec 2>/dev/null  # some shells print a message about the kill
 kill $watch
 exit $status
 """
 
 
 def variants() -> tuple[str, ...]:
-    """The builds that make sense for this machine's architecture, fastest first."""
+    """Return the variants of the CPU kernel for this architecture, fastest first."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     return ("avx512", "avx2", "portable") if x86 else ("portable",)
 
 
 def source_id() -> int:
-    """Return a number that changes with the sources: a library built from another ``cpu.c``, or another header, is not used."""
+    """Return a hash of ``cpu.c`` and its headers. A library that was built from other sources is not used."""
     return int(hashlib.sha256(_content([SOURCE, *HEADERS])).hexdigest()[:8], 16)
 
 
 def flags(variant: str, msvc: bool = False) -> list[str]:
-    """Compiler options of one variant."""
+    """Return the compiler flags of a variant."""
     if msvc:
         return [*_MSVC_FLAGS, *_MSVC_VARIANT[variant], f"/DPWLU_SOURCE_ID={source_id()}u"]
     return [*_GNU_FLAGS, *_GNU_VARIANT[variant], f"-DPWLU_SOURCE_ID={source_id()}u"]
 
 
 def cache_folder() -> Path:
-    """Where libraries built on first use are kept: ``$PWLU_CACHE``, else the user's cache folder."""
+    """Return the folder of compiled libraries: ``$PWLU_CACHE``, else ``pwlu`` in the cache folder of the user."""
     if named := os.environ.get("PWLU_CACHE"):
         return Path(named).absolute()
     if named := os.environ.get("XDG_CACHE_HOME"):
         return Path(named).absolute() / "pwlu"
     try:
         home = Path.home()
-    except RuntimeError as error:  # a user without a home
-        raise OSError(f"no folder for a cache ({error}); set PWLU_CACHE") from error
+    except RuntimeError as error:  # the user has no home directory
+        raise OSError(f"there is no folder for the cache ({error}). Set PWLU_CACHE to a folder") from error
     return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "pwlu"
 
 
-def compiler(variable: str = "CC", usual: tuple[str, ...] = ("cc", "gcc", "clang")) -> list[str] | None:
-    """The C compiler's command: ``$CC``, else the one Python was built with, else cc, gcc or clang. ("CXX", ...): for C++.
+def compiler(variable: str = "CC", names: tuple[str, ...] = ("cc", "gcc", "clang")) -> list[str] | None:
+    """Return the command of the C compiler, or None: ``$CC``, else the compiler of Python, else cc, gcc or clang.
 
-    OSError if ``$CC`` names none: what was asked for by name is not replaced in silence.
+    Args:
+        variable: the environment variable that names the compiler; "CXX" for C++.
+        names: the commands to try.
+
+    Raises:
+        OSError: if the variable is set, but there is no such command.
     """
     if named := os.environ.get(variable):
         try:
@@ -86,22 +94,22 @@ def compiler(variable: str = "CC", usual: tuple[str, ...] = ("cc", "gcc", "clang
         if not command or not shutil.which(command[0]):
             raise OSError(f"the compiler {variable}={named!r} was not found")
         return command
-    for candidate in (sysconfig.get_config_var(variable) or usual[0], *usual):
+    for candidate in (sysconfig.get_config_var(variable) or names[0], *names):
         if shutil.which(shlex.split(candidate)[0]):
             return shlex.split(candidate)
     return None
 
 
-def build(variant: str, afresh: bool = False, keep: bool = False) -> Path:
-    """Return the library of a variant of ``cpu.c``, compiled if the cache lacks it or it is to be made afresh; see make."""
+def build(variant: str, rebuild: bool = False, keep: bool = False) -> Path:
+    """Return the library of a variant of ``cpu.c``. Compile it if it is not in the cache, or if `rebuild`; see :func:`make`."""
     parts = [*flags(variant), sysconfig.get_platform(), *platform.libc_ver()]
     try:
-        stem = place(f"cpu-{variant}", [SOURCE, *HEADERS], parts)
+        stem = library_stem(f"cpu-{variant}", [SOURCE, *HEADERS], parts)
     except OSError:
         if keep:
             raise
-        stem = _folder_of_this_process() / f"cpu-{variant}"
-    if afresh and (found := find(stem)):
+        stem = _temporary_folder() / f"cpu-{variant}"
+    if rebuild and (found := find(stem)):
         found.unlink(missing_ok=True)
     return make(stem, lambda: [*_c_compiler(), *flags(variant), "-shared", "-fPIC"], SOURCE, ["-lm"], keep=keep)
 
@@ -116,14 +124,14 @@ def _c_compiler() -> list[str]:
 # The cache.
 
 
-def place(name: str, sources: list[Path], made_for: list[str]) -> Path:
-    """Return the path of a library without its digest: it says what the library is made from and for."""
-    parts = (_content(sources), shlex.join(made_for).encode())
+def library_stem(name: str, sources: list[Path], settings: list[str]) -> Path:
+    """Return the path of a library without the digest of its content. It has digests of the sources and of the settings."""
+    parts = (_content(sources), shlex.join(settings).encode())
     return cache_folder() / "libraries" / "-".join([name, *(hashlib.sha256(part).hexdigest()[:10] for part in parts)])
 
 
 def find(stem: Path) -> Path | None:
-    """Return the library of that stem, if it is there and whole; delete what is damaged or could be another user's."""
+    """Return the library with a stem from the cache, or None. Delete libraries that are damaged or that others can write."""
     with contextlib.suppress(OSError):
         if is_private(stem.parent):
             for path in sorted(stem.parent.glob(f"{stem.name}-*.so")):
@@ -133,21 +141,21 @@ def find(stem: Path) -> Path | None:
     return None
 
 
-def note_of(stem: Path) -> Path:
-    """Return where a failed build is noted."""
+def failure_file(stem: Path) -> Path:
+    """Return the path of the file that holds the error of a failed build."""
     return stem.with_name(f"{stem.name}.failed")
 
 
-def failure(stem: Path) -> str | None:
-    """Return what the compiler said when it failed, unless that was more than a day ago."""
-    note = note_of(stem)
+def last_failure(stem: Path) -> str | None:
+    """Return the error of a build that failed within the last day, or None."""
+    file = failure_file(stem)
     with contextlib.suppress(OSError):
-        return note.read_text() if time.time() - note.stat().st_mtime < _DAY else None
+        return file.read_text() if time.time() - file.stat().st_mtime < _RETRY_AFTER else None
     return None
 
 
-def is_being_made(stem: Path) -> bool:
-    """Return whether a process compiles that library now."""
+def is_being_compiled(stem: Path) -> bool:
+    """Return whether another process is compiling the library."""
     import filelock
 
     lock = Path(f"{stem}.lock")
@@ -161,11 +169,21 @@ def is_being_made(stem: Path) -> bool:
 def make(
     stem: Path, command: Callable[[], list[str]], source: Path, libraries: list[str], *, keep: bool = False, announce: str = ""
 ) -> Path:
-    """Return the path of a library, compiled if the cache lacks it; OSError says why that is impossible.
+    """Return the path of a library. Compile it if it is not in the cache.
 
-    One process compiles at a time; others wait for it and take what it made. Where the cache cannot be used, the library is for
-    this process alone; with `keep` that is an error. `announce` is for a build that nobody asked for: it is printed before the
-    compiler starts, and within a day of a failure there is no second try.
+    Only one process compiles at a time; others wait for it and use its library.
+
+    Args:
+        stem: the path of the library, as :func:`library_stem` returns it.
+        command: returns the command of the compiler with its flags.
+        source: the file to compile.
+        libraries: flags that follow the source.
+        keep: raise an error if the cache cannot be used. Default: False, which compiles the library for this process only.
+        announce: a message to print before a build in the background starts. Such a build does not start within a day after a
+            failure.
+
+    Raises:
+        OSError: if the library cannot be compiled.
     """
     if found := find(stem):
         return found
@@ -174,43 +192,44 @@ def make(
     compile_it = command()
     with contextlib.ExitStack() as stack:
         try:
-            for private in (stem.parent.parent, stem.parent):  # whatever the umask
+            for private in (stem.parent.parent, stem.parent):  # with these permissions, whatever the umask is
                 private.mkdir(0o755, parents=True, exist_ok=True)
             if not is_private(stem.parent):
                 raise OSError(
-                    f"{stem.parent} must belong to this user and be writable by nobody else: run chmod go-w on it, or set "
+                    f"{stem.parent} must belong to this user and be writable by nobody else. Run chmod go-w on it, or set "
                     "PWLU_CACHE to another folder"
                 )
-            stack.enter_context(filelock.FileLock(f"{stem}.lock", timeout=_LONGEST))
+            stack.enter_context(filelock.FileLock(f"{stem}.lock", timeout=_LOCK_TIMEOUT))
             if found := find(stem):
                 return found
-            for left in stem.parent.glob(f"{stem.name}.building-*"):  # when the machine went down
-                shutil.rmtree(left, ignore_errors=True)
+            for leftover in stem.parent.glob(f"{stem.name}.building-*"):  # from a crash of the machine
+                shutil.rmtree(leftover, ignore_errors=True)
             folder, scratch = stem.parent, Path(tempfile.mkdtemp(prefix=f"{stem.name}.building-", dir=stem.parent))
             stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-        except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+        except (OSError, NotImplementedError) as error:  # NotImplementedError: the file system has no locks
             if keep:
                 raise OSError(str(error)) from error
-            folder = scratch = _folder_of_this_process()
+            folder = scratch = _temporary_folder()
         if announce:
-            if said := failure(stem):
-                raise OSError(said)
+            if message := last_failure(stem):
+                raise OSError(message)
             print(announce, file=sys.stderr, flush=True)
-        made, note = scratch / "library", note_of(folder / stem.name)
-        done = _run([*compile_it, str(source), "-o", str(made), *libraries], scratch)
+        built, failed = scratch / "library", failure_file(folder / stem.name)
+        done = _run([*compile_it, str(source), "-o", str(built), *libraries], scratch)
         if done.returncode:
-            note.write_text(f"{compile_it[0]} failed on {source.name}: {done.stderr.strip()[-500:]}")
-            raise OSError(note.read_text())
-        made.chmod(0o755)
-        with open(made, "r+b") as file:
+            failed.write_text(f"{compile_it[0]} failed on {source.name}: {done.stderr.strip()[-500:]}")
+            raise OSError(failed.read_text())
+        built.chmod(0o755)
+        with open(built, "r+b") as file:
             path = folder / f"{stem.name}-{_digest(file.read())}.so"
-            os.fsync(file.fileno())  # after a loss of power the name must not be there without the content
-        os.replace(made, path)
-        note.unlink(missing_ok=True)
+            os.fsync(file.fileno())  # so that a power failure cannot leave a name without its content
+        os.replace(built, path)
+        failed.unlink(missing_ok=True)
     return path
 
 
-def _folder_of_this_process() -> Path:
+def _temporary_folder() -> Path:
+    """Create a folder that is deleted when this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="pwlu-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -225,7 +244,7 @@ def _digest(content: bytes) -> str:
 
 
 def is_private(path: Path) -> bool:
-    """Return whether this user or root owns a file or folder, and nobody else can write it."""
+    """Return whether this user or root owns a path, and nobody else can write it."""
     if sys.platform == "win32":
         return True
     found = path.stat()
@@ -233,7 +252,7 @@ def is_private(path: Path) -> bool:
 
 
 def _run(command: list[str], scratch: Path) -> "subprocess.CompletedProcess[str]":
-    """Run a compiler that does not outlive this process, nor leaves its folder behind, however this process ends."""
+    """Run a compiler. If this process is killed, the compiler is killed too, and the folder `scratch` is deleted."""
     if sys.platform != "win32":
         command = ["/bin/sh", "-c", _WATCHED, str(scratch), *command]
     ends = os.pipe()

@@ -1,6 +1,6 @@
-"""Which code serves which device: a kernel where there is one and it takes the arguments, else plain torch.
+"""Choose the implementation of every operator: a kernel if the device has one that supports the arguments, else plain PyTorch.
 
-The functions take and return what the operators of the same names do; see ``ops.py``.
+The functions have the arguments and results of the operators with the same names; see ``ops.py``.
 """
 
 import functools
@@ -14,10 +14,11 @@ from pwlu import checks, reference
 from pwlu.kernels import eager
 from pwlu.kernels.layout import NormState
 
-# Plain torch, on every device.
+# The reference implementation in plain PyTorch, for every device.
 
 
 def _laid_out(x: Tensor, y: Tensor) -> Tensor:
+    """Return y in the memory layout of ``torch.empty_like(x)``."""
     like = torch.empty_like(x)
     return y if y.stride() == like.stride() else like.copy_(y)
 
@@ -30,7 +31,7 @@ def plain_forward(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -
 def plain_backward(
     grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the weight; an empty tensor for one that is not needed."""
+    """Return the gradients of x and of the weight; an empty tensor for a gradient that is not needed."""
     blocks = reference.unpack(weight, intervals)
     grad_x, grads = reference.backward(grad, x, *blocks, channel_dim, need_input=need_input, need_parameters=need_weight)
     none = x.new_empty(0)
@@ -38,19 +39,19 @@ def plain_backward(
 
 
 def plain_lookup(x: Tensor, *rest: Any) -> Tensor:
-    """Return y of the fused form."""
+    """Return y in the inference form."""
     return _laid_out(x, reference.lookup(x, *rest))
 
 
 def plain_moments(x: Tensor, channel_dim: int, pool: Tensor) -> None:
-    """Add the moments of x to a pool."""
+    """Add the moments of x to the pool in place."""
     channels = pool.shape[1]
     count = torch.full((), x.numel() // channels, dtype=torch.int64, device=x.device)
     pool.copy_(reference.merge(pool, count, *reference.moments(x, channels, channel_dim)))
 
 
 def plain_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
-    """Return y and add the moments of x to a pool."""
+    """Return y, and add the moments of x to the pool in place."""
     plain_moments(x, channel_dim, pool)
     return plain_forward(x, weight, intervals, channel_dim)
 
@@ -58,8 +59,8 @@ def plain_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, p
 # Kernels.
 
 
-@functools.cache  # so that a warning that there is none comes once
-def _serving(device: torch.device) -> Any:
+@functools.cache  # so that the warning about a missing kernel appears once
+def _kernel_for_device(device: torch.device) -> Any:
     from pwlu.kernels import cpu, cuda
 
     kernel: Any = None
@@ -73,13 +74,16 @@ def _serving(device: torch.device) -> Any:
 
 
 def kernel_of(x: Tensor) -> Any:
-    """Return the kernels that serve the device of x, or None; they are imported when first used."""
+    """Return the kernels for the device of x, or None if there are none. They are imported on first use."""
     eager.load_if_ready()
-    return _serving(x.device)
+    return _kernel_for_device(x.device)
 
 
 def _served(name: str, plain: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that checks its arguments and calls the kernel's method of that name, or plain torch."""
+    """Return a function that checks its arguments and calls the method `name` of the kernels.
+
+    It calls `plain` if there are no kernels, or if the method returns NotImplemented.
+    """
 
     def call(*arguments: Any) -> Any:
         check(*arguments)
@@ -91,16 +95,16 @@ def _served(name: str, plain: Callable[..., Any], check: Callable[..., Any]) -> 
 
 
 def check_backward(grad: Tensor, x: Tensor, *rest: Any) -> None:
-    """Raise unless the arguments of ``backward`` fit each other."""
+    """Check that the arguments of ``backward`` match each other."""
     checks.check_weight(x, *rest[:3])
     checks.check_gradient(grad, x)
 
 
 def check_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> None:
-    """Raise unless the arguments of ``observe`` fit each other."""
+    """Check that the arguments of ``observe`` match each other."""
     channels = checks.check_weight(x, weight, intervals, channel_dim)
     if checks.check_pool(x, channel_dim, pool) != channels:
-        raise ValueError(f"pwlu: pool must have {channels} channels as the weight has, not {pool.shape[1]}")
+        raise ValueError(f"pwlu: pool must have {channels} channels, like the weight, not {pool.shape[1]}")
 
 
 forward = _served("forward", plain_forward, checks.check_weight)
@@ -109,13 +113,13 @@ lookup = _served("lookup", plain_lookup, checks.check_tables)
 moments = _served("moments", plain_moments, checks.check_pool)
 
 
-def _observe_apart(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
-    """A kernel that cannot do both may do one of them."""
+def _observe_in_two_passes(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
+    """Call ``moments`` and ``forward``: a kernel that does not support ``observe`` may support one of them."""
     moments(x, channel_dim, pool)
     return forward(x, weight, intervals, channel_dim)
 
 
-observe = _served("observe", _observe_apart, check_observe)
+observe = _served("observe", _observe_in_two_passes, check_observe)
 
 
 # Behind a batch norm. Where there is no kernel for all of it, torch normalises, and the kernels of a unit do the rest.
@@ -206,11 +210,25 @@ norm_input = _served("norm_input", norm_input_apart, lambda grad, x, *rest: chec
 def warm_up(
     device: torch.device | str = "cuda", dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
 ) -> int:
-    """Compile and load now what the first calls on that device would; return the number of kernels.
+    """Compile and load all kernels for a device, instead of when they are first used.
 
-    Worth it before a CUDA graph is captured, where nothing can be loaded, and before timing anything. `dtypes`: of the inputs.
-    The first time on a machine takes some ten seconds of a core for each; later, kernels come from the cache. 0: plain torch
-    serves the device, and `pwlu info` says why.
+    Call this function before you capture a CUDA graph, because kernels cannot be loaded during the capture, and before you
+    measure times. On the first call on a machine, compiling takes about ten seconds per dtype on one core. Later calls load the
+    kernels from the cache.
+
+    Args:
+        device: the device. Default: "cuda", the current CUDA device.
+        dtypes: the dtypes of the inputs. Default: float32, bfloat16 and float16.
+
+    Returns:
+        The number of kernels. 0 means that pwlu uses plain PyTorch on this device; ``pwlu info`` shows why.
+
+    Raises:
+        TypeError: if there are no CUDA kernels for a dtype.
+
+    Example::
+
+        pwlu.warm_up("cpu")  # 1 if the CPU kernel is available
     """
     device = torch.device(device)
     if device.type == "cuda":

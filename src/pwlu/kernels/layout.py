@@ -1,6 +1,6 @@
-"""Tensors as kernels see them: an address and three numbers, (outer, channels, inner) in memory order.
+"""Describe a tensor as the kernels need it: an address, and the sizes (outer, channels, inner) in memory order.
 
-Every dense layout has such a form: inner is the stride of the channel dimension.
+Every dense layout has this form: `inner` is the stride of the channel dimension.
 """
 
 from collections.abc import Sequence
@@ -25,30 +25,30 @@ class NormState(NamedTuple):
 
 
 def laid_out_as(like: Tensor, x: Tensor) -> Tensor:
-    """x in the memory layout of `like`, which is dense: x itself wherever possible."""
+    """Return x in the memory layout of `like`, which is dense: x itself if possible, else a copy."""
     if x.stride() == like.stride():
         return x
     return torch.empty_strided(like.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
 def dense(x: Tensor) -> Tensor:
-    """x in the layout of ``torch.empty_like(x)``: x itself wherever possible."""
+    """Return x in the memory layout of ``torch.empty_like(x)``: x itself if possible, else a copy."""
     return x if x.is_contiguous() else laid_out_as(torch.empty_like(x, device="meta"), x)
 
 
 def geometry(x: Tensor, channels: int, channel_dim: int) -> tuple[int, int, int]:
-    """(outer, channels, inner) of a dense x that is not empty."""
+    """Return (outer, channels, inner) of a dense x that is not empty."""
     inner = x.numel() if channels == 1 else x.stride(channel_dim)
     return x.numel() // (channels * inner), channels, inner
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
-    """Where they are in memory; RuntimeError for one that has none."""
+    """Return the addresses of tensors; raise RuntimeError if one has no memory."""
     found = [tensor.data_ptr() for tensor in tensors]
     if 0 in found:
         raise RuntimeError(
-            "pwlu: x or a parameter has no memory: it was freed (as fully sharded training does between uses), or never made "
-            "(torch's efficient zeros). Call the whole module that owns it, or write .clone()"
+            "pwlu: x or a parameter has no memory: it was freed (as fully_shard does between uses) or never allocated "
+            "(as for torch._efficientzerotensor). Call the module that owns the parameter, or pass x.clone()"
         )
     return found
 
@@ -69,6 +69,6 @@ def note_changes(state: NormState) -> None:
 
 
 def blocks(weight: int, channels: int, intervals: int, itemsize: int) -> list[int]:
-    """Return the addresses of left, right, heights, left_slope and right_slope in a packed weight, or in its gradient."""
+    """Return the addresses of left, right, heights, left_slope and right_slope in a packed weight or its gradient."""
     left, right, left_slope, right_slope, heights = (weight + i * channels * itemsize for i in range(5))
     return [left, right, heights, left_slope, right_slope]

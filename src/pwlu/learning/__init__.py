@@ -1,1 +1,1 @@
-"""The learning method of the paper: two phases, realignment, and what else changes how PWLUs are trained."""
+"""The learning method of the paper (two phases with a realignment between them), and other tools for training PWLUs."""

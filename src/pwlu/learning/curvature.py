@@ -11,27 +11,42 @@ from pwlu.reference import unpack
 
 
 def curvature(model: nn.Module) -> Tensor:
-    r"""How much the functions of all PWLUs bend, to be added to the loss: ``loss + 0.001 * pwlu.curvature(model)``.
+    """Return a penalty on the curvature of all PWLUs of a model, to add to the loss.
 
-    .. math:: \sum_{\text{channels}} \sum_{k=0}^{N} (Y_{k+1} - 2 Y_k + Y_{k-1})^2, \qquad
-              Y_{-1} = Y_0 - K_L d, \quad Y_{N+1} = Y_N + K_R d, \quad d = \frac{B_R - B_L}{N}
+    The penalty is the sum of squared second differences of the heights, over all channels and knots::
 
-    A second difference of heights is the jump of the slope at a knot, times d. It is 0 for a straight line; a ReLU whose kink
-    is a knot has :math:`d^2`. Heights are penalised and not slopes: with slopes the largest stable step of gradient descent
-    would shrink with :math:`d^2`, to nothing in a channel with narrow bounds.
+        sum over channels and k = 0..N of (Y_{k+1} - 2 Y_k + Y_{k-1})^2
+        with Y_{-1} = Y_0 - K_L d,  Y_{N+1} = Y_N + K_R d,  d = (B_R - B_L)/N
 
-    In Phase I :class:`pwlu.TwoPhase` lets no PWLU move, so the penalty may be there from the first step.
+    A second difference is d times the jump of the slope at a knot. The penalty is 0 for a straight line, and d^2 for a ReLU
+    with a knot on its kink. It penalizes heights instead of slopes on purpose: with slopes, the largest stable step of gradient
+    descent would be proportional to d^2, which vanishes for narrow bounds.
+
+    You can add the penalty from the first step on: :class:`pwlu.TwoPhase` keeps the PWLUs unchanged in Phase I.
+
+    Args:
+        model: a model with PWLUs.
 
     Returns:
-        A tensor without dimensions, on the device of the first PWLU, with a gradient. Units of one N are computed together.
+        The penalty, a 0-d tensor with a gradient, on the device of the first PWLU.
+
+    Raises:
+        TypeError: if ``model`` is not a module.
+        ValueError: if it has no PWLUs.
+
+    Example::
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(channels=8))
+        loss = model(torch.randn(2, 4)).sum() + 0.001 * pwlu.curvature(model)
+        loss.backward()
     """
     units = require_units("curvature", model).values()
     alike = defaultdict(list)
     for unit in units:
         alike[unit.intervals, unit.weight.device, unit.weight.dtype].append(gathered(unit.weight))
     sums: list[Tensor] = []
-    for (intervals, device, _), weights in alike.items():
-        rows = _rows(tuple(weight.shape[0] for weight in weights), intervals, device)
+    for (intervals, device, _), weights in alike.items():  # few operators, even for hundreds of units
+        rows = _parameter_indices(tuple(weight.shape[0] for weight in weights), intervals, device)
         left, right, left_slope, right_slope, heights = torch.cat(weights)[rows].split([1, 1, 1, 1, intervals + 1], 1)
         step = (right - left) / intervals
         rises = torch.cat([left_slope * step, heights.diff(), right_slope * step], 1)
@@ -40,8 +55,8 @@ def curvature(model: nn.Module) -> Tensor:
 
 
 @functools.lru_cache(64)
-def _rows(lengths: tuple[int, ...], intervals: int, device: torch.device) -> Tensor:
-    """Return where the N + 5 numbers of each function are in the weights, one after the other: (functions, N + 5)."""
+def _parameter_indices(lengths: tuple[int, ...], intervals: int, device: torch.device) -> Tensor:
+    """Return the indices of the N + 5 parameters of each function in the concatenated weights: (functions, N + 5)."""
     found = []
     for places in torch.arange(sum(lengths)).split(lengths):
         left, right, heights, left_slope, right_slope = unpack(places, intervals)

@@ -1,4 +1,4 @@
-"""PWLUs that do not learn: for good, or for one step."""
+"""Freeze PWLUs: permanently, or for one optimizer step."""
 
 from collections.abc import Iterable
 
@@ -8,19 +8,31 @@ from pwlu.module import PWLU, units_of, weight_parameter
 
 
 def freeze_(model: nn.Module, frozen: bool = True) -> list[str]:
-    """Let no PWLU of the model learn any more (``frozen=False``: let them learn again); return their names.
+    """Freeze or unfreeze all PWLUs of a model, in place.
 
-    Gradients are taken away too, so that no optimizer goes on with them. DistributedDataParallel must be told anew which
-    parameters learn: wrap the model after this.
+    Existing gradients are removed, so that no optimizer applies them. DistributedDataParallel reads ``requires_grad`` when it
+    wraps a model: call this function before you wrap it.
+
+    Args:
+        model: the model.
+        frozen: True to freeze, False to unfreeze. Default: True.
+
+    Returns:
+        The names of the PWLUs; an empty list if there are none.
+
+    Example::
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(channels=8))
+        pwlu.freeze_(model)  # ['1']
     """
     units = units_of(model)
     for unit in units.values():
         unit.requires_grad_(not frozen)
-        take_gradients([unit])
+        remove_gradients([unit])
     return list(units)
 
 
-def take_gradients(units: Iterable[PWLU]) -> None:
-    """Remove the gradients of units, so that an optimizer leaves them as they are."""
+def remove_gradients(units: Iterable[PWLU]) -> None:
+    """Set the gradients of units to None, so that an optimizer skips them."""
     for unit in units:
         weight_parameter(unit).grad = None

@@ -1,4 +1,4 @@
-"""What TwoPhase does to optimizers of any kind: find the one inside a wrapper, and give units a state there."""
+"""Optimizer helpers for TwoPhase: unwrap an optimizer, and create the optimizer state of units that did not learn yet."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,30 +10,33 @@ from torch.optim import Optimizer
 from pwlu.module import PWLU
 
 
-def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer inside what Lightning or Accelerate wrap around it."""
+def unwrap_optimizer(optimizer: Any) -> Optimizer:
+    """Return the optimizer inside the wrappers of Lightning or Accelerate."""
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"TwoPhase: optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}. If there are several, give "
+            f"TwoPhase: optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}. If there are several, pass "
             "the one that holds the PWLU parameters."
         )
     return optimizer
 
 
-def keeper(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that keeps the state: ZeroRedundancyOptimizer has another inside, for this process's part."""
+def state_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that holds the state: in ZeroRedundancyOptimizer it is the inner one, for this rank's shard."""
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, Optimizer) else optimizer
 
 
-def join(optimizer: Optimizer, units: Iterable[PWLU]) -> None:
-    """Momentum of 0 for units that begin to learn: torch's fused SGD wants it for all parameters of a group, or for none."""
+def add_momentum_buffers(optimizer: Optimizer, units: Iterable[PWLU]) -> None:
+    """Add momentum buffers of 0 for units that start to learn.
+
+    PyTorch's fused SGD needs momentum buffers for all parameters of a group, or for none.
+    """
     learned = {id(p) for unit in units for p in unit.parameters()}
     for group in optimizer.param_groups:
-        begun = any("momentum_buffer" in optimizer.state.get(p, {}) for p in group["params"])
-        if group.get("fused") and group.get("momentum") and begun:
+        has_momentum = any("momentum_buffer" in optimizer.state.get(p, {}) for p in group["params"])
+        if group.get("fused") and group.get("momentum") and has_momentum:
             for parameter in group["params"]:
                 if id(parameter) in learned and parameter.requires_grad:
                     optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
@@ -41,14 +44,15 @@ def join(optimizer: Optimizer, units: Iterable[PWLU]) -> None:
 
 @torch.no_grad()
 def complete_state(optimizer: Optimizer, units: Iterable[PWLU]) -> None:
-    """Give the optimizer a state of units before it is saved, as it would be at their first step.
+    """Create the optimizer state of units as it will be at their first step.
 
-    Until then it has none, as units have no gradients in Phase I, and torch.distributed.checkpoint would refuse to load it.
+    In Phase I units have no gradients, so an optimizer has no state for them. torch.distributed.checkpoint cannot load such an
+    incomplete state. To create it, run one step of the optimizer with zero gradients and no weight decay.
     """
     held = [p for group in optimizer.param_groups for p in group["params"]]
     learned = {id(p) for unit in units for p in unit.parameters() if p.requires_grad}
     weights = [p for p in held if id(p) in learned and p not in optimizer.state]
-    if not weights or not optimizer.state or isinstance(optimizer, torch.optim.LBFGS):  # that has one state for all
+    if not weights or not optimizer.state or isinstance(optimizer, torch.optim.LBFGS):  # LBFGS has one state for all parameters
         return
     gradients, values = [p.grad for p in held], [p.clone() for p in weights]
     decays = [group.get("weight_decay") for group in optimizer.param_groups]
@@ -68,5 +72,5 @@ def complete_state(optimizer: Optimizer, units: Iterable[PWLU]) -> None:
     for p, value in zip(weights, values, strict=True):
         p.copy_(value)
         state = optimizer.state[p]
-        if "step" in state:  # all else is zero, as at the start
+        if "step" in state:  # everything else is zero, as in a new state
             state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], Tensor) else 0

@@ -1,4 +1,4 @@
-"""Parameter groups for an optimizer: PWLUs learn without weight decay, and at their own rate."""
+"""Parameter groups for an optimizer: PWLUs get no weight decay, and their own learning rate."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import nn
 
 from pwlu.module import require_units
 
-_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # the first: batch and instance norm
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # _NormBase: batch and instance norm
 
 
 def parameter_groups(
@@ -17,30 +17,46 @@ def parameter_groups(
     lr_factor: float = 1.0,
     norm_weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer: the weights, and the parameters of PWLUs with ``lr * lr_factor`` and no weight decay.
+    """Return parameter groups for an optimizer: PWLUs with learning rate ``lr * lr_factor`` and no weight decay, and the rest.
 
-    Decay would pull heights and bounds towards zero, which is no simpler a function. Parameters that need no gradient are left
-    out.
+    Weight decay would pull heights and bounds towards zero, which does not make the function simpler. Parameters with
+    ``requires_grad=False`` are left out.
 
     Args:
-        model: with PWLUs.
-        lr: of the weights.
-        weight_decay: of the weights.
-        lr_factor: how much faster PWLUs learn.
-        norm_weight_decay: of the scale and shift of normalisation layers, which become a group of their own; default: that of
-            the weights. With ReLU their size means little, as ReLU(c x) = c ReLU(x), but decay makes the inputs of a PWLU
-            shrink away from its bounds: 0 keeps them there.
+        model: a model with PWLUs.
+        lr: the learning rate of all other parameters.
+        weight_decay: the weight decay of all other parameters. Default: 0.0.
+        lr_factor: the learning rate of PWLUs divided by ``lr``. Default: 1.0.
+        norm_weight_decay: the weight decay of the parameters of normalization layers, as a third group. Default: None, which
+            puts them among the other parameters. Before a ReLU their scale hardly matters, because ReLU(c x) = c ReLU(x).
+            Before a PWLU, weight decay shrinks the inputs away from the bounds; 0 prevents this.
+
+    Returns:
+        A list of dicts with the keys ``params``, ``lr``, ``weight_decay`` and ``name``. The names are "weights", "norms" and
+        "pwlu".
+
+    Raises:
+        TypeError: if ``model`` is not a module.
+        ValueError: if it has no PWLUs.
+
+    Example::
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(channels=8))
+        optimizer = torch.optim.SGD(pwlu.parameter_groups(model, lr=0.1, weight_decay=1e-4), momentum=0.9)
     """
     units = require_units("parameter_groups", model)
     of_units = {id(p) for unit in units.values() for p in unit.parameters()}
-    groups = grouped(model, of_units, lr, weight_decay, lr_factor, norm_weight_decay)
+    groups = split_parameters(model, of_units, lr, weight_decay, lr_factor, norm_weight_decay)
     return [group | {"name": "pwlu" if group["name"] == "functions" else group["name"]} for group in groups]
 
 
-def grouped(
+def split_parameters(
     model: nn.Module, functions: set[int], lr: float, weight_decay: float, lr_factor: float, norm_weight_decay: float | None
 ) -> list[dict[str, Any]]:
-    """The groups of :func:`parameter_groups`, with the ids of what learns functions: they may be of any activation."""
+    """Return the groups of :func:`parameter_groups` for any learnable activation.
+
+    `functions` holds the ids of the activation parameters. Their group is named "functions".
+    """
     norms = set() if norm_weight_decay is None else _norm_parameters(model)
     groups: dict[str, dict[str, Any]] = {
         "weights": {"params": [], "lr": lr, "weight_decay": weight_decay},
@@ -55,6 +71,6 @@ def grouped(
 
 
 def _norm_parameters(model: nn.Module) -> set[int]:
-    """The ids of scales and shifts of normalisation layers: torch's, what inherits from them, and classes named ...Norm."""
+    """Return the ids of the parameters of normalization layers: PyTorch's, their subclasses, and classes named ``...Norm``."""
     found = (m for m in model.modules() if isinstance(m, _NORMS) or type(m).__name__.endswith("Norm"))
     return {id(p) for module in found for p in module.parameters(recurse=False)}

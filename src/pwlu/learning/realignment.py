@@ -1,4 +1,4 @@
-"""Realignment: the bounds of every unit go where its inputs are, and its function back to the start."""
+"""Realignment: move the bounds of every PWLU to its inputs, and reset it to its initial function."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,13 @@ from pwlu.text import abbreviate
 
 
 class Realigned(NamedTuple):
-    """What :func:`realign_` did to one unit: of its channels, how many were left as they were."""
+    """The result of :func:`realign_` for one PWLU.
+
+    Attributes:
+        name: the name of the module.
+        channels: its number of channels.
+        kept: the number of channels that were left unchanged.
+    """
 
     name: str
     channels: int
@@ -22,23 +28,44 @@ class Realigned(NamedTuple):
 
 @torch.no_grad()
 def realign_(model: nn.Module) -> list[Realigned]:
-    """Put the bounds of every PWLU where its inputs are, and its function back to the start: what happens at step T'.
+    """Realign all PWLUs of a model in place: move their bounds to their inputs, and reset them to their initial function.
+
+    :class:`pwlu.TwoPhase` does this at the end of Phase I, at step T'. The new parameters are::
 
         B_L = mu - 3 sigma,  B_R = mu + 3 sigma,  Y_k = f(B_k),  K_L, K_R = slopes of f over one more interval
 
-    with f the start (``init``), and mu and sigma the running statistics of Phase I. Parameters are written in place. A channel
-    that has no statistics, or a sigma of 0, keeps the parameters it has, and so does a unit that was frozen. A frozen block
-    (``scale_gradients(left=0)``) keeps its values; the others then fit f between the bounds that result.
+    Here f is the initial function (``init``), and mu and sigma are the running statistics of Phase I. A channel keeps its
+    parameters if it has no statistics, if its sigma is 0, or if the PWLU is frozen. A frozen block
+    (``scale_gradients(left=0)``) keeps its values; the other blocks then fit f between the resulting bounds.
+
+    Args:
+        model: a model with PWLUs that has trained in Phase I.
+
+    Returns:
+        One :class:`pwlu.learning.realignment.Realigned` per PWLU: name, number of channels, and number of channels kept.
+
+    Raises:
+        ValueError: if the model has no PWLUs.
+        RuntimeError: if a PWLU is already realigned, or no PWLU has statistics.
+
+    Example::
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(channels=8))
+        optimizer = torch.optim.SGD(pwlu.parameter_groups(model, lr=0.1))
+        phases = pwlu.TwoPhase(model, optimizer, realign_at=100)
+        model(torch.randn(16, 4)).sum().backward()
+        optimizer.step()
+        pwlu.realign_(model)  # now, instead of at step 100
     """
     units = require_units("realign_", model)
     if done := [name for name, unit in units.items() if unit.statistics.realigned]:
         raise RuntimeError(
-            f"realign_: {abbreviate(done)} had its Phase I already; realigning again would undo what was learned. "
-            "To begin anew: call reset_parameters() on the units."
+            f"realign_: {abbreviate(done)} is already realigned; realigning again would undo what it has learned. "
+            "To start again, call reset_parameters() on every PWLU."
         )
     if not any(unit.statistics.updates.any() for unit in units.values()):
         raise RuntimeError(
-            "realign_: no PWLU has statistics of its input yet. Train some steps, after model.train(), with "
+            "realign_: no PWLU has statistics of its input yet. Train for some steps in training mode (model.train()) with "
             "pwlu.TwoPhase(model, optimizer, realign_at=...)"
         )
     return [_realign(name, unit) for name, unit in units.items()]
@@ -46,17 +73,17 @@ def realign_(model: nn.Module) -> list[Realigned]:
 
 def _realign(name: str, unit: PWLU) -> Realigned:
     statistics, old = unit.statistics, Blocks(*(block.detach().to("cpu", torch.float64) for block in unit.blocks()))
-    held = _held(unit)
+    frozen = _frozen_entries(unit)
     mu, sigma = (s.to("cpu", torch.float64) for s in (statistics.running_mean, statistics.running_std))
-    left, right = torch.where(held.left, old.left, mu - 3 * sigma), torch.where(held.right, old.right, mu + 3 * sigma)
-    # An interval must be wider than the parameters' rounding, or knots would fall together.
+    left, right = torch.where(frozen.left, old.left, mu - 3 * sigma), torch.where(frozen.right, old.right, mu + 3 * sigma)
+    # An interval must be wider than the rounding error of the parameters, or neighbouring knots would coincide.
     roundoff = torch.finfo(unit.weight.dtype).eps * torch.maximum(left.abs(), right.abs())
     usable = (statistics.updates > 0).cpu() & ((right - left) / unit.intervals > 4 * roundoff)
     stored = [bound.to(unit.weight.dtype).to(reference.compute_dtype(unit.weight)) for bound in (left, right)]
-    usable &= (stored[1] - stored[0]).isfinite()  # as it will be computed
+    usable &= (stored[1] - stored[0]).isfinite()  # in the dtypes of the forward pass
     left, right = torch.where(usable, left, old.left), torch.where(usable, right, old.right)
     new = Blocks(left, right, *reference.start(find_initial_function(unit.init).function, left, right, unit.intervals))
-    moves = Blocks(*((usable[:, None] if still.ndim == 2 else usable) & ~still for still in held))
+    moves = Blocks(*((usable[:, None] if block.ndim == 2 else usable) & ~block for block in frozen))
     unit.assign(**{n: torch.where(m, v, o) for n, m, v, o in zip(Blocks._fields, moves, new, old, strict=True)})
     statistics.realigned.fill_(True)
     statistics.pool.zero_()
@@ -66,8 +93,8 @@ def _realign(name: str, unit: PWLU) -> Realigned:
     return Realigned(name, unit.channels, int((~moved).sum()))
 
 
-def _held(unit: PWLU) -> Blocks:
-    """Return what is frozen, entry by entry: all of a unit that needs no gradient, and blocks whose gradient is scaled by 0."""
+def _frozen_entries(unit: PWLU) -> Blocks:
+    """Return a boolean mask of frozen entries: all of them without requires_grad, else those whose gradient is scaled by 0."""
     scale = unit.gradient_scale
     if scale is None or not unit.weight.requires_grad:
         scale = torch.full((unit.channels * (unit.intervals + 5),), float(unit.weight.requires_grad))

@@ -1,4 +1,4 @@
-"""The paper's two phases, as hooks of the optimizer: any training loop stays as it is."""
+"""The two phases of the paper, as optimizer hooks, so that the training loop does not change."""
 
 import atexit
 import functools
@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pwlu.learning.freezing import take_gradients
-from pwlu.learning.optimizers import complete_state, join, keeper, unwrapped
+from pwlu.learning.freezing import remove_gradients
+from pwlu.learning.optimizers import add_momentum_buffers, complete_state, state_optimizer, unwrap_optimizer
 from pwlu.learning.realignment import Realigned, realign_
 from pwlu.learning.two_phase_checks import check_copy, check_optimizer, check_steps, check_weights, warn_of_decay
 from pwlu.module import PWLU, full_values, require_units, write_weight
@@ -25,21 +25,43 @@ from pwlu.text import abbreviate, counted
 
 
 class TwoPhase:
-    """The learning method of the paper, without a line in the training loop.
+    """The learning method of the paper. It hooks into the optimizer, so that the training loop does not change.
 
-    Phase I, the first `realign_at` steps of the optimizer: PWLU parameters do not change at all, statistics of their inputs are
-    kept. When the last of these steps ends, :func:`realign_` puts every PWLU where its inputs are. Phase II: ordinary training.
+    In Phase I, the first ``realign_at`` optimizer steps, the PWLU parameters do not change; the PWLUs collect statistics of
+    their inputs. After the last of these steps, :func:`pwlu.realign_` moves the bounds of every PWLU to its inputs. In Phase II
+    the PWLU parameters train like all others.
+
+    A step that GradScaler skips does not count. The state is part of the state dict of the model. To resume, load model and
+    optimizer and create a TwoPhase with the same arguments, before or after loading.
 
     Args:
-        model: with PWLUs; DistributedDataParallel and torch.compile may come before or after, fully_shard before the optimizer.
-        optimizer: the one that holds the PWLU parameters.
-        realign_at: T', in steps of the optimizer; the paper takes 5 epochs.
-        copies: models of the same structure whose PWLUs are realigned too, by copying: an exponential moving average.
-        process_group: of the processes that train the model together; default: the model's own if it is a
-            DistributedDataParallel, else all of them.
+        model: a model with PWLUs. You can apply DistributedDataParallel and torch.compile before or after; apply fully_shard
+            before you create the optimizer.
+        optimizer: the optimizer that holds the PWLU parameters.
+        realign_at: the number of optimizer steps of Phase I (T' in the paper, where it is 5 epochs).
+        copies: models with the same structure, such as an exponential moving average. At realignment, their PWLUs get the
+            parameters and statistics of the model. Default: none.
+        process_group: the process group that trains the model. Default: that of the model if it is a
+            DistributedDataParallel, else the default group.
 
-    A step counts when the optimizer really stepped. All that has to survive is in the model's state dict: to resume, load model
-    and optimizer, and make a TwoPhase as at the beginning, before or after loading.
+    Attributes:
+        report: after realignment, one :class:`pwlu.learning.realignment.Realigned` per PWLU.
+
+    Raises:
+        TypeError: if ``model`` is not a module or ``optimizer`` not an optimizer.
+        ValueError: if the model has no PWLUs, the optimizer does not hold their parameters, or an argument is not valid.
+        RuntimeError: if a PWLU already has a TwoPhase.
+
+    Example::
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(channels=8))
+        optimizer = torch.optim.SGD(pwlu.parameter_groups(model, lr=0.1))
+        phases = pwlu.TwoPhase(model, optimizer, realign_at=2)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(16, 4)).square().mean().backward()
+            optimizer.step()
+        print(phases)  # TwoPhase(1 PWLU, Phase II, 2 of 2 steps of Phase I taken)
     """
 
     def __init__(
@@ -58,98 +80,99 @@ class TwoPhase:
         if any(isinstance(module, nn.DataParallel) for module in model.modules()):
             raise ValueError(
                 "TwoPhase: nn.DataParallel runs copies of the model, whose statistics would be lost. "
-                "Use DistributedDataParallel"
+                "Use torch.nn.parallel.DistributedDataParallel"
             )
         check_weights(self._units)
-        optimizer = unwrapped(optimizer)
+        optimizer = unwrap_optimizer(optimizer)
         check_optimizer(optimizer, self._units)
         self.copies = [check_copy(copy, self._units) for copy in ([copies] if isinstance(copies, nn.Module) else copies)]
         if process_group is None and isinstance(model, DistributedDataParallel):
             process_group = model.process_group
         self.process_group = process_group
         self.report: list[Realigned] = []
-        self._joined = False  # whether the optimizer is ready for units that learn
-        self._completing = False  # whether the optimizer takes a step that is none
-        self._stepping = False  # whether it takes any: some have another optimizer inside
+        self._momentum_ready = False  # whether add_momentum_buffers was called
+        self._completing = False  # inside complete_state, whose step does not count
+        self._stepping = False  # inside a step; some optimizers step another optimizer inside
         self._optimizer = weakref.ref(optimizer)
         self._wrappers: list[weakref.ref[DistributedDataParallel]] | None = None  # of the model, found at the first step
-        self._warned = False  # that another optimizer has taken over
-        self._check_alone()
-        self._look_again()
+        self._warned = False  # whether it has warned of another optimizer
+        self._check_no_other_controller()
+        self._read_progress()
         for statistics in self._statistics:
             statistics.phase = 2 if statistics.realigned else 1
-        # The optimizer holds the controller, not the other way round: it lives as long as the optimizer does, and lets go then.
+        # The hooks of the optimizer keep this object alive. It has only a weak reference to the optimizer, so that both are
+        # freed together.
         self._hooks = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-            keeper(optimizer).register_state_dict_pre_hook(self._complete),
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            state_optimizer(optimizer).register_state_dict_pre_hook(self._before_state_dict),
         ]
-        self._let_go = weakref.finalize(optimizer, _let_go, self._statistics)
-        self._let_go.atexit = False
+        self._release_units = weakref.finalize(optimizer, _release_units, self._statistics)
+        self._release_units.atexit = False
         warn_of_decay(optimizer, self._units)
-        _LIVING.add(self)
+        _INSTANCES.add(self)
         _watch_optimizers()
 
     @property
     def phase(self) -> int:
-        """1 or 2; 0 when it has let go of the model."""
+        """The phase, 1 or 2; 0 after :meth:`remove`."""
         return max(statistics.phase for statistics in self._statistics)
 
     @property
     def steps(self) -> int:
-        """Steps of Phase I taken so far."""
+        """The number of steps of Phase I so far."""
         if any(statistics.loaded for statistics in self._statistics):
-            self._look_again()
+            self._read_progress()
         return self._steps
 
     def remove(self) -> None:
-        """Let go of model and optimizer. PWLUs then train from the next step on, wherever they are."""
+        """Detach from model and optimizer. PWLUs then train from the next step on, even if Phase I has not ended."""
         self._warn_of_phase_one("remove")
         self._detach()
 
     def _detach(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._let_go()
+        self._release_units()
 
     def __repr__(self) -> str:
         phase = ("removed", "Phase I", "Phase II")[self.phase]
         units = counted(len(self._units), "PWLU")
         return f"TwoPhase({units}, {phase}, {self.steps} of {self.realign_at} steps of Phase I taken)"
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take the gradients of units away in Phase I: one of zero would still move a parameter by momentum or decay."""
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Remove the gradients of units in Phase I: with a gradient of zero, momentum or weight decay would still move them."""
         self._stepping = True
         if self._completing:
             return None
         if any(statistics.loaded for statistics in self._statistics):
-            self._look_again()
+            self._read_progress()
         units = self._units.values()
         if self.phase != 1:
-            if not self._joined:
-                join(keeper(optimizer), units)
-                self._joined = True
+            if not self._momentum_ready:
+                add_momentum_buffers(state_optimizer(optimizer), units)
+                self._momentum_ready = True
             return None
-        self._check_even(optimizer)
-        take_gradients(units)
+        self._check_even_inputs(optimizer)
+        remove_gradients(units)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if closure is None:
             return None
 
-        def still() -> Any:
+        def without_unit_gradients() -> Any:
             loss = closure()
-            take_gradients(units)
+            remove_gradients(units)
             return loss
 
         if "closure" in kwargs:
-            return args, {**kwargs, "closure": still}
-        return (args[0], still, *args[2:]), kwargs
+            return args, {**kwargs, "closure": without_unit_gradients}
+        return (args[0], without_unit_gradients, *args[2:]), kwargs
 
-    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._stepping = False
-        if self.phase != 1 or self._completing or self._is_dummy(optimizer):
+        if self.phase != 1 or self._completing or self._is_dummy_step(optimizer):
             return
-        # A fused optimizer is called by GradScaler also when it is to do nothing; the others are not called then.
+        # GradScaler calls a fused optimizer even for a skipped step, and sets found_inf.
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and found_inf.item():
             return
@@ -160,15 +183,15 @@ class TwoPhase:
             for copy in self.copies:
                 self._copy_to(copy)
 
-    def _is_dummy(self, optimizer: Optimizer) -> bool:
-        """Return whether a step trains nothing: torch.distributed.checkpoint takes one to make an optimizer's state."""
+    def _is_dummy_step(self, optimizer: Optimizer) -> bool:
+        """Return whether torch.distributed.checkpoint made this step, with a learning rate of 0, to create optimizer state."""
         rates = [group["lr"] for group in optimizer.param_groups]
         if any(rate.device.type != "cpu" if isinstance(rate, Tensor) else False for rate in rates) or any(map(float, rates)):
             return False
         return not any(bool(statistics.pool.any()) for statistics in self._statistics)
 
-    def _complete(self, optimizer: Optimizer) -> None:
-        """Give the optimizer a state of units before it is saved."""
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        """Create the optimizer state of the units before the optimizer is saved."""
         self._completing = True
         try:
             complete_state(optimizer, self._units.values())
@@ -182,96 +205,99 @@ class TwoPhase:
             for buffer, state in zip(other.statistics.buffers(), unit.statistics.buffers(), strict=True):
                 buffer.copy_(state)
 
-    def _look_again(self) -> None:
-        """Steps and phase as the model's state has them."""
+    def _read_progress(self) -> None:
+        """Read the number of steps from the state of the model, and check that all units agree."""
         states = {(int(s.steps), bool(s.realigned)) for s in self._statistics}
         if len(states) > 1:
             raise ValueError(
-                "TwoPhase: the PWLUs of this model have not come equally far: (steps of Phase I, realigned) are "
-                f"{sorted(states)}. Load one complete state dict, or begin anew: call reset_parameters() on every PWLU."
+                "TwoPhase: the PWLUs of this model are not at the same point of training: (steps of Phase I, realigned) are "
+                f"{sorted(states)}. Load one complete state dict, or start again: call reset_parameters() on every PWLU."
             )
         ((self._steps, realigned),) = states
         if not realigned and self._steps >= self.realign_at:
             raise ValueError(
-                f"TwoPhase: the model has taken {self._steps} steps of Phase I and was not realigned, so "
-                f"realign_at={self.realign_at} has passed. Write a realign_at above {self._steps}, or realign now: "
-                "pwlu.realign_(model), before TwoPhase."
+                f"TwoPhase: realign_at={self.realign_at} has passed: the model has taken {self._steps} steps of Phase I and is "
+                f"not realigned. Write a realign_at above {self._steps}, or call pwlu.realign_(model) before TwoPhase."
             )
         for statistics in self._statistics:
             statistics.loaded = False
-        self._joined = False
+        self._momentum_ready = False
 
-    def _check_alone(self) -> None:
-        """Two controllers would count every step twice. One whose optimizer is gone, but not yet collected, does not matter."""
+    def _check_no_other_controller(self) -> None:
+        """Check that no unit has another TwoPhase, because two would count every step twice.
+
+        A TwoPhase whose optimizer was deleted may wait for garbage collection, so collect garbage first.
+        """
         if any(unit.phase for unit in self._units.values()):
             gc.collect()
         if taken := [name for name, unit in self._units.items() if unit.phase]:
             raise RuntimeError(
-                f"TwoPhase: {abbreviate(taken)} has a TwoPhase already. Keep that one, which works as long as its optimizer "
-                "does, or call its remove() first."
+                f"TwoPhase: {abbreviate(taken)} already has a TwoPhase. Keep that one, which works as long as its optimizer "
+                "exists, or call its remove() first."
             )
 
-    def _check_even(self, optimizer: Optimizer) -> None:
-        """Refuse processes that may run out of data while others go on: they would not take part in our collective call."""
+    def _check_even_inputs(self, optimizer: Optimizer) -> None:
+        """Raise if ranks may run out of data inside join() while others continue: they would miss our all-reduce."""
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1):
             return
-        if self._wrappers is None:  # the model does not know what it was wrapped in
+        if self._wrappers is None:  # a model does not know its DistributedDataParallel wrappers
             mine = set(self._units.values())
             found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
             self._wrappers = [weakref.ref(each) for each in found if not mine.isdisjoint(each.modules())]
         configs = [each._join_config for wrapper in self._wrappers if (each := wrapper()) is not None]
         uneven = any(config.enable and not config.throw_on_early_termination for config in configs)
-        if uneven and not getattr(getattr(optimizer, "_join_config", None), "enable", False):  # else it steps in every process
+        # An optimizer that takes part in join() steps on every rank.
+        if uneven and not getattr(getattr(optimizer, "_join_config", None), "enable", False):
             raise RuntimeError(
-                "TwoPhase: inside join() a process without data takes no step, but every step of Phase I needs all processes. "
-                f"Give all of them the same number of batches for the first {self.realign_at} steps, and write join() after "
-                "these, or write join(throw_on_early_termination=True)"
+                "TwoPhase: inside join() a rank without data takes no step, but every step of Phase I needs all ranks. "
+                f"Give all ranks the same number of batches for the first {self.realign_at} steps and enter join() after "
+                "them, or write join(throw_on_early_termination=True)"
             )
 
-    def _notice(self, optimizer: Optimizer) -> None:
-        """Warn once if another optimizer trains the units in Phase I, which then would not end."""
+    def _warn_of_other_optimizer(self, optimizer: Optimizer) -> None:
+        """Warn once if another optimizer steps the units in Phase I, because Phase I would then never end."""
         if self._warned or self._stepping or self._completing or self.phase != 1 or optimizer is self._optimizer():
             return
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         names = [name for name, unit in self._units.items() if id(unit._parameters.get("weight")) in held]
-        # One that wraps ours has let it count the step by now, which emptied the pools.
+        # If the other optimizer wraps ours, the step is already counted and the pools are empty.
         if names and any(bool(statistics.pool.any()) for statistics in self._statistics):
             self._warned = True
             warnings.warn(
                 f"TwoPhase: a step of another optimizer ({type(optimizer).__name__}) that holds {abbreviate(names)} does not "
-                "count, so Phase I will not end. Call remove() of this TwoPhase, and make one for the new optimizer: "
+                "count, so Phase I will not end. Call remove() on this TwoPhase and create one for the new optimizer: "
                 "pwlu.TwoPhase(model, optimizer, realign_at=...)",
                 stacklevel=4,
             )
 
     def _warn_of_phase_one(self, when: str) -> None:
-        """Warn if training was begun and ends before the units have learned anything."""
+        """Warn if training has started and ends in Phase I."""
         if self.phase == 1 and self.steps:
             warnings.warn(
                 f"TwoPhase: {when} in Phase I, after {self.steps} of {self.realign_at} steps: the PWLUs have learned nothing "
-                "yet. Train longer, or make TwoPhase with a smaller realign_at",
+                "yet. Train longer, or create the TwoPhase with a smaller realign_at",
                 stacklevel=3,
             )
 
 
-_LIVING: "weakref.WeakSet[TwoPhase]" = weakref.WeakSet()
+_INSTANCES: "weakref.WeakSet[TwoPhase]" = weakref.WeakSet()
 
 
-@functools.cache  # one for all, from the first TwoPhase on
+@functools.cache  # register one global hook, when the first TwoPhase is created
 def _watch_optimizers() -> None:
-    def notice(optimizer: Optimizer, *_: Any) -> None:
-        for phases in list(_LIVING):
-            phases._notice(optimizer)
+    def after_any_step(optimizer: Optimizer, *_: Any) -> None:
+        for phases in list(_INSTANCES):
+            phases._warn_of_other_optimizer(optimizer)
 
-    register_optimizer_step_post_hook(notice)
+    register_optimizer_step_post_hook(after_any_step)
 
 
 @atexit.register
 def _warn_at_exit() -> None:
-    for phases in _LIVING:
+    for phases in _INSTANCES:
         phases._warn_of_phase_one("the process ends")
 
 
-def _let_go(statistics: Sequence[InputStatistics]) -> None:
+def _release_units(statistics: Sequence[InputStatistics]) -> None:
     for each in statistics:
         each.phase = 0

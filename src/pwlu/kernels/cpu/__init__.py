@@ -1,4 +1,4 @@
-"""The CPU kernel: finds or builds the compiled ``cpu.c`` and calls it on torch tensors."""
+"""The CPU kernel: find or build the library of ``cpu.c``, and call its functions on tensors."""
 
 import ctypes
 import functools
@@ -24,14 +24,14 @@ _PARALLEL = ctypes.CFUNCTYPE(None, _POINTER, _POINTER, _UNSIGNED, _UNSIGNED)
 
 @_PARALLEL
 def python_threads(worker: int, data: int, threads: int, _flags: int) -> None:
-    """GOMP_parallel with threads of Python, for platforms whose OpenMP lacks it; C code runs without the GIL."""
+    """Implement GOMP_parallel with Python threads, for platforms without it. The C code runs without the GIL."""
     work = _WORKER(worker)
     helpers = []
     for _ in range(threads - 1):
         helper = threading.Thread(target=work, args=(data,))
         try:
             helper.start()
-        except RuntimeError:  # no more threads: those there are do the work
+        except RuntimeError:  # cannot start more threads: continue with those we have
             break
         helpers.append(helper)
     work(data)
@@ -40,24 +40,24 @@ def python_threads(worker: int, data: int, threads: int, _flags: int) -> None:
 
 
 def torch_threads() -> Any:
-    """GOMP_parallel of the OpenMP library torch itself uses, if it has it.
+    """Return GOMP_parallel of the OpenMP runtime that PyTorch uses, or None if it has no such function.
 
-    A second OpenMP runtime would bring a second set of threads, and both would spin on the same cores.
+    A second OpenMP runtime would have its own threads, and those of both would spin on the same cores.
     """
     try:
-        return ctypes.CDLL(torch._C.__file__).GOMP_parallel  # found among torch's dependencies
+        return ctypes.CDLL(torch._C.__file__).GOMP_parallel  # resolved among the dependencies of torch
     except (OSError, AttributeError):
         return None
 
 
 class Kernel:
-    """One compiled variant of ``cpu.c``. The methods take the operators' arguments, with every tensor on the CPU."""
+    """One compiled variant of ``cpu.c``. The methods take the arguments of the operators, with all tensors on the CPU."""
 
     def __init__(self, variant: str, path: Path, parallel: Any = None) -> None:
         self.variant, self.path = variant, path
         library = ctypes.CDLL(str(path))
         if not hasattr(library, "pwlu_source_id"):
-            raise OSError(f"{path.name} is no library of pwlu")
+            raise OSError(f"{path.name} is not a library of pwlu")
         library.pwlu_source_id.restype = ctypes.c_uint32
         if library.pwlu_source_id() != build.source_id():
             raise OSError(f"{path.name} was built from another version of {build.SOURCE.name}")
@@ -86,7 +86,7 @@ class Kernel:
         return self._map(self._forward, x, [weight], parameters, channels, intervals, channel_dim)
 
     def lookup(self, x: Tensor, *rest: Any) -> Tensor:
-        """Return y of the fused form."""
+        """Return y in the inference form."""
         *tables, channel_dim = rest
         channels, columns = tables[2].shape
         tables = [_for_compute(x, table) for table in tables]
@@ -102,7 +102,7 @@ class Kernel:
         intervals: int,
         channel_dim: int,
     ) -> Tensor:
-        """Call a kernel from x to y. `held`: the tensors that the addresses in `parameters` are of."""
+        """Call a function that maps x to y. `held` are the tensors whose addresses are in `parameters`."""
         y = torch.empty_like(x)
         if not x.numel():
             return y
@@ -116,7 +116,7 @@ class Kernel:
     def backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x and of the weight; an empty tensor for one that is not needed."""
+        """Return the gradients of x and of the weight; an empty tensor for a gradient that is not needed."""
         channels, like = weight.shape[0] // (intervals + 5), torch.empty_like(x, device="meta")
         grad_x = torch.empty_like(x) if need_input else x.new_empty(0)
         if not x.numel():
@@ -134,12 +134,15 @@ class Kernel:
         return grad_x, grad_weight.to(weight.dtype)
 
     def observe(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
-        """Return y and add the moments of x to the pool."""
+        """Return y, and add the moments of x to the pool in place."""
         done = self.moments(x, channel_dim, pool)
         return NotImplemented if done is NotImplemented else self.forward(x, weight, intervals, channel_dim)
 
     def moments(self, x: Tensor, channel_dim: int, pool: Tensor) -> Any:
-        """Add the moments of x to the pool; NotImplemented unless that is contiguous and of the type of the arithmetic."""
+        """Add the moments of x to the pool in place.
+
+        Return NotImplemented if the pool is not contiguous, or does not have the compute dtype.
+        """
         if pool.dtype != _compute(x) or not pool.is_contiguous():
             return NotImplemented
         if x.numel():
@@ -147,7 +150,7 @@ class Kernel:
             start, geometry = self._start(x), layout.geometry(x, pool.shape[1], channel_dim)
             source, target = layout.addresses([x, pool])
             _raise(self._moments(*start, source, *geometry, target))
-            torch.autograd.graph.increment_version(pool)  # as every change in place does
+            torch.autograd.graph.increment_version(pool)  # as every in-place operation does
         return None
 
     # Behind a batch norm.
@@ -247,54 +250,58 @@ def _compute(x: Tensor) -> torch.dtype:
 
 
 def _for_compute(x: Tensor, parameter: Tensor) -> Tensor:
-    """Return a parameter as C reads it: float64 for float64 x, else float32, and contiguous."""
+    """Return a parameter as the C code needs it: float64 if x is float64, else float32, and contiguous."""
     return parameter.to(_compute(x)).contiguous()
 
 
 def _raise(status: int) -> None:
     if status == 1:
-        raise MemoryError("pwlu's CPU kernel could not allocate its scratch memory (channels x intervals x threads)")
+        raise MemoryError("the CPU kernel of pwlu could not allocate scratch memory (channels x intervals x threads)")
     if status:
         raise ValueError(
-            "pwlu's CPU kernel takes up to 2^24 intervals and 2^30 table entries, channels x (intervals + 2): use fewer"
+            "the CPU kernel of pwlu supports at most 2^24 intervals and 2^30 table entries, channels x (intervals + 2). "
+            "Use fewer intervals or channels"
         )
 
 
 def usable_variants() -> list[str]:
-    """The variants this processor can run, by what torch found out about it, fastest first."""
+    """Return the variants that this CPU can run, according to PyTorch, fastest first."""
     capability = torch.backends.cpu.get_cpu_capability().lower()
     best = next((v for v in build.variants() if capability.startswith(v)), "portable")
     return list(build.variants()[build.variants().index(best) :])
 
 
 def installed(variant: str) -> Kernel | None:
-    """Return the kernel of that name that came with the package, or None."""
+    """Return the kernel of a variant that was installed with the package, or None."""
     for path in sorted(Path(__file__).parent.glob(f"_cpu_{variant}.*")):
         try:
             return Kernel(variant, path)
-        except OSError:  # a stale or foreign file: build anew
+        except OSError:  # from another version or platform: build it instead
             continue
     return None
 
 
 @functools.cache
 def load(variant: str) -> Kernel:
-    """The kernel of that name, from the installed package or built on first use; OSError says why there is none."""
+    """Return the kernel of a variant, from the installed package or built on first use; raise OSError if there is none."""
     if variant not in usable_variants():
         raise OSError(f"unknown or unusable CPU kernel {variant!r}: this processor can run {', '.join(usable_variants())}")
     if kernel := installed(variant):
         return kernel
     try:
         return Kernel(variant, build.build(variant))
-    except OSError:  # damaged, or made on another machine that shares the cache
-        return Kernel(variant, build.build(variant, afresh=True))
+    except OSError:  # damaged, or built on another machine that shares the cache
+        return Kernel(variant, build.build(variant, rebuild=True))
 
 
 @functools.cache
 def choose() -> tuple[Kernel | None, str]:
-    """The kernel that serves the CPU, or None for plain torch, and why.
+    """Return the kernel to use on the CPU, or None for plain PyTorch, and the reason.
 
-    ``PWLU_CPU_KERNEL`` asks for one by name (reference, portable, avx2, avx512); that it is missing is then an error.
+    ``PWLU_CPU_KERNEL`` selects one by name: reference, portable, avx2 or avx512.
+
+    Raises:
+        OSError: if the selected kernel is not available.
     """
     if named := os.environ.get("PWLU_CPU_KERNEL"):
         why = f"PWLU_CPU_KERNEL={named}"
@@ -306,18 +313,18 @@ def choose() -> tuple[Kernel | None, str]:
         except OSError as error:
             reasons.append(f"{variant}: {error}")
         else:
-            return kernel, "; ".join(["the fastest torch reports for this processor", *reasons])
+            return kernel, "; ".join(["the fastest variant for this processor, according to torch", *reasons])
     return None, "; ".join(reasons)
 
 
 def kernel() -> Kernel | None:
-    """As :func:`choose`, with a warning when there is none."""
+    """Return the kernel that :func:`choose` selects; warn if there is none."""
     chosen, why = choose()
     if chosen is None and "PWLU_CPU_KERNEL" not in os.environ:
         warnings.warn(
-            f"pwlu runs without its compiled CPU kernel, correct but many times slower ({why}). "
-            "Install a C compiler (gcc, clang) and start again, or set PWLU_CPU_KERNEL=reference to silence this; "
-            "`pwlu info` shows the state.",
+            f"pwlu runs without its compiled CPU kernel, which is correct but many times slower ({why}). "
+            "Install a C compiler (gcc or clang) and restart, or set PWLU_CPU_KERNEL=reference to silence this warning. "
+            "`pwlu info` shows which kernels are in use.",
             stacklevel=2,
         )
     return chosen

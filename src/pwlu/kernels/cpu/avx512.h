@@ -12,11 +12,11 @@ typedef __m512d doubles;
 INLINE doubles first_half(lanes v) { return _mm512_cvtps_pd(_mm512_castps512_ps256(v)); }
 INLINE doubles second_half(lanes v) { return _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1))); }
 
-/* The first n < LANES floats. */
+/* Load or store the first n < LANES floats. */
 INLINE lanes load_some(const float *p, int n) { return _mm512_maskz_loadu_ps((__mmask16)((1 << n) - 1), p); }
 INLINE void store_some(float *p, lanes v, int n) { _mm512_mask_storeu_ps(p, (__mmask16)((1 << n) - 1), v); }
 
-/* 4 floats each of 4 rows: 0, 4, 8 and 12. */
+/* Load 4 floats from each of the 4 rows 0, 4, 8 and 12. */
 INLINE lanes load_quads(const float *p, int64_t row) {
     lanes v = _mm512_castps128_ps512(_mm_loadu_ps(p));
     v = _mm512_mask_broadcast_f32x4(v, 0x00f0, _mm_loadu_ps(p + 4 * row));
@@ -24,7 +24,7 @@ INLINE lanes load_quads(const float *p, int64_t row) {
     return _mm512_mask_broadcast_f32x4(v, 0xf000, _mm_loadu_ps(p + 12 * row));
 }
 
-/* From 4 positions of 4 rows in a register to 16 positions of one row. */
+/* Convert registers with 4 positions of 4 rows to registers with 16 positions of one row. */
 INLINE void exchange_quads(lanes *v) {
     for (int i = 0; i < 4; i++) {
         const lanes a = _mm512_shuffle_f32x4(v[i], v[i + 4], 0x44), b = _mm512_shuffle_f32x4(v[i], v[i + 4], 0xee);
@@ -34,10 +34,10 @@ INLINE void exchange_quads(lanes *v) {
     }
 }
 
-/* The arithmetic of `finite`: where the class of a number is minus or plus infinity, the largest number takes its place. */
+/* The arithmetic of `finite`: replace minus and plus infinity by the largest finite numbers. */
 INLINE lanes finite_lanes(lanes x) { return _mm512_fixupimm_ps(x, x, _mm512_set1_epi32(0x00ef0000), 0); }
 
-/* The arithmetic of `locate`. Comparisons mask what follows them. NaN gives an index that ends with the bits of interval 0's. */
+/* The arithmetic of `locate`, with comparisons as masks. For NaN, the last bits of the index are those of interval 0. */
 INLINE indices locate_lanes(lanes v, lanes left, lanes scale, lanes right, int intervals, int lookup) {
     const lanes t = V(mul_ps)(V(sub_ps)(v, left), scale), end = V(set1_ps)((float)intervals);
     const __mmask16 below_end = lookup ? _mm512_cmp_ps_mask(t, end, _CMP_NGE_UQ) : _mm512_cmp_ps_mask(v, right, _CMP_NGE_UQ);
@@ -48,7 +48,7 @@ INLINE indices locate_lanes(lanes v, lanes left, lanes scale, lanes right, int i
     return _mm512_maskz_add_epi32(not_left, i, V(set1_epi32)(1));
 }
 
-INLINE lanes look_up(const lanes *table, indices s, int parts) { /* 5 bits of s choose within two registers */
+INLINE lanes look_up(const lanes *table, indices s, int parts) { /* 5 bits of s select within two registers */
     const __mmask16 high = _mm512_cmpgt_epi32_mask(s, _mm512_set1_epi32(31)), highest = _mm512_cmpgt_epi32_mask(s, _mm512_set1_epi32(63));
     lanes v = _mm512_permutex2var_ps(table[0], s, table[1]);
     if (parts > 2) v = _mm512_mask_mov_ps(v, high, _mm512_permutex2var_ps(table[2], s, table[3]));

@@ -1,4 +1,4 @@
-/* Conversions of bfloat16 and float16, rounding to nearest even. */
+/* Convert from and to bfloat16 and float16, rounding to nearest even. */
 #if defined(__F16C__) || (defined(_MSC_VER) && defined(__AVX2__))
 #define HALF_INSTRUCTIONS 1
 #endif
@@ -15,14 +15,14 @@ static inline uint16_t to_bfloat16(float f) {
 static inline float from_float16(uint16_t h) {
     uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13, sign = (uint32_t)(h & 0x8000) << 16;
     if (magnitude >= 0x7c00u << 13) return float_of(sign | 0x7f800000u | magnitude); /* inf, nan */
-    return float_of(sign | bits_of(float_of(magnitude) * 0x1p112f)); /* moves the exponent's bias, denormals too */
+    return float_of(sign | bits_of(float_of(magnitude) * 0x1p112f)); /* adjusts the exponent bias, also for denormals */
 }
 
 static inline uint16_t to_float16(float f) {
     uint32_t u = bits_of(f), sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff;
     if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00);
     if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00); /* rounds to infinity */
-    if (magnitude < 0x38800000u) { /* denormal: adding 0.5 leaves the rounded bits at the end of the mantissa */
+    if (magnitude < 0x38800000u) { /* denormal: after adding 0.5, the last bits of the mantissa are the rounded result */
         return (uint16_t)(sign | (bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u));
     }
     return (uint16_t)(sign | ((magnitude - 0x38000000u + 0xfff + ((magnitude >> 13) & 1)) >> 13));

@@ -1,23 +1,23 @@
-/* The CPU kernels of PWLU: plain C11, no torch and no Python headers, called through ctypes. The one file that is compiled.
+/* The CPU kernels of PWLU in C11, without headers of PyTorch or Python, called through ctypes. Only this file is compiled.
  *
  * A tensor is (outer, channels, inner) in memory order: NCHW has inner = H*W, channels_last and (batch, features) have
- * inner = 1. Memory is walked in order:
+ * inner = 1. The kernels read memory in order:
  *
- *   planes.h   inner is long: blocks of neighbours that are of one channel
- *   rows.h     inner is short: neighbours differ in their channel, and bounds are read from arrays along the row
+ *   planes.h   inner is long: blocks of neighbours in one channel
+ *   rows.h     inner is short: neighbours are in different channels, and bounds are read from arrays along the row
  *
- * Segments follow reference.py operation by operation: build with -ffp-contract=off. Sums are of doubles, in an order
- * that depends on shapes and the thread count alone: the same bits every time.
+ * Segments follow reference.py operation by operation: build with -ffp-contract=off. Sums are in double, in an order
+ * that depends only on shapes and the number of threads, so that results are bitwise reproducible.
  */
 #ifdef _MSC_VER
-#pragma fp_contract(off) /* /fp:precise alone allowed contraction before 2022 */
+#pragma fp_contract(off) /* before 2022, /fp:precise allowed contraction */
 #endif
 
 #include <float.h>
 #include <math.h>
 #if defined(__SSE2__) || defined(_M_X64)
 #include <immintrin.h>
-#define PAIRS 1 /* 128-bit registers hold the two sums of a segment, or two table entries */
+#define PAIRS 1 /* 128-bit registers hold the two sums of a segment, or two entries of the table */
 #endif
 
 #include "job.h"
@@ -26,7 +26,7 @@
 #define REAL float
 #define LARGEST FLT_MAX
 #ifdef __AVX2__
-#define VECTORS 1 /* of our own, for float alone */
+#define VECTORS 1 /* intrinsics of lanes.h, for float only */
 #endif
 #include "real.h"
 #undef REAL
@@ -42,12 +42,12 @@
 EXPORT uint32_t pwlu_source_id(void) { return PWLU_SOURCE_ID; }
 
 static int start(job *j, int summing) {
-    /* places in the table are of 32 bits, and the number of intervals must be exact as a float */
+    /* indices of the table have 32 bits, and the number of intervals must be exact as a float */
     if (size_of(j) < 1 || j->segments < 1 || j->segments > 1 << 24 || j->segments > INT32_MAX / 2 / j->channels) return 2;
     plan(j, summing);
     const size_t real = j->dtype == FLOAT64 ? sizeof(double) : sizeof(float), positions = (size_t)j->positions;
     const size_t entries = 2 * (size_t)(j->channels * j->segments), sums = summing ? (size_t)j->units * entries : 0;
-    /* in short planes, clearing and adding copies would take longer than they save */
+    /* for short planes, clearing and adding the copies takes longer than they save */
     const int copies = summing && j->intervals && !in_rows(j) && j->inner >= 8 * j->segments;
     const size_t vectors = j->norm ? NORM_VECTORS : 0;
     const size_t columns = copies ? (size_t)(j->units * COLUMNS * 2 * j->segments) : 0;
@@ -70,7 +70,7 @@ static int start(job *j, int summing) {
 #define JOB(...) \
     {.dtype = dtype, .outer = outer, .channels = channels, .inner = inner, .threads = threads, .parallel = parallel, __VA_ARGS__}
 
-/* Each returns 0, or 1 when there was no memory for its scratch, or 2 for an empty tensor or too large a table. */
+/* Each function returns 0, or 1 if scratch memory could not be allocated, or 2 for an empty tensor or a table that is too large. */
 EXPORT int pwlu_forward(parallel_fn parallel, unsigned threads, int dtype, const void *x, void *y, GEOMETRY,
                         int64_t intervals, const void *left, const void *right, const void *heights,
                         const void *left_slope, const void *right_slope) {
@@ -86,7 +86,7 @@ EXPORT int pwlu_lookup(parallel_fn parallel, unsigned threads, int dtype, const 
     return start(&j, 0);
 }
 
-/* A NULL grad_x, or NULL for all gradients of the parameters, is not computed. */
+/* The gradient of x is not computed if grad_x is NULL, nor are those of the parameters if they are all NULL. */
 EXPORT int pwlu_backward(parallel_fn parallel, unsigned threads, int dtype, const void *grad, const void *x, void *grad_x,
                          GEOMETRY, int64_t intervals, const void *left, const void *right, const void *heights,
                          const void *left_slope, const void *right_slope, void *grad_left, void *grad_right,
@@ -97,7 +97,7 @@ EXPORT int pwlu_backward(parallel_fn parallel, unsigned threads, int dtype, cons
     return start(&j, grad_left != NULL);
 }
 
-/* Adds to the pool (3, channels) of REAL: count, mean, M2. */
+/* Add count, mean and M2 of x to the pool, REAL (3, channels). */
 EXPORT int pwlu_moments(parallel_fn parallel, unsigned threads, int dtype, const void *x, GEOMETRY, void *pool) {
     job j = JOB(.x = x, .segments = 1, .gradients = {pool});
     return start(&j, 1);

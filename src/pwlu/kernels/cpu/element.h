@@ -1,9 +1,9 @@
-/* Elements without vector registers of our own, for one REAL: where they lie, their line, their part of the sums. */
+/* Elements without the intrinsics of lanes.h, for one REAL: their segments, their lines, their part of the sums. */
 
-/* An infinite input counts as the largest finite number: 0 times it is 0. NaN stays NaN. */
+/* Replace infinities by the largest finite numbers, so that a slope of 0 gives 0. NaN stays NaN. */
 INLINE REAL FOR_REAL(finite)(REAL x) { return x < -LARGEST ? -LARGEST : x > LARGEST ? LARGEST : x; }
 
-/* n elements as REAL: where they lie, or in the buffer. */
+/* Return n elements as REAL: in place if possible, else converted in the buffer. */
 static const REAL *FOR_REAL(read)(const job *j, const void *from, int64_t at, int n, REAL *buffer) {
     if (!from) return NULL;
     if (j->dtype <= FLOAT64) return (const REAL *)from + at;
@@ -96,8 +96,8 @@ static void FOR_REAL(apply)(const REAL *table, const REAL *x, const REAL *grad, 
     for (; i < n; i++) out[i] = FOR_REAL(finite)(x[i]) * table[place[i]] + table[place[i] + 1];
 }
 
-/* Adds g and g x to the sums. The product of two floats is exact in a double. `step` is the distance of neighbours' places,
- * `column` that of the copies which neighbours use in turn: 0 where neighbours are of different channels. */
+/* Add g and g x to the sums. The product of two floats is exact in double. `step` is the distance of the places of neighbours.
+ * `column` is the distance of the copies that neighbours use in turn; 0 if neighbours are in different channels. */
 INLINE void FOR_REAL(accumulate)(const REAL *grad, const REAL *x, const int32_t *place, int step, int n, double *sums, int64_t column) {
     int i = 0;
 #ifdef PAIRS

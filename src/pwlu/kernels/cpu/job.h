@@ -1,4 +1,4 @@
-/* A job: what one call is to do, and how threads share it. */
+/* A job: the work of one call, and how threads share it. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,16 +24,16 @@ typedef int64_t counter;
 
 enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
 enum {
-    BLOCK = 512,       /* planes: elements whose segments are held at once */
+    BLOCK = 512,       /* planes: elements per block, whose segments are kept in a buffer */
     COLUMNS = 4,       /* planes: copies of the sums, so that neighbours in one segment do not wait for each other */
-    SHORT_PLANE = 16,  /* an inner size below this is done in rows */
-    TILE = 16,         /* rows: so many are done at once, or fewer; no vector register holds more floats */
-    PANEL = 64,        /* rows: positions done before the next ones, so that their tables and sums stay in the first cache */
-    AHEAD = 1024,      /* rows: elements that memory is fetched ahead of the next ones */
-    WIDTH = PANEL + TILE, /* of the last panel, at most: none has fewer than TILE positions but for a whole row */
+    SHORT_PLANE = 16,  /* an inner size below this uses rows.h */
+    TILE = 16,         /* rows: maximum number of rows at a time; no vector register holds more floats */
+    PANEL = 64,        /* rows: positions per panel, so that their tables and sums stay in the L1 cache */
+    AHEAD = 1024,      /* rows: prefetch distance in elements */
+    WIDTH = PANEL + TILE, /* maximum width of the last panel: a panel has at least TILE positions, unless the row is shorter */
 };
 
-/* `parallel` has the signature of GOMP_parallel, so that torch's own threads can do the work. */
+/* `parallel` has the signature of GOMP_parallel, so that the threads of PyTorch can do the work. */
 typedef void (*parallel_fn)(void (*worker)(void *), void *data, unsigned threads, unsigned flags);
 
 enum { MEAN, GAIN, SHIFT, OF_G, OF_CENTRED, NORM_VECTORS }; /* z = (x - mean) gain + shift; and what norm_gradient takes off */
@@ -42,8 +42,8 @@ typedef struct job {
     int dtype, lookup;
     int of_norm, of_z;              /* the output is the gradient of the norm's input; grad is that of z, not of y */
     int64_t outer, channels, inner, intervals, segments;
-    const void *x, *grad;           /* elements in */
-    void *y;                        /* elements out: the output, or the gradient of x, or NULL */
+    const void *x, *grad;           /* inputs */
+    void *y;                        /* the output, or the gradient of x, or NULL */
     const void *parameters[5];      /* left, right, heights, left_slope, right_slope; or the four tables of a look-up */
     void *gradients[5];             /* of the same; of moments: the pool; of a norm: see pwlu_normalization */
     const void *residual;           /* behind a norm: elements that are added to its output, or NULL */
@@ -99,8 +99,8 @@ static void plan(job *j, int summing) {
     j->units = ceil_div(size, j->chunk);
 }
 
-/* Elements [at, at + n) are to come into the second cache: the first holds tables and sums. A few at a time, beside the work
- * that takes longest, so that memory is busy all the time. */
+/* Prefetch elements [at, at + n) into the L2 cache: the L1 cache holds tables and sums. Call this often with a small n between
+ * the computations, so that memory is always busy. */
 static inline void fetch(const job *j, int64_t at, int64_t n) {
     const int64_t bytes = j->dtype == FLOAT64 ? 8 : j->dtype == FLOAT32 ? 4 : 2, stop = bytes * (at + n);
     const char *x = j->x, *grad = j->grad, *y = j->y ? j->y : x, *residual = j->residual;
@@ -109,6 +109,6 @@ static inline void fetch(const job *j, int64_t at, int64_t n) {
     for (int64_t i = bytes * at; residual && i < stop; i += 64) FETCH(residual + i);
 }
 
-/* What to fetch beside the panel of `count` rows whose first element, at position p, is `at`: processors do not foresee the order of
- * panels, so memory is fetched in its own order, AHEAD of the rows that follow. */
+/* Return the element from which to prefetch during the panel of `count` rows whose first element, at position p, is `at`. Hardware
+ * prefetchers do not predict the order of panels, so prefetch in memory order, AHEAD of the next rows. */
 static inline int64_t after_rows(const job *j, int64_t at, int count, int64_t p) { return at - p + count * (j->positions + p) + AHEAD; }

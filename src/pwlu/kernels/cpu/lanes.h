@@ -1,4 +1,4 @@
-/* float32 in vector registers: tables of up to REGISTER_ENTRIES segments (REGISTER_PAIRS where offsets are needed too) are held
+/* float32 with vector intrinsics. Tables of up to REGISTER_ENTRIES segments (REGISTER_PAIRS if offsets are needed too) are kept
  * in registers, and a look-up is a permutation. */
 static inline int fits_registers(const job *j) { return j->segments <= (j->grad ? REGISTER_ENTRIES : REGISTER_PAIRS); }
 
@@ -18,7 +18,7 @@ INLINE function load_function(const job *j, int64_t p, int64_t base, int parts) 
     return f;
 }
 
-/* y, or with `backward` the slope at x. The places are noted for the sums. */
+/* Return y, or with `backward` the slope at x, and store the places for the sums. */
 INLINE lanes map_vector(const function *f, lanes x, int64_t base, int32_t *place, int intervals, int backward, int lookup, int parts) {
     const indices s = locate_lanes(x, f->left, f->scale, f->right, intervals, lookup);
     if (backward) store_places(place, V(add_epi32)(V(slli_epi32)(s, 1), V(set1_epi32)((int)base)));
@@ -26,7 +26,7 @@ INLINE lanes map_vector(const function *f, lanes x, int64_t base, int32_t *place
     return backward ? slope : V(add_ps)(V(mul_ps)(finite_lanes(x), slope), look_up(f->offsets, s, parts));
 }
 
-/* `locate` and `apply` in one, for n elements of channel c. `place` has room for LANES more. */
+/* Do `locate` and `apply` in one pass, for n elements of channel c. `place` has room for LANES more. */
 INLINE void plane_of_vectors(const job *j, int64_t c, int64_t base, const float *x, const float *grad, int n, float *out, int32_t *place,
                       int backward, int lookup, int parts) {
     const function f = load_function(j, c, 2 * c * j->segments, parts);
@@ -124,7 +124,7 @@ static void locate_row(const job *j, int64_t p, const float *x, int n, int32_t *
     else row_of_vectors(j, p, x, n, place, 0);
 }
 
-INLINE void transpose(lanes *v) { /* 4 x 4, in each quarter or half of the registers */
+INLINE void transpose(lanes *v) { /* 4 x 4 blocks, in each 128-bit part of the registers */
     const lanes a = V(unpacklo_ps)(v[0], v[2]), b = V(unpackhi_ps)(v[0], v[2]);
     const lanes c = V(unpacklo_ps)(v[1], v[3]), d = V(unpackhi_ps)(v[1], v[3]);
     v[0] = V(unpacklo_ps)(a, c), v[1] = V(unpackhi_ps)(a, c);
@@ -157,7 +157,7 @@ INLINE void panel_of_tiles(const job *j, int64_t p, const float *x, int64_t x_ro
     }
 }
 
-/* `call` with constants for the form of the job and the parts of its table. */
+/* Call a function with constants for the form of the job and the parts of its table. */
 #define FORM(parts, call, ...)                              \
     case parts:                                             \
         if (j->grad) call(__VA_ARGS__, 1, 0, parts);        \

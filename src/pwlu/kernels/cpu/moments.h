@@ -12,7 +12,7 @@ static void FOR_REAL(moments_of_planes)(const job *j, int64_t at, int64_t stop, 
     }
 }
 
-/* Positions [p, p + n) of `count` rows. */
+/* Process positions [p, p + n) of `count` rows. */
 static void FOR_REAL(moments_of_panel)(const job *j, int64_t at, int count, int64_t p, int n, double *sums) {
     REAL x_buffer[TILE * WIDTH], z_buffer[TILE * WIDTH];
     double totals[2 * WIDTH];

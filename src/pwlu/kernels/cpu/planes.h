@@ -1,4 +1,4 @@
-/* Planes, for one REAL: `inner` is long, and neighbours are of one channel. */
+/* Planes, for one REAL: `inner` is long, and neighbours are in one channel. */
 
 /* Elements [at, at + n), of one plane or of several short ones: parts of one channel each. Segments first (where tables fit into vector
  * registers, outputs too), then what is looked up or added there: in one pass, look-ups would wait for the segments just stored. */
@@ -34,7 +34,7 @@ static void FOR_REAL(block)(const job *j, int64_t at, int n, double *sums, int64
     if (j->y && out == out_buffer) narrow(j->dtype, (const float *)out, (uint16_t *)j->y + at, n);
 }
 
-/* Elements [at, stop). The sums of a long plane are taken in COLUMNS copies and then added to its channel's. */
+/* Process elements [at, stop). A long plane is summed in COLUMNS copies, which are then added to the sums of its channel. */
 static void FOR_REAL(map_planes)(const job *j, int64_t at, int64_t stop, double *sums, double *columns) {
     const int64_t column = 2 * j->segments;
     for (int64_t end; at < stop; at = end) {

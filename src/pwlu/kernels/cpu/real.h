@@ -1,4 +1,4 @@
-/* Everything for one REAL: float (float32, bfloat16, float16) or double. cpu.c includes this twice. */
+/* All code for one REAL, float (for float32, bfloat16 and float16) or double. cpu.c includes this file twice. */
 #define JOIN(a, b) a##_##b
 #define NAMED(a, b) JOIN(a, b)
 #define FOR_REAL(name) NAMED(name, REAL)
@@ -35,7 +35,7 @@
 #include "planes.h"
 #include "rows.h"
 
-/* One unit: a stretch of memory, and sums of its own. */
+/* Process one unit: a contiguous part of memory, with its own sums. */
 static void FOR_REAL(walk)(job *j, int64_t unit) {
     const int64_t at = unit * j->chunk, stop = smaller(size_of(j), at + j->chunk), column = 2 * j->segments;
     double *sums = j->sums ? j->sums + unit * j->channels * column : NULL;

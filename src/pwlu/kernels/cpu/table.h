@@ -1,6 +1,6 @@
-/* From parameters to tables, and from sums to gradients, channel by channel, for one REAL. */
+/* Compute tables from parameters, and gradients from sums, per channel, for one REAL. */
 
-/* Bounds, scale and table of channel c: reference.scale_and_open, reference.tables. */
+/* Compute bounds, scale and table of channel c, as reference.scale_and_open and reference.tables do. */
 static void FOR_REAL(prepare_channel)(job *j, int64_t c) {
     const int64_t n = j->intervals;
     const REAL *const *given = (const REAL *const *)j->parameters;
@@ -13,11 +13,11 @@ static void FOR_REAL(prepare_channel)(job *j, int64_t c) {
     }
     const REAL left = given[0][c], right = given[1][c], *restrict heights = given[2] + c * (n + 1);
     const REAL left_slope = given[3][c], right_slope = given[4][c], scale = (REAL)n / (right - left);
-    const int open = scale > 0 && scale <= LARGEST; /* else nothing lies between the bounds */
+    const int open = scale > 0 && scale <= LARGEST; /* else the interval between the bounds is empty */
     ((REAL *)j->left)[c] = left, ((REAL *)j->scale)[c] = open ? scale : 1, ((REAL *)j->right)[c] = open ? right : left;
     const double step = open ? ((double)right - left) / (double)n : 1;
     slopes[0] = left_slope, offsets[0] = (REAL)(heights[0] - (double)left * left_slope);
-    for (int i = 0; i < (int)n; i++) { /* an int, because few processors convert longer numbers in vectors */
+    for (int i = 0; i < (int)n; i++) { /* int, because few CPUs can vectorize conversions from int64_t */
         const double slope = ((double)heights[i + 1] - heights[i]) / step;
         slopes[i + 1] = (REAL)slope, offsets[i + 1] = (REAL)(heights[i] - (left + i * step) * slope);
     }
@@ -43,7 +43,7 @@ static void FOR_REAL(prepare)(job *j, int64_t unit) {
     }
 }
 
-/* Rows: from one entry per channel to one per position, in place: from the end, since no position is before its channel. */
+/* Rows: expand one entry per channel to one per position, in place. Go backwards, because no position comes before its channel. */
 static void FOR_REAL(spread)(job *j) {
     for (int64_t p = j->positions - 1; p >= 0; p--) {
         const int64_t c = p / j->inner % j->channels;
@@ -55,7 +55,7 @@ static void FOR_REAL(spread)(job *j) {
     }
 }
 
-/* The sums of channel c over all units, left in the first. */
+/* Add the sums of channel c over all units, and store them in the first. */
 static const double *FOR_REAL(total)(job *j, int64_t c) {
     double *total = j->sums + 2 * c * j->segments;
     for (int64_t unit = 1; unit < j->units; unit++)
@@ -63,7 +63,7 @@ static const double *FOR_REAL(total)(job *j, int64_t c) {
     return total;
 }
 
-/* From sums to gradients: reference.backward, per channel. */
+/* Compute the gradients of channel c from its sums, as reference.backward does. */
 static void FOR_REAL(finish_gradients)(job *j, int64_t c) {
     const int64_t n = j->intervals, p = first_position(j, c);
     const double *total = FOR_REAL(total)(j, c) + 2;

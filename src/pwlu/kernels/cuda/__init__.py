@@ -1,4 +1,4 @@
-"""The CUDA kernels: finds out whether a device can run them. Calls are in ``calls.py``."""
+"""The CUDA kernels: decide whether a device can run them. ``calls.py`` calls them."""
 
 import functools
 import os
@@ -12,77 +12,80 @@ from pwlu.kernels.cuda.calls import NAMES, Kernel
 from pwlu.kernels.cuda.driver import refuse_during_capture
 from pwlu.text import install
 
-_OLDEST = (7, 5)
+_MIN_CAPABILITY = (7, 5)
 
 
 @functools.cache
 def choose(index: int) -> tuple[Kernel | None, str]:
-    """The kernels that serve the device, or None for plain torch, and why.
+    """Return the kernels to use on a device, or None for plain PyTorch, and the reason.
 
-    ``PWLU_CUDA_KERNEL=reference`` asks for plain torch, ``PWLU_CUDA_KERNEL=cuda`` for the kernels: that they cannot run is then
-    an error.
+    ``PWLU_CUDA_KERNEL=reference`` selects plain PyTorch, ``PWLU_CUDA_KERNEL=cuda`` the kernels.
+
+    Raises:
+        OSError: if ``PWLU_CUDA_KERNEL=cuda``, but the kernels cannot run.
     """
     named = os.environ.get("PWLU_CUDA_KERNEL")
     if named not in (None, "", "cuda", "reference"):
-        raise OSError(f"unknown CUDA kernel PWLU_CUDA_KERNEL={named!r}: there are cuda and reference")
+        raise OSError(f"PWLU_CUDA_KERNEL must be cuda or reference, not {named!r}")
     if named == "reference":
         return None, "PWLU_CUDA_KERNEL=reference"
     try:
-        return _try(index), "compiled by NVRTC at first use"
-    except _Impossible as error:
+        return _load(index), "compiled by NVRTC at first use"
+    except _NotSupported as error:
         if named == "cuda":
             raise OSError(f"PWLU_CUDA_KERNEL=cuda, but {error}") from error
         return None, str(error)
 
 
-class _Impossible(Exception):
-    """Why a device cannot run the kernels."""
+class _NotSupported(Exception):
+    """The device cannot run the kernels, for the reason in the message."""
 
 
-def _try(index: int) -> Kernel:
+def _load(index: int) -> Kernel:
+    """Return the kernels of a device after loading one of them; raise :class:`_NotSupported` if that fails."""
     if torch.version.hip:
-        raise _Impossible("this is a build of torch for AMD; the kernels are for NVIDIA")
-    if torch.cuda.get_device_capability(index) < _OLDEST:
-        raise _Impossible(f"{torch.cuda.get_device_name(index)} is older than compute capability 7.5")
+        raise _NotSupported("this is a build of torch for AMD GPUs and the kernels are for NVIDIA GPUs")
+    if torch.cuda.get_device_capability(index) < _MIN_CAPABILITY:
+        raise _NotSupported(f"{torch.cuda.get_device_name(index)} is older than compute capability 7.5")
     try:
         kernels.core()
     except ImportError as error:
-        raise _Impossible(f"cuda-core is missing ({error}): {install('cuda')}") from error
+        raise _NotSupported(f"cuda-core is missing ({error}): {install('cuda')}") from error
     with torch.cuda.device(index):
         refuse_during_capture("its first use on this device", index)
     kernel = Kernel(index)
     try:
-        # The smallest: if it compiles and loads, the others do.
+        # If the smallest kernel compiles and loads, all do.
         kernel.load("finish_moments")
-    except Exception as error:  # whatever NVRTC, its absence, or the driver may raise
-        if "out of memory" in str(error).lower():  # that passes
+    except Exception as error:  # NVRTC and the driver raise various types
+        if "out of memory" in str(error).lower():  # a temporary problem
             raise
-        raise _Impossible(f"NVRTC or the driver failed: {type(error).__name__}: {error}") from error
+        raise _NotSupported(f"NVRTC or the driver failed: {type(error).__name__}: {error}") from error
     return kernel
 
 
 def kernel(index: int) -> Kernel | None:
-    """As :func:`choose`, with a warning when there is none."""
+    """Return the kernels that :func:`choose` selects; warn if there are none."""
     chosen, why = choose(index)
     if chosen is None and not os.environ.get("PWLU_CUDA_KERNEL"):
         warnings.warn(
-            f"pwlu runs without its CUDA kernels, correct but many times slower ({why}). "
-            "`pwlu info` shows the state; PWLU_CUDA_KERNEL=reference silences this.",
+            f"pwlu runs without its CUDA kernels, which is correct but many times slower ({why}). "
+            "`pwlu info` shows which kernels are in use. Set PWLU_CUDA_KERNEL=reference to silence this warning.",
             stacklevel=2,
         )
     return chosen
 
 
 def warm_up(index: int, dtypes: tuple[torch.dtype, ...]) -> int:
-    """Compile and load all kernels for these types; return how many there are."""
+    """Compile and load all kernels for these dtypes; return their number."""
     if unknown := [dtype for dtype in dtypes if dtype not in NAMES]:
-        raise TypeError(f"pwlu: there are CUDA kernels for float32, bfloat16 and float16, not for {unknown[0]}")
+        raise TypeError(f"pwlu: the CUDA kernels support float32, bfloat16 and float16, not {unknown[0]}")
     chosen = kernel(index)
     if chosen is None:
         return 0
     wanted = [n for n in kernels.functions() if n.startswith("finish") or any(f"_{NAMES[d]}_" in n for d in dtypes)]
     with torch.cuda.device(index):
         refuse_during_capture("warming up", index)
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # NVRTC lets other threads run
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # NVRTC releases the GIL
         list(threads.map(chosen.load, wanted))
     return len(wanted)

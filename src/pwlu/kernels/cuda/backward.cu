@@ -1,17 +1,17 @@
-// The gradient of x, and for each channel and line two sums: G of g, and P of g t. Behind a norm (NORM) there are two passes:
-// the first (SUMS) also adds up g_z and g_z (x - mean) and, with ADD, writes g_z; the second writes the gradient of x.
-// Every thread adds to columns of its own in shared memory, [line][thread]: no atomics, no bank conflicts, and the same
-// bits every time.
+// Compute the gradient of x, and two sums per channel and line: G = sum of g, and P = sum of g t. With a norm (NORM) there are
+// two passes. The first (SUMS) also adds up g_z and g_z (x - mean) and, with ADD, writes g_z. The second writes the gradient of x.
+// Every thread adds to its own columns in shared memory, [line][thread]. So there are no atomics and no bank conflicts, and the
+// results are bitwise reproducible.
 
-#define ROWS_AT_ONCE 8  // vectors of a column that a thread works on at a time
+#define ROWS_AT_ONCE 8  // vectors of a column that a thread processes at a time
 #define MIXED_AT_ONCE 2
 
-// The gradients of one channel's parameters from its sums, by one warp. `sum(k)` returns (G, P) of line k.
+// Compute the gradients of the parameters of one channel from its sums, by one warp. `sum(k)` returns (G, P) of line k.
 template <typename Sum>
 __device__ void finish(const Arguments &a, int channel, const Sum &sum) {
   const int n = a.intervals, lane = threadIdx.x % 32;
   const i64 at = (i64)channel * (n + 1);
-  const auto inside = [&](int i) {  // G, and P counted from knot i: the sum of g (x - B_i)/d
+  const auto inside = [&](int i) {  // G, and P relative to knot i: the sum of g (x - B_i)/d
     double2 pair = sum(i + 1);
     if (i == n - 1) {
       const double2 more = sum(n + 1);
@@ -23,12 +23,12 @@ __device__ void finish(const Arguments &a, int channel, const Sum &sum) {
   const Bounds b(a, channel);
   const float left_slope = read(a.parameters[3], channel, a.kind), right_slope = read(a.parameters[4], channel, a.kind);
   const double width = (double)read(a.parameters[1], channel, a.kind) - b.left;
-  const bool open = b.right > b.left;  // else t is x - B_L, and no element lies inside
+  const bool open = b.right > b.left;  // else t is x - B_L, and there are no elements inside
   const double share = open ? 1.0 / width : 0.0, step = open ? width / n : 1.0;
   const double2 below = sum(0), above = sum(n + 2);
   double of_left = 0.0, of_right = 0.0;
   for (int i = lane; i <= n; i += 32) {
-    const double before = i > 0 ? inside(i - 1).y : below.x;  // what the line before knot i gives to its height
+    const double before = i > 0 ? inside(i - 1).y : below.x;  // contribution of the line before knot i to its height
     const double2 after = i < n ? inside(i) : make_double2(above.x, 0.0);
     write(a.gradients[2], at + i, a.kind, before + (after.x - after.y));
     if (i < n) {
@@ -58,10 +58,10 @@ __device__ void finish(const Arguments &a, int channel, const Sum &sum) {
 
 __device__ double2 widen(float2 pair) { return make_double2(pair.x, pair.y); }
 
-// Lines of a thread's column. A norm's sums are one more.
+// The number of lines in the column of a thread. The sums of a norm take one more line.
 #define SUM_LINES(kind, intervals) (LINES(intervals) + ((kind) & NORM ? 1 : 0))
 
-// What a kernel does, besides x and g. The second pass behind an addition has g_z from the first.
+// What a kernel reads and computes besides x and g. With ADD, the second pass reads g_z, which the first has written.
 template <int KIND>
 struct Pass {
   static constexpr bool sums = KIND & SUMS, norm = KIND & NORM;
@@ -69,13 +69,13 @@ struct Pass {
   static constexpr bool writes = !(sums && norm) || (KIND & ADD);
 };
 
-// The norm of a channel in a backward pass: two sums in the first one, the gradient of x in the second.
+// The norm of a channel in the backward pass: two sums in the first pass, the gradient of x in the second.
 struct NormBackward : Normal {
   float of_g, of_centred;
 
   __device__ NormBackward() : of_g(0.0f), of_centred(0.0f) {}
   __device__ NormBackward(const Arguments &a, int channel, bool sums) : Normal(a, channel), of_g(0.0f), of_centred(0.0f) {
-    if (sums || !a.sums) return;  // without sums, the statistics are constants
+    if (sums || !a.sums) return;  // without sums, mean and variance are constants
     const float inv_std = a.norm[a.channels + channel];
     of_g = a.sums[channel] * a.factor;
     of_centred = a.sums[a.channels + channel] * a.factor * inv_std * inv_std;
@@ -85,7 +85,8 @@ struct NormBackward : Normal {
   __device__ float input(float g_z, float centred) const { return scale * (g_z - of_g - centred * of_centred); }
 };
 
-// The gradients of x (of z behind a norm) in its place, and what the sums need. `slopes` and `stride` as lines_from made them.
+// Replace x by its gradient (that of z with a norm), and return t and the bits of the line for the sums. `slopes` holds results of
+// lines_from with this `stride`.
 template <bool CARE, int U, int W, bool EACH>
 __device__ void derivatives(float (&x)[U][W], const float (&g)[U][W], const Bounds *b, const unsigned *slopes, unsigned stride,
                             float intervals, float (&t)[U][W], unsigned (&bits)[U][W]) {
@@ -100,15 +101,15 @@ __device__ void derivatives(float (&x)[U][W], const float (&g)[U][W], const Boun
     }
 }
 
-// A vector that is not there: zeros change no sum.
+// Set a vector past the end to zeros, which change no sum.
 template <int W>
 __device__ void clear(float (&x)[W], float (&g)[W], float (&residual)[W]) {
 #pragma unroll
   for (int j = 0; j < W; ++j) x[j] = 0.0f, g[j] = 0.0f, residual[j] = 0.0f;
 }
 
-// U vectors of W elements, the gradients in place of x. Element j has its own norm, bounds and slopes (EACH), or all share the
-// first.
+// Replace x by its gradients, in U vectors of W elements. With EACH, element j has its own norm, bounds and slopes; else all
+// elements share the first ones.
 template <int KIND, int U, int W, bool EACH>
 __device__ void differentiate(float (&x)[U][W], const float (&g)[U][W], const float (&residual)[U][W], NormBackward *norm,
                               const Bounds *b, const unsigned *slopes, unsigned stride, float intervals, float limit,
@@ -147,15 +148,15 @@ __device__ void differentiate(float (&x)[U][W], const float (&g)[U][W], const fl
     }
 }
 
-// Both are added to sums that may be the same ones: then the first brings both, and is stored last.
+// Add (g, t) to the sums a and (h, s) to the sums b. If both are the same sums, add both to a, which is stored last.
 __device__ void add_two(float2 &a, float2 &b, bool same, float g, float t, float h, float s) {
   a.x += g, a.y = fmaf(g, t, a.y);
   if (same) a.x += h, a.y = fmaf(h, s, a.y);
   b.x += h, b.y = fmaf(h, s, b.y);
 }
 
-// Adds U vectors to a thread's columns; element j to columns[j] (EACH), or all to the first. DISJOINT: no two of columns are the
-// same, so that all of a vector's sums are on their way at once.
+// Add U vectors to the columns of a thread: with EACH, element j to columns[j]; else all elements to the first. DISJOINT: the
+// columns are all different, so that all sums of a vector can be loaded at once.
 template <int U, int W, bool EACH, bool DISJOINT>
 __device__ void accumulate(const float (&g)[U][W], const float (&t)[U][W], const unsigned (&bits)[U][W], const unsigned *columns,
                            unsigned stride) {
@@ -189,7 +190,7 @@ __device__ void accumulate(const float (&g)[U][W], const float (&t)[U][W], const
     }
 }
 
-// What a thread reads, on its way from memory while those before are worked on.
+// The inputs of a thread, prefetched while the previous ones are processed.
 template <typename T, int W, int KIND>
 struct Read {
   Vector<T, W> x, grad, residual;
@@ -205,7 +206,7 @@ struct Read {
   }
 };
 
-// A block works on one channel, a thread on U vectors at a time: more if there are so many intervals that few threads fit.
+// A block processes one channel; a thread processes U vectors at a time. U is larger if few threads fit, because of many intervals.
 template <typename T, int W, int KIND, int U>
 __device__ void backward_planes(const Arguments &a) {
   using On = Pass<KIND>;
@@ -263,7 +264,7 @@ __device__ void backward_planes(const Arguments &a) {
   if (!On::sums) return;
   if (On::norm) store_pair(own + lines * stride, make_float2(norm.of_g, norm.of_centred));
   __syncthreads();
-  const auto sum_of = [&](int k, int from, int count) {  // of line k's columns, beginning at another bank for every k
+  const auto sum_of = [&](int k, int from, int count) {  // sum of the columns of line k; each k starts at another bank
     float2 sum = make_float2(0.0f, 0.0f);
     const int shift = k % count;
 #pragma unroll 8
@@ -277,7 +278,7 @@ __device__ void backward_planes(const Arguments &a) {
   int apart = threads;
   if (sum_lines > threads) {
     for (int k = threadIdx.x; k < sum_lines; k += threads) columns[k * threads] = sum_of(k, 0, threads);
-  } else {  // several threads a line add up a part of its columns each
+  } else {  // several threads per line, each adds up a part of the columns
     const int parts = threads / sum_lines, part = threadIdx.x / sum_lines;
     const int length = (threads + parts - 1) / parts, from = part * length;
     float2 sum = make_float2(0.0f, 0.0f);
@@ -304,13 +305,13 @@ __device__ void backward_planes(const Arguments &a) {
   if (threadIdx.x < 32) finish(a, channel, [&](int k) { return widen(totals[k * apart]); });
 }
 
-// A block works on a panel of a row's vectors, over some rows; a thread on one vector of each, with a column for every channel of
-// it. A thread reads several vectors ahead, and works on two at a time.
+// A block processes a panel of vectors in a range of rows. A thread processes one vector per row, and has one column per channel of
+// it. It prefetches several vectors, and processes two at a time.
 template <typename T, int W, int KIND, bool MIXED>
 __device__ void backward_rows(const Arguments &a) {
   using On = Pass<KIND>;
-  constexpr int U = MIXED ? MIXED_AT_ONCE : On::sums ? ROWS_AT_ONCE : ROWS_AT_ONCE / 2;  // without columns more threads fit
-  constexpr int OWN = MIXED ? (W > 1 ? 2 : 1) : W;  // columns of a thread
+  constexpr int U = MIXED ? MIXED_AT_ONCE : On::sums ? ROWS_AT_ONCE : ROWS_AT_ONCE / 2;  // without columns, more threads fit
+  constexpr int OWN = MIXED ? (W > 1 ? 2 : 1) : W;  // columns per thread
   extern __shared__ float2 columns[];                // [line][own column][thread], then the slopes, [line][place]
   const int lines = LINES(a.intervals), sum_lines = SUM_LINES(KIND, a.intervals), threads = blockDim.x;
   const Panel<W, MIXED> panel(a);
@@ -326,7 +327,7 @@ __device__ void backward_rows(const Arguments &a) {
     if (u < panel.count) ahead[u].fetch(x, grad, residual, u * stride);
 
   float *slopes = reinterpret_cast<float *>(columns + (On::sums ? sum_lines * OWN * threads : 0));
-  float *room = On::sums ? reinterpret_cast<float *>(columns) : slopes + lines * places;  // columns are not in use yet
+  float *room = On::sums ? reinterpret_cast<float *>(columns) : slopes + lines * places;  // the columns are not yet in use
   NormBackward norm[W];
   Bounds b[W];
   float limit = 1e30f;
@@ -389,11 +390,11 @@ __device__ void backward_rows(const Arguments &a) {
     for (int own = 0; own < OWN; ++own) store_pair(own_address + lines * column_bytes + own * 8 * threads, of_norm[own]);
   }
   __syncthreads();
-  // The threads' columns are added up in the place of the first thread that has the channel. A warp takes the lines of 32
+  // Add up the columns of all threads with the same channel, in the column of the first of them. A warp processes lines of 32
   // channels.
   const int width = a.width, inner = MIXED ? (int)a.inner : 1;
   const auto first_of = [&](int c) { return c * inner / W; };                                      // vector
-  const auto own = [&](int c, int vector) { return MIXED ? (int)(vector * W < c * inner) : c % W; };  // 1: another comes first
+  const auto own = [&](int c, int vector) { return MIXED ? (int)(vector * W < c * inner) : c % W; };  // 1: c is its second channel
   const int lane = threadIdx.x % 32, warps = threads / 32;
   for (int base = 0; base < panel.channels; base += 32) {
     const int c = base + lane;

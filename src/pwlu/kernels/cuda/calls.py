@@ -1,4 +1,4 @@
-"""Calls of the CUDA kernels on torch tensors."""
+"""Call the CUDA kernels on tensors."""
 
 import functools
 import struct
@@ -25,7 +25,7 @@ from pwlu.kernels.cuda.plan import (
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_PLANS = 4096  # shapes remembered
+_PLANS = 4096  # size of the caches of plans
 _NONE = [0] * 5
 
 
@@ -43,15 +43,16 @@ def _arguments(
     factor: float = 0.0,
     eps: float = 0.0,
 ) -> list[int]:
-    """Return the head of ``struct Arguments`` of element.cuh: addresses, and two numbers in the place of the last."""
+    """Return the start of ``struct Arguments`` of element.cuh: 18 addresses, and two floats packed into one word."""
     (numbers,) = struct.unpack("Q", struct.pack("2f", factor, eps))
     return [x, grad, out, *parameters, *gradients, partial, pool, residual, norm, sums, numbers]
 
 
 class Kernel:
-    """The kernels on one device. The methods take the operators' arguments; NotImplemented means: use plain torch for these.
+    """The kernels on one device. The methods take the arguments of the operators.
 
-    That is so for float64, and where no plan fits: so many intervals that a table or a warp's sums exceed shared memory, say.
+    They return NotImplemented if plain PyTorch has to run instead: for float64, and if no plan fits, for example because the
+    table of very many intervals exceeds shared memory.
     """
 
     def __init__(self, index: int) -> None:
@@ -69,7 +70,7 @@ class Kernel:
         self.make_plans()
 
     def make_plans(self) -> None:
-        """Plans are made once for every shape and kept."""
+        """Create empty caches of plans: a plan is made once per shape."""
         gpu = Gpu(self.processor, lambda name, threads, shared: self.load(name).resident(threads, shared))
         self._map_plan = functools.lru_cache(_PLANS)(functools.partial(plan_map, gpu=gpu))
         self._backward_plan = functools.lru_cache(_PLANS)(functools.partial(plan_backward, gpu=gpu))
@@ -77,10 +78,10 @@ class Kernel:
         self._finish_channels_plan = functools.lru_cache(_PLANS)(plan_finish_channels)
 
     def load(self, name: str) -> Loaded:
-        """Return the kernel of that name, compiled and loaded once."""
+        """Return the kernel of a name; compile and load it on first use."""
         if name not in self._loaded:
             loaded = Loaded(name, self.index, self.processor.architecture, self.processor.shared_of_block)
-            with self._lock:  # several threads may come here at once: one of them wins
+            with self._lock:  # several threads may load it at once: keep the first
                 self._loaded.setdefault(name, loaded)
         return self._loaded[name]
 
@@ -95,11 +96,17 @@ class Kernel:
     def _run(
         self, x: Tensor, key: tuple[Any, ...], plan: Plan, second: Plan | None, of_split: int, arguments: dict[str, Any]
     ) -> None:
-        """Launch a kernel and, if there is one, a second that adds up what its splits left: `of_split` numbers each.
+        """Launch a kernel and, if given, a second one that adds the partial results.
 
-        `x`: on the device. `key`: what eager.cpp recognises such a call by; later ones need no Python.
+        Args:
+            x: a tensor on the device.
+            key: identifies the call for eager.cpp, so that later calls need no Python.
+            plan: the launch of the kernel.
+            second: the launch of the second kernel.
+            of_split: the numbers per split that the first kernel writes for the second.
+            arguments: of :func:`_arguments`.
         """
-        if eager.new(key):
+        if eager.is_new(key):
             eager.register_gpu(key, self._described(plan), second and self._described(second), plan.splits, launcher())
         if second is None:
             self._launch(plan, _arguments(**arguments))
@@ -119,7 +126,7 @@ class Kernel:
         return self._map("forward", x, weight, intervals, channel_dim)
 
     def observe(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
-        """Return y and add the moments of x to the pool, reading x once."""
+        """Return y, and add the moments of x to the pool in place, reading x once."""
         return self._map("observe", x, weight, intervals, channel_dim, pool)
 
     def norm_forward(
@@ -130,12 +137,12 @@ class Kernel:
         return self._map(what, x, weight, intervals, 1, pool, residual, norm)
 
     def moments(self, x: Tensor, channel_dim: int, pool: Tensor) -> Any:
-        """Add the moments of x to the pool."""
+        """Add the moments of x to the pool in place."""
         found = self._run_map("moments", x, None, _NONE, pool.shape[1], 1, channel_dim, pool)
         return NotImplemented if found is NotImplemented else None
 
     def lookup(self, x: Tensor, *rest: Any) -> Tensor:
-        """Return y of the fused form."""
+        """Return y in the inference form."""
         *tables, channel_dim = rest
         channels, columns = tables[2].shape
         dtype = tables[0].dtype
@@ -173,7 +180,10 @@ class Kernel:
         residual: Tensor | None = None,
         norm: Tensor | None = None,
     ) -> Tensor:
-        """Call a kernel from x to y, or to the pool alone. `dtype`, `parameters`: type and addresses of what it reads."""
+        """Launch a kernel that maps x to y, or only adds to the pool.
+
+        `dtype` and `parameters` are the dtype and the addresses of the parameters; without a dtype there is no y.
+        """
         if x.dtype not in _KINDS or not _is_plain(pool):
             return NotImplemented
         y = torch.empty_like(x) if dtype else x
@@ -194,7 +204,7 @@ class Kernel:
         tensors = {"x": source, "out": target, "parameters": parameters, "pool": of_pool, "residual": added, "norm": of_norm}
         self._run(x, key, plan, second, 3 * channels, tensors)
         if pool is not None:
-            torch.autograd.graph.increment_version(pool)  # as every change in place does
+            torch.autograd.graph.increment_version(pool)  # as every in-place operation does
         return y
 
     # Backward passes.
@@ -202,12 +212,12 @@ class Kernel:
     def backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x and of the weight; an empty tensor for one that is not needed."""
+        """Return the gradients of x and of the weight; an empty tensor for a gradient that is not needed."""
         what = "backward" if need_weight else "backward_input"
         found = self._backward(what, grad, x, weight, intervals, channel_dim)
         if found is NotImplemented:
             return NotImplemented
-        grad_x, grad_weight = found  # the kernels always write the first
+        grad_x, grad_weight = found  # the kernels always compute grad_x
         return grad_x if need_input else x.new_empty(0), grad_weight
 
     def norm_backward(
@@ -250,7 +260,7 @@ class Kernel:
         sums: Tensor | None = None,
         factor: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
-        """Return what a kernel writes in the place of x, and the gradient of the weight; empty tensors if it does not."""
+        """Return the output in the shape of x, and the gradient of the weight; each is empty if a kernel does not write it."""
         if x.dtype not in _KINDS:
             return NotImplemented
         lines, channels = sum_lines(what, intervals), weight.shape[0] // (intervals + 5)
@@ -328,5 +338,5 @@ def _is_plain(tensor: Tensor | None) -> bool:
 
 
 def _for_kernel(weight: Tensor) -> Tensor:
-    """Return the weight as a kernel reads it: itself, wherever it is contiguous and of a type that kernels know."""
+    """Return the weight as a kernel reads it: itself if it is contiguous and of a supported dtype, else a copy."""
     return (weight if weight.dtype in _KINDS else weight.to(torch.float32)).contiguous()

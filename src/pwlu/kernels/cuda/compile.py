@@ -1,7 +1,7 @@
-"""The CUDA sources, the kernels they hold, and NVRTC, which compiles them where no compiler is installed.
+"""List the CUDA kernels, and compile them with NVRTC, which needs no installed compiler and no GPU.
 
-NVRTC comes with torch, and NVIDIA's cuda-core calls it and keeps what it made on disk. The key is made of source, options,
-architecture and NVRTC's version, and files appear by an atomic rename. No GPU is needed to compile.
+NVRTC comes with PyTorch. NVIDIA's cuda-core calls it and caches the results on disk. The key of a cache entry consists of
+source, options, architecture and the version of NVRTC. Files appear by an atomic rename.
 """
 
 import contextlib
@@ -15,7 +15,8 @@ from pwlu.kernels import build
 SOURCES = ("element.cuh", "share.cuh", "map.cu", "backward.cu", "finish.cu")
 TYPES = {"float32": "float", "bfloat16": "Bfloat16", "float16": "Float16"}
 
-# Elements a thread reads at once, most first, for maps and for backward. Backward in rows needs shared memory for each of them.
+# Vector widths: the number of elements that a thread reads at once, largest first, for maps and for backward kernels. Backward
+# kernels with "rows" need shared memory for each element, so their vectors are shorter.
 VECTORS: dict[str, dict[str, tuple[int, ...]]] = {
     "planes": {"float32": (4, 1), "bfloat16": (8, 4, 1), "float16": (8, 4, 1)},
     "rows": {"float32": (4, 2, 1), "bfloat16": (4, 2, 1), "float16": (4, 2, 1)},
@@ -24,7 +25,7 @@ VECTORS: dict[str, dict[str, tuple[int, ...]]] = {
 BACKWARD_VECTORS: dict[str, dict[str, tuple[int, ...]]] = VECTORS | {
     "rows": {"float32": (2, 1), "bfloat16": (4, 2, 1), "float16": (4, 2, 1)}
 }
-MANY_AT_ONCE = 4  # vectors a thread of backward_many_planes works on at a time
+MANY_AT_ONCE = 4  # vectors that a thread of backward_many_planes processes at a time
 MAPS = {
     "forward": "FORWARD",
     "lookup": "LOOKUP",
@@ -51,8 +52,14 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class Function(NamedTuple):
-    """A kernel: its name, the template it is made from, the most threads a block of it may have, and how many threads of a
-    multiprocessor registers have to suffice for ("1": one block will do)."""
+    """A kernel.
+
+    Attributes:
+        name: its name.
+        template: the template that it instantiates.
+        threads: the largest number of threads per block.
+        resident: the number of threads per multiprocessor that the registers must suffice for; "1" means one block.
+    """
 
     name: str
     template: str
@@ -60,20 +67,20 @@ class Function(NamedTuple):
     resident: str = "1"
 
     def declaration(self) -> str:
-        """The lines that make the template a kernel with a name."""
+        """Return the code that instantiates the template as a named kernel."""
         bounds = f"__launch_bounds__({self.threads}, ({self.resident} + {self.threads - 1}) / {self.threads})"
         return f'extern "C" __global__ void {bounds} {self.name}(const Arguments a) {{ {self.template}(a); }}\n'
 
 
 def functions() -> dict[str, Function]:
-    """Every kernel there is, by name: ``{operation}_{planes|rows|mixed}_{dtype}_{elements at once}``."""
+    """Return all kernels by name: ``{operation}_{planes|rows|mixed}_{dtype}_{vector width}``."""
     found = [Function(f"finish_{what}", f"reduce_{what}", FINISH_THREADS) for what in ("gradients", "moments", "norm")]
     for dtype, of_c in TYPES.items():
         for form, (template, last) in FORMS.items():
             for width in VECTORS[form][dtype]:
                 for what, kind in MAPS.items():
                     of_template = f"map_{template}<{of_c}, {width}, {kind}{last}>"
-                    full = what in ("forward", "lookup")  # others need more registers
+                    full = what in ("forward", "lookup")  # the others need more registers
                     resident = (
                         ("RESIDENT_THREADS" if full else "1536" if what == "observe" else "1") if form == "planes" else "1"
                     )
@@ -94,7 +101,7 @@ def functions() -> dict[str, Function]:
 
 
 def source(chosen: list[Function]) -> str:
-    """One program that holds the chosen kernels."""
+    """Return the source of one program with the chosen kernels."""
     folder = Path(__file__).parent
     return "".join((folder / name).read_text() for name in SOURCES) + "".join(f.declaration() for f in chosen)
 
@@ -103,7 +110,7 @@ _importing = threading.Lock()
 
 
 def core() -> Any:
-    """The package cuda.core, imported by one thread at a time: two at once find half of it."""
+    """Return the package cuda.core. One thread imports it at a time: a concurrent import sees it half initialized."""
     with _importing:
         import cuda.core
         import cuda.core.utils
@@ -112,9 +119,15 @@ def core() -> Any:
 
 
 def compile_functions(chosen: list[Function], architecture: str, keep: bool = True) -> Any:
-    """Machine code of the chosen kernels for an architecture such as ``sm_90``: a ``cuda.core.ObjectCode``.
+    """Compile the chosen kernels for an architecture such as ``sm_90``.
 
-    Taken from the cache, and put there, unless told otherwise; a cache that cannot be used is no error.
+    Args:
+        chosen: the kernels.
+        architecture: the architecture.
+        keep: use the cache on disk. A cache that cannot be used is ignored. Default: True.
+
+    Returns:
+        The machine code, a ``cuda.core.ObjectCode``.
     """
     cuda = core()
     options = cuda.ProgramOptions(arch=architecture, std="c++17")
@@ -133,16 +146,16 @@ def compile_functions(chosen: list[Function], architecture: str, keep: bool = Tr
             raise OSError(f"{folder} must belong to this user and be writable by nobody else")
         with cuda.utils.FileStreamProgramCache(folder, max_size_bytes=_CACHE_BYTES) as cache:
             found = cache.get(key)
-            if found is not None and _is_whole(found):
+            if found is not None and _is_intact(found):
                 return cuda.ObjectCode.from_cubin(found[_DIGEST_BYTES:])
             code = made()
             with contextlib.suppress(OSError):  # a full disk
                 cache[key] = hashlib.sha256(bytes(code.code)).digest() + bytes(code.code)
             return code
-    except OSError:  # no home, or a folder that cannot be made or read, or is another's: compile for this process alone
+    except OSError:  # the cache folder does not exist or cannot be used: compile for this process only
         return made()
 
 
-def _is_whole(entry: bytes) -> bool:
-    """Whether an entry of the cache is what was written: the driver crashes on half a kernel."""
+def _is_intact(entry: bytes) -> bool:
+    """Return whether an entry of the cache is complete: the driver crashes on a truncated kernel."""
     return hashlib.sha256(entry[_DIGEST_BYTES:]).digest() == entry[:_DIGEST_BYTES]

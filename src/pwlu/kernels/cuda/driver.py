@@ -1,6 +1,6 @@
-"""The few calls of the CUDA driver that running a kernel needs: load it, and launch it on torch's current stream.
+"""Load a kernel, and launch it on the current stream of PyTorch, through the CUDA driver.
 
-Launches go through ctypes and one packed struct, instead of cuda-core's own launch, which looks at every argument on its own.
+Launches use ctypes and one packed struct. The launch of cuda-core is slower, because it converts every argument separately.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ _POINTER, _UNSIGNED = ctypes.c_void_p, ctypes.c_uint
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _INVALID_CONTEXT = 201
 
-ADDRESSES = 19  # the pointers at the head of struct Arguments, and two floats in the place of one
+ADDRESSES = 19  # the 64-bit words at the start of struct Arguments: 18 pointers, and two floats
 _PACK = struct.Struct(f"{ADDRESSES}Q{NUMBERS_BYTES}s")
 
 
@@ -34,12 +34,12 @@ def _library() -> Any:
 
 
 def launcher() -> Any:
-    """The driver's cuLaunchKernel."""
+    """Return cuLaunchKernel of the CUDA driver."""
     return _library().cuLaunchKernel
 
 
 class _Buffers(threading.local):
-    """Room for the arguments of a launch, a thread's own; the driver copies them before it returns."""
+    """A buffer for the arguments of a launch, one per thread. The driver copies them before it returns."""
 
     def __init__(self) -> None:
         self.arguments = ctypes.create_string_buffer(_PACK.size)
@@ -57,21 +57,21 @@ def _check(status: int, what: str) -> None:
 
 
 def bind(index: int) -> None:
-    """Make the context torch uses for that device current: a thread that never called CUDA has none."""
+    """Make the context of PyTorch for a device current: a thread that never called CUDA has no context."""
     kernels.core().Device(index).set_current()
 
 
 def refuse_during_capture(what: str, index: int) -> None:
-    """Raise if the current stream of the current device is being captured."""
+    """Raise RuntimeError if the current stream of the current device is being captured."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"pwlu: {what} falls into the capture of a CUDA graph, where nothing can be loaded. "
+            f"pwlu: {what} happens during the capture of a CUDA graph, when no kernel can be loaded. "
             f"Run the model once before the capture, or call pwlu.warm_up('cuda:{index}') first."
         )
 
 
 class Loaded:
-    """One kernel on one device. Calling it launches it."""
+    """One kernel on one device. Call it to launch it."""
 
     def __init__(self, name: str, index: int, architecture: str, shared_of_block: int) -> None:
         self.index = index
@@ -85,13 +85,13 @@ class Loaded:
             _check(_library().cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, most, self.handle, index), f"prepare {name}")
 
     def resident(self, threads: int, shared: int) -> int:
-        """Blocks of it that a multiprocessor runs at a time."""
+        """Return the number of blocks that a multiprocessor runs at a time."""
         with torch.cuda.device(self.index):
             bind(self.index)
             return int(self._kernel.occupancy.max_active_blocks_per_multiprocessor(threads, shared))
 
     def __call__(self, plan: Plan, addresses: Sequence[int]) -> None:
-        """Launch on the current stream of the device, which is the current one."""
+        """Launch the kernel on the current stream of its device, which must be the current device."""
         buffers = _buffers
         _PACK.pack_into(buffers.arguments, 0, *addresses, plan.numbers)
         stream = torch._C._cuda_getCurrentRawStream(self.index)

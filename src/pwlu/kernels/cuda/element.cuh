@@ -1,10 +1,10 @@
-// One element: its memory types, its segment, its line. All else is built from these. No header is included, so that NVRTC
-// needs none. Arithmetic is in float32 and rounds as pwlu/reference.py does wherever the segment depends on it.
+// One element: its type in memory, its segment, its line. All other files build on these. This file includes no headers, because
+// NVRTC has none. Computations run in float32, and round like pwlu/reference.py wherever the segment depends on it.
 
 typedef unsigned short u16;
 typedef long long i64;
 
-// Threads that a multiprocessor can hold.
+// The maximum number of threads per multiprocessor.
 #if __CUDA_ARCH__ == 750
 #define RESIDENT_THREADS 1024
 #elif __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1100
@@ -13,8 +13,8 @@ typedef long long i64;
 #define RESIDENT_THREADS 2048
 #endif
 
-// Shared memory by 32-bit addresses, which one multiply-add can compute. The compiler does not see what these touch: between them
-// and ordinary accesses to the same memory there is a __syncthreads.
+// Access shared memory by 32-bit addresses, which one multiply-add can compute. The compiler does not know which memory these
+// functions access: separate them from ordinary accesses to the same memory by __syncthreads.
 __device__ unsigned address_of(const void *shared) { return (unsigned)__cvta_generic_to_shared(shared); }
 __device__ float load(unsigned address) {
   float value;
@@ -30,7 +30,7 @@ __device__ void store_pair(unsigned address, float2 pair) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" : : "r"(address), "f"(pair.x), "f"(pair.y));
 }
 
-// What every kernel gets, in the order in which driver.py packs the addresses and plan.py the numbers. A tensor is (outer,
+// The arguments of every kernel, in the order in which driver.py packs the addresses and plan.py the numbers. A tensor is (outer,
 // channels, inner) in memory order.
 struct Arguments {
   const void *x, *grad;
@@ -38,17 +38,17 @@ struct Arguments {
   // forward and backward: left, right, heights (C, N+1), left_slope, right_slope; lookup: left, 1/d, slopes, offsets (C, N+2)
   const void *parameters[5];
   void *gradients[5];
-  void *partial;  // what every block adds to the sums
+  void *partial;  // partial sums of every block
   float *pool;    // (3, channels): count, mean, M2
-  const void *residual;  // what is added to the normalised x
+  const void *residual;  // added to the normalized x
   float *norm;           // (4, channels): mean, 1/sqrt(variance + eps), scale, shift
   float *sums;           // (3, channels): sums of g_z and of g_z (x - mean), gradient of gamma
-  float factor, eps;     // factor: of the running statistics, or 1/count in norm_input
-  i64 outer, inner, per_channel;             // per_channel: elements of a channel
-  i64 of_split;                              // planes or rows at least that every block (or its row of threads) takes
-  int channels, intervals, splits, kind;     // kind: the parameters' type, 0 float32, 1 bfloat16, 2 float16
+  float factor, eps;     // factor: momentum of the running statistics, or 1/count in norm_input
+  i64 outer, inner, per_channel;             // per_channel: elements per channel
+  i64 of_split;                              // minimum number of planes per block, or of rows per row of threads
+  int channels, intervals, splits, kind;     // kind: the dtype of the parameters, 0 float32, 1 bfloat16, 2 float16
   int width, places, together, groups;       // see Panel and finish.cu
-  unsigned piece, magic, shift;              // vectors of a block's piece of a plane; division by those of a plane
+  unsigned piece, magic, shift;              // vectors per piece of a plane; division by the vectors per plane
 };
 
 struct Bfloat16 {
@@ -133,31 +133,31 @@ __device__ void write(void *array, i64 at, int kind, double value) {
   else static_cast<u16 *>(array)[at] = (u16)(kind == 1 ? Bfloat16::pack((float)value, 0.0f) : Float16::pack((float)value, 0.0f));
 }
 
-// An infinite input counts as the largest finite number; NaN stays NaN.
+// Replace infinities by the largest finite numbers. NaN stays NaN.
 #define LARGEST __uint_as_float(0x7f7fffffu)
 __device__ float finite(float x) { return fabsf(x) > LARGEST ? copysignf(LARGEST, x) : x; }
 
-// 1.5 * 2^23: added with rounding down, it leaves floor(t) in the last bits of the sum, at the price of one addition.
+// 1.5 * 2^23: if it is added with rounding down, the last bits of the sum are floor(t). This takes one addition.
 #define MAGIC 12582912.0f
 #define MAGIC_BITS 0x4b400000
 
-// Lines are numbered 0 (left), 1..N (intervals), N + 1 and N + 2 (right). Line N + 1 is the last interval's once more, for
-// those x below B_R whose t is rounded up to N: that saves a comparison for every element.
+// Lines are numbered 0 (left), 1..N (intervals), N + 1, and N + 2 (right). Line N + 1 is the last interval again, for x below
+// B_R whose t is rounded up to N. This saves a comparison per element.
 #define LINES(intervals) ((intervals) + 3)
 
-// Where an element lies: u = x - B_L, t = u N/(B_R - B_L), and its line: bits + 1 - MAGIC_BITS.
+// The place of an element: u = x - B_L, t = u N/(B_R - B_L), and its line, which is bits + 1 - MAGIC_BITS.
 struct Place {
   float u, t, shifted;
   __device__ unsigned bits() const { return __float_as_uint(shifted); }
 };
 
-// The address of line k is bits * stride + this, where line 0 is at `address`.
+// Return an offset such that bits * stride + offset is the address of an element's line, if line 0 is at `address`.
 __device__ unsigned lines_from(unsigned address, unsigned stride) { return address - (MAGIC_BITS - 1u) * stride; }
 
-// What kernels are made of. NORM: x is normalised first; ADD: then another tensor is added.
+// The parts of kernels. NORM: x is normalized first; ADD: then another tensor is added.
 enum Kind { FORWARD = 1, LOOKUP = 2, MOMENTS = 4, NORM = 8, ADD = 16, SUMS = 32 };
 
-// z of an element, each operation rounded on its own as in reference.normalize.
+// Compute z of an element. Each operation is rounded separately, as in reference.normalize.
 struct Normal {
   float mean, scale, shift;
 
@@ -171,7 +171,7 @@ struct Normal {
 };
 
 struct Bounds {
-  float left, right, scale;  // right is left, and scale 1, where nothing lies between the bounds
+  float left, right, scale;  // if the interval between the bounds is empty, right equals left and scale is 1
 
   __device__ Bounds() : left(0.0f), right(0.0f), scale(1.0f) {}
   __device__ Bounds(const Arguments &a, int channel)
@@ -184,10 +184,10 @@ struct Bounds {
     }
   }
 
-  // Elements below this in size need no care: nothing overflows, nothing is infinite or NaN.
-  __device__ float limit() const { return left == left ? 1e30f / fmaxf(scale, 1.0f) : 0.0f; }  // NaN: all do
+  // Elements whose absolute value is below this limit need no special care: nothing overflows, nothing is infinite or NaN.
+  __device__ float limit() const { return left == left ? 1e30f / fmaxf(scale, 1.0f) : 0.0f; }  // 0 if left is NaN
 
-  // The rules of reference.segments.
+  // Follow the rules of reference.segments.
   __device__ Place place(float x, float intervals) const {
     Place p;
     p.u = __fsub_rn(x, left);
@@ -198,7 +198,7 @@ struct Bounds {
     return p;
   }
 
-  // The same for any x: infinity counts as the largest number, NaN belongs to interval 0.
+  // The same for any x: infinity becomes the largest finite number, NaN is in interval 0.
   __device__ Place place_with_care(float raw, float intervals) const {
     const float x = finite(raw);
     Place p;
@@ -211,7 +211,7 @@ struct Bounds {
   }
 };
 
-// Whether all of them are below the limit in size; not so if one is NaN.
+// Return true only if all absolute values are below the limit. A NaN gives false.
 template <int W>
 __device__ bool are_tame(const float (&values)[W], float limit) {
   float size = fabsf(values[0]);
@@ -224,21 +224,21 @@ __device__ float2 line_inside(const Bounds &b, int k, float before, float after)
   return make_float2((after - before) * b.scale, before - (float)(k - 1) * (after - before));
 }
 
-// Line k, from the heights around it and the outer slope on its side: y = u S + P with u = x - B_L. In these coordinates knots need
-// not be computed. `width` is B_R - B_L.
+// Return line k as (S, P) with y = u S + P and u = x - B_L, from the heights at its ends and the outer slope on its side. In these
+// coordinates the knots are not needed. `width` is B_R - B_L.
 __device__ float2 line(int intervals, int k, const Bounds &b, float width, float before, float after, float slope) {
   if (k == 0) return make_float2(slope, after);
   if (k == intervals + 2) return make_float2(slope, slope == 0.0f ? before : before - width * slope);  // width may be infinite
   return line_inside(b, min(k, intervals), before, after);
 }
 
-// The knots before and after line k; the first or last one twice for those outside.
+// Return the knots before and after line k. An outer line has the same knot on both sides.
 __device__ int knot_before(const Arguments &a, int k) {
   return k > a.intervals + 1 ? a.intervals : max(min(k, a.intervals) - 1, 0);
 }
 __device__ int knot_after(const Arguments &a, int k) { return min(k, a.intervals); }
 
-// All loads are independent of each other and of k, so that a warp waits once.
+// The loads do not depend on each other, so that a warp waits only once.
 __device__ float2 line(const Arguments &a, int channel, int k, const Bounds &b) {
   const i64 at = (i64)channel * (a.intervals + 1);
   const float before = read(a.parameters[2], at + knot_before(a, k), a.kind);

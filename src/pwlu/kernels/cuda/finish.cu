@@ -1,7 +1,7 @@
-// The last, small reductions, to one result a channel: over what the blocks found, in a fixed order and in float64.
+// The final reductions of the partial results of the blocks, to one result per channel, in a fixed order and in float64.
 
-// A block takes `together` channels, neighbours in memory, so that what is read at once is used at once; `groups` of its threads
-// share the splits.
+// A block processes `together` channels that are neighbours in memory, so that it uses all of the memory it fetches. `groups` groups
+// of threads share the splits.
 __device__ void reduce_gradients(const Arguments &a) {
   extern __shared__ double2 sums[];  // [group][line][channel]
   const int lines = LINES(a.intervals) + (a.sums ? 1 : 0), together = a.together, groups = a.groups, first = blockIdx.x * together;
@@ -31,8 +31,8 @@ __device__ void reduce_gradients(const Arguments &a) {
     if (first + c < a.channels) finish(a, first + c, [&](int k) { return sums[k * together + c]; });
 }
 
-// Mean and sum of squared deviations of a channel over all parts, by one warp. Differences from the first part's mean add up
-// without a division.
+// Return the mean and the sum of squared deviations of a channel over all partial results, by one warp. Sums of differences from
+// the mean of the first part need no divisions.
 __device__ double2 total_moments(const Arguments &a, int channel) {
   const Moments *partial = static_cast<const Moments *>(a.partial) + channel;
   const double shift = partial[0].mean;
@@ -54,7 +54,7 @@ __device__ double2 total_moments(const Arguments &a, int channel) {
   return make_double2(shift + sum / count, between < 0.0 ? 0.0 : between);
 }
 
-// reference.merge, each operation rounded as there.
+// Compute reference.merge, with the same rounding of each operation.
 __device__ void add_to_pool(const Arguments &a, int channel, float mean, float m2) {
   float *pool = a.pool + channel, *pool_mean = pool + a.channels, *pool_m2 = pool_mean + a.channels;
   const float n_1 = *pool, n_2 = __ll2float_rn(a.per_channel), n = __fadd_rn(n_1, n_2);
@@ -65,7 +65,7 @@ __device__ void add_to_pool(const Arguments &a, int channel, float mean, float m
   *pool_m2 = __fadd_rn(__fadd_rn(*pool_m2, m2), __fmul_rn(__fmul_rn(distance, n_1), __fmul_rn(distance, share)));
 }
 
-// Adds the moments of all parts to the pool: one warp a channel.
+// Add the moments of all parts to the pool: one warp per channel.
 __device__ void reduce_moments(const Arguments &a) {
   const int channel = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   if (channel >= a.channels) return;
@@ -73,8 +73,8 @@ __device__ void reduce_moments(const Arguments &a) {
   if (threadIdx.x % 32 == 0) add_to_pool(a, channel, (float)total.x, (float)total.y);
 }
 
-// What normalises a channel, from the moments of all parts or, without parts, from the running statistics: one warp a channel.
-// `parameters`: gamma, beta; `gradients`: running mean, running variance, number of batches, which follow the moments.
+// Compute the norm of a channel from the moments of all parts or, without parts, from the running statistics: one warp per channel.
+// `parameters` holds gamma and beta. `gradients` holds running mean, running variance and number of batches, which are updated.
 __device__ void reduce_norm(const Arguments &a) {
   const int channel = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   if (channel >= a.channels) return;
@@ -101,6 +101,6 @@ __device__ void reduce_norm(const Arguments &a) {
   a.norm[a.channels + channel] = (float)inv_std;
   a.norm[2 * a.channels + channel] = (float)(gamma * inv_std);
   a.norm[3 * a.channels + channel] = beta;
-  // z has the mean beta and the deviation gamma, but for eps
+  // Apart from eps, z has mean beta and standard deviation gamma.
   if (a.pool) add_to_pool(a, channel, beta, (float)(gamma * (double)gamma * variance * inv_std * inv_std * a.per_channel));
 }

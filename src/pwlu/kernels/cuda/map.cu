@@ -1,14 +1,14 @@
-// What maps x to y, collecting moments on the way if asked to: forward, lookup, moments, observe; with NORM of z instead of x.
+// The kernels forward, lookup, moments and observe: map x to y, or collect the moments of x, or both. With NORM, z replaces x.
 
-#define MAP_ROWS_AT_ONCE 8  // vectors of a column that a thread works on at a time
+#define MAP_ROWS_AT_ONCE 8  // vectors of a column that a thread processes at a time
 #define MAP_MIXED_AT_ONCE 4
 
-// Count, mean and sum of squared deviations of some of a channel's elements.
+// Count, mean and sum of squared deviations of a part of the elements of a channel.
 struct Moments {
   float count, mean, m2;
 };
 
-// Sums of differences from a number near the mean, so that a large mean costs no digits.
+// Sums of differences from a number near the mean, so that a large mean costs no precision.
 struct Shifted {
   float shift, sum, squares;
   __device__ void add(float x) {
@@ -23,7 +23,7 @@ struct Shifted {
   }
 };
 
-// Chan, Golub and LeVeque's rule for two parts.
+// Merge two parts by the rule of Chan, Golub and LeVeque.
 __device__ Moments merge(Moments a, Moments b) {
   if (a.count == 0.0f || b.count == 0.0f) return a.count == 0.0f ? b : a;
   const float count = a.count + b.count;
@@ -37,7 +37,7 @@ __device__ float warp_sum(float value) {
   return value;
 }
 
-// y of one element; `lines` and `stride` as lines_from made them.
+// Return y of one element. `lines` is the result of lines_from with this `stride`.
 template <int KIND, bool CARE>
 __device__ float value(float raw, const Bounds &b, unsigned lines, unsigned stride, float intervals) {
   if (KIND & LOOKUP) {
@@ -65,7 +65,7 @@ __device__ float2 entry_of_lookup(const Arguments &a, int channel, int k) {
   return make_float2(read(a.parameters[2], at, a.kind), read(a.parameters[3], at, a.kind));
 }
 
-// The elements of a vector: x, or z if it is normalised. Element j has the norm j (EACH), or all share the first.
+// Return the elements of a vector: x, or z with NORM. With EACH, element j has norm j; else all elements share the first norm.
 template <int KIND, bool EACH = false, typename Vectors, int W>
 __device__ void decode(const Vectors &x, const Vectors &residual, const Normal *normal, float (&values)[W]) {
   x.decode(values);
@@ -79,7 +79,7 @@ __device__ void decode(const Vectors &x, const Vectors &residual, const Normal *
   }
 }
 
-// A block works on one channel.
+// A block processes one channel.
 template <typename T, int W, int KIND>
 __device__ void map_planes(const Arguments &a) {
   extern __shared__ float2 table[];
@@ -89,7 +89,7 @@ __device__ void map_planes(const Arguments &a) {
   const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x);
   const Vector<T, W> *__restrict__ residual = static_cast<const Vector<T, W> *>(a.residual);
   Vector<T, W> *__restrict__ y = static_cast<Vector<T, W> *>(a.out);
-  Vector<T, W> ahead, added;  // on their way from memory while those before are worked on
+  Vector<T, W> ahead, added;  // prefetched while the previous vectors are processed
   i64 at = stretch.at(threadIdx.x);
   const auto fetch = [&] {
     ahead = x[at];
@@ -110,7 +110,7 @@ __device__ void map_planes(const Arguments &a) {
   }
   Shifted shifted = {0.0f, 0.0f, 0.0f};
   int seen = 0;
-  if (KIND & MOMENTS) {  // a warp's shift is the mean of the first elements its threads have
+  if (KIND & MOMENTS) {  // the shift of a warp is the mean of the first elements of its threads
     float first[W];
     decode<KIND>(ahead, added, &normal, first);
     const bool any = threadIdx.x < stretch.count;
@@ -161,7 +161,7 @@ __device__ void map_planes(const Arguments &a) {
   }
 }
 
-// A block works on a panel of a row's vectors, over some rows; a thread on one vector of each.
+// A block processes a panel of vectors in a range of rows; a thread processes one vector per row.
 template <typename T, int W, int KIND, bool MIXED>
 __device__ void map_rows(const Arguments &a) {
   constexpr int U = MIXED ? MAP_MIXED_AT_ONCE : MAP_ROWS_AT_ONCE;

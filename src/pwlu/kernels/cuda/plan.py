@@ -1,12 +1,12 @@
-"""How the work of an operator is shared out: which kernel, how many blocks and threads, what each of them takes.
+"""Plan the launch of an operator: which kernel, how many blocks and threads, and which elements each of them processes.
 
-Plans follow from shapes and the device alone, so the same call gives the same bits. Nothing here touches a GPU. A tensor is
-(outer, channels, inner) in memory order; there are three forms:
+A plan depends only on shapes and the device, so the same call gives the same bits. Nothing here touches a GPU. A tensor is
+(outer, channels, inner) in memory order. There are three forms of kernels:
 
-    planes   inner is large (NCHW, or one channel for everything): a block takes one channel, and of it some planes, or pieces
-             of them; vectors do not cross planes
-    rows     inner is 1 (channels_last, (B, T, C)): a block takes a panel of channels and some rows
-    mixed    inner is small or odd (7 x 7): as rows, but neighbours may share a channel
+    planes   inner is large (NCHW, or one channel for all elements): a block processes planes of one channel, or pieces of
+             them; a vector never crosses planes
+    rows     inner is 1 (channels_last, (B, T, C)): a block processes a panel of channels in a range of rows
+    mixed    inner is small or odd (7 x 7): like rows, but neighbouring elements may share a channel
 """
 
 import math
@@ -16,44 +16,44 @@ from typing import NamedTuple
 
 from pwlu.kernels.cuda import compile as kernels
 
-_MOST_UNITS = 1 << 30  # a block counts in 32 bits
-_MOST_BLOCKS = 65535  # along y and z
-_BLOCK_RESERVE = 1024  # bytes of shared memory that the system keeps for every block
-_MAP_STEPS = 16  # vectors a thread of a map takes when there is enough work for everyone
-_STATIC_BYTES = 96  # of a map in planes
-_TABLE_BYTES = 56 << 10  # for the tables of a panel
-_COLUMN_BYTES = 1100  # for the columns of a thread
-_PANEL_OVERHEAD = 8.0  # steps it takes to fill the tables of a panel
+_MOST_UNITS = 1 << 30  # maximum number of vectors per block, because a block counts in 32 bits
+_MOST_BLOCKS = 65535  # maximum number of blocks along y and z
+_BLOCK_RESERVE = 1024  # bytes of shared memory that the system reserves per block
+_MAP_STEPS = 16  # vectors per thread of a map, if there is enough work for all multiprocessors
+_STATIC_BYTES = 96  # static shared memory of a map with planes
+_TABLE_BYTES = 56 << 10  # limit for the tables of a panel
+_COLUMN_BYTES = 1100  # limit for the columns of a thread
+_PANEL_OVERHEAD = 8.0  # cost of filling the tables of a panel, in steps
 _PANEL = 32  # PANEL in share.cuh
-_MANY_INTERVALS = 40  # from here on few threads fit into shared memory, and each works on several vectors at a time
-_CHUNK = 8192  # elements of one channel that a block takes before it goes on
-_ELEMENTS_OF_THREAD = 8  # a thread should have at least, before it reads several at once
-_SMALL_PLANE = 1024  # elements; mixed below, if vectors do not fit
+_MANY_INTERVALS = 40  # from here on, few threads fit into shared memory, so each processes several vectors at a time
+_CHUNK = 8192  # if there is one channel, its elements are cut into planes of this size
+_ELEMENTS_OF_THREAD = 8  # minimum number of elements per thread for vectors of more than one element
+_SMALL_PLANE = 1024  # elements; smaller planes use "mixed" if no vectors fit into them
 
 
 class Processor(NamedTuple):
-    """What a plan has to know of a GPU."""
+    """The properties of a GPU that a plan depends on."""
 
     architecture: str
     multiprocessors: int
-    threads: int  # each
-    shared: int  # bytes of shared memory, each
-    shared_of_block: int
+    threads: int  # maximum per multiprocessor
+    shared: int  # bytes of shared memory per multiprocessor
+    shared_of_block: int  # maximum bytes of shared memory per block
 
 
 class Gpu(NamedTuple):
-    """A GPU and how many blocks of (kernel, threads, shared memory) each of its multiprocessors runs at a time."""
+    """A GPU, and a function from (kernel, threads, shared memory) to the number of resident blocks per multiprocessor."""
 
     processor: Processor
     resident: Callable[[str, int, int], int]
 
     def slots(self, kernel: str, threads: int, shared: int) -> int:
-        """Blocks of that kind that the GPU runs at a time."""
+        """Return the number of such blocks that the GPU runs at a time."""
         return max(1, self.resident(kernel, threads, shared)) * self.processor.multiprocessors
 
 
 class Plan(NamedTuple):
-    """One launch. ``numbers`` ends the kernel's arguments; there are `splits` partial results of every channel."""
+    """One launch. ``numbers`` are the last of the kernel's arguments; there are `splits` partial results per channel."""
 
     kernel: str
     blocks: tuple[int, int, int]
@@ -64,7 +64,7 @@ class Plan(NamedTuple):
 
 
 class _Numbers(NamedTuple):
-    """The end of ``struct Arguments`` in element.cuh, in its order."""
+    """The numbers at the end of ``struct Arguments`` in element.cuh, in their order."""
 
     outer: int
     inner: int
@@ -91,38 +91,38 @@ NUMBERS_BYTES = struct.calcsize(_FORMAT)
 
 
 class _Work(NamedTuple):
-    """An operator: its kernel's name up to the form, bytes of shared memory, and what a split costs, in steps of a thread."""
+    """An operator: the start of its kernel's name, its use of shared memory, and costs in steps of a thread."""
 
     name: str
     dtype: str
     vectors: dict[str, dict[str, tuple[int, ...]]]
     threads: int
     lines: int
-    table: int  # bytes of a table's entry; 0: no table
-    staging: int  # bytes of a height on its way there, if it has a place of its own
-    column: int  # bytes of a line in a thread's column
-    moments: int  # bytes for every element a thread holds
-    overhead: float  # of a block
-    most_steps: float
-    afterwards: float  # for the sum over splits
+    table: int  # bytes per table entry; 0: no table
+    staging: int  # bytes per height in the staging area; 0: the area is shared with other data
+    column: int  # bytes per line in the column of a thread
+    moments: int  # bytes per element that a thread holds
+    overhead: float  # cost of a block
+    most_steps: float  # maximum number of steps per block
+    afterwards: float  # cost of the sum over splits
 
 
 def divider(divisor: int) -> tuple[int, int]:
-    """(magic, shift) with n // divisor == (high half of n * magic + n) >> shift for n < 2^31 (Granlund and Montgomery)."""
+    """Return (magic, shift) with n // divisor == (high half of n * magic + n) >> shift, n < 2^31 (Granlund and Montgomery)."""
     shift = (divisor - 1).bit_length()
     return ((1 << 32) * ((1 << shift) - divisor)) // divisor + 1, shift
 
 
 def by_shared_memory(processor: Processor, threads: int, shared: int) -> int:
-    """Blocks that a multiprocessor runs at a time, if registers do not limit them; the driver knows better."""
+    """Return the number of resident blocks per multiprocessor, ignoring registers; only the driver knows the exact number."""
     return max(1, min(processor.threads // threads, processor.shared // (shared + _BLOCK_RESERVE), 32))
 
 
-def share_out(work: _Work, blocks: int, steps: float, slots: int) -> int:
-    """Into how many splits to cut `steps` of a thread: that which ends first, when `slots` blocks run at a time.
+def choose_splits(work: _Work, blocks: int, steps: float, slots: int) -> int:
+    """Return the number of splits of `steps` that takes the least time, if `slots` blocks run at a time.
 
-    A round of blocks lasts the overhead and its share of the steps, the last round may be half empty, and adding up more than
-    one split may take another kernel.
+    Blocks run in rounds; the last round may not fill the GPU. A round takes the overhead of a block plus its share of the
+    steps. More than one split may need a second kernel that adds the partial results.
     """
     least = max(1, round(steps / work.most_steps))
     candidates = {least, *(max(least, slots * rounds // blocks) for rounds in (1, 2, 3, 4, 6, 8))}
@@ -136,7 +136,7 @@ def share_out(work: _Work, blocks: int, steps: float, slots: int) -> int:
 
 
 def _fitting(work: _Work, gpu: Gpu, fixed: int, of_thread: int) -> int | None:
-    """The number of threads with the most of them resident; None if no block fits into shared memory."""
+    """Return the block size that keeps the most threads resident; None if no block fits into shared memory."""
     options = [t for t in (work.threads, work.threads // 2, work.threads // 4) if t >= 32]
     options = [t for t in options if fixed + t * of_thread <= gpu.processor.shared_of_block]
     return max(options, key=lambda t: t * by_shared_memory(gpu.processor, t, fixed + t * of_thread), default=None)
@@ -155,12 +155,12 @@ def _plan_planes(work: _Work, geometry: tuple[int, int, int], intervals: int, ki
         threads //= 2
     name = f"{work.name}_many" if work.column and intervals >= _MANY_INTERVALS else work.name
     kernel, shared = f"{name}_planes_{work.dtype}_{vector}", fixed + threads * of_thread
-    splits = share_out(work, channels, outer * units / threads, gpu.slots(kernel, threads, shared))
+    splits = choose_splits(work, channels, outer * units / threads, gpu.slots(kernel, threads, shared))
     along = min(splits, outer, _MOST_BLOCKS)
     pieces = min(-(-splits // outer), _MOST_BLOCKS) if outer <= _MOST_BLOCKS else 1
     pieces = max(pieces, -(-units // _MOST_UNITS))
     piece = -(-units // pieces)
-    along = outer if pieces > 1 else max(along, -(-outer * piece // _MOST_UNITS))  # several planes, or pieces of one
+    along = outer if pieces > 1 else max(along, -(-outer * piece // _MOST_UNITS))  # a block takes planes, or a piece of one
     if along > _MOST_BLOCKS:
         return None
     blocks = channels, along, -(-units // piece)
@@ -172,28 +172,28 @@ def _plan_planes(work: _Work, geometry: tuple[int, int, int], intervals: int, ki
 
 
 def _plan_rows(work: _Work, geometry: tuple[int, int, int], intervals: int, kind: int, vector: int, gpu: Gpu) -> Plan | None:
-    """Rows or mixed; None if that vector does not fit."""
+    """Return a plan with "rows" or "mixed"; None if this vector width does not fit."""
     outer, channels, inner = geometry
     across = channels * inner // vector
     work = work._replace(overhead=max(work.overhead, _PANEL_OVERHEAD), most_steps=1e9)
     if inner == 1:
         form, own, width = "rows", vector, -(-across // -(-across // _PANEL))
-        width = min(-(-width // 4) * 4, across)  # pieces of rows begin and end with 32 bytes that belong to them alone
+        width = min(-(-width // 4) * 4, across)  # no two panels share a sector of 32 bytes
         places = vector * _PANEL
         staged = width * vector * ((intervals + 2) | 1) * work.staging
     else:
         work = work._replace(threads=kernels.MIXED_THREADS)
-        whole = math.lcm(inner, vector) // vector  # vectors of the fewest channels that begin and end with one
-        if whole > work.threads or (vector > 1 and inner < vector - 1):
+        period = math.lcm(inner, vector) // vector  # after so many vectors, a channel and a vector end at the same element
+        if period > work.threads or (vector > 1 and inner < vector - 1):
             return None
-        form, own, width = "mixed", min(2, vector), whole * max(1, min(work.threads // whole, -(-across // whole)))
+        form, own, width = "mixed", min(2, vector), period * max(1, min(work.threads // period, -(-across // period)))
         places, staged = width * vector // inner | 1, 0
     fixed, of_thread = work.lines * places * work.table + staged, work.lines * own * work.column
     if vector > 1 and (fixed > _TABLE_BYTES or of_thread > _COLUMN_BYTES):
         return None
     enough = _ELEMENTS_OF_THREAD * gpu.processor.multiprocessors * gpu.processor.threads
     if inner == 1 and vector > 1 and outer * channels < enough:
-        return None  # more threads, with one element each, fill their tables sooner
+        return None  # more threads with one element each fill their tables faster
     threads = _fitting(work, gpu, fixed, of_thread) if inner == 1 else work.threads
     if threads is None or threads < width:
         return None
@@ -201,7 +201,7 @@ def _plan_rows(work: _Work, geometry: tuple[int, int, int], intervals: int, kind
     if shared > gpu.processor.shared_of_block:
         return None
     kernel, panels = f"{work.name}_{form}_{work.dtype}_{vector}", -(-across // width)
-    splits = share_out(work, panels, outer / (threads // width), gpu.slots(kernel, threads, shared))
+    splits = choose_splits(work, panels, outer / (threads // width), gpu.slots(kernel, threads, shared))
     splits = max(min(splits, _MOST_BLOCKS), -(-outer // _MOST_UNITS))
     of_split = outer // (splits * (threads // width))
     numbers = _Numbers(outer, inner, outer * inner, of_split, channels, intervals, splits, kind, width=width, places=places)
@@ -211,7 +211,7 @@ def _plan_rows(work: _Work, geometry: tuple[int, int, int], intervals: int, kind
 def _plan(work: _Work, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu) -> Plan | None:
     _, channels, inner = geometry
     chunk = math.gcd(inner, _CHUNK)
-    if channels == 1 and chunk >= _CHUNK // 8:  # cut anywhere: so blocks can walk through memory side by side
+    if channels == 1 and chunk >= _CHUNK // 8:  # cut into planes, so that neighbouring blocks read neighbouring memory
         geometry, inner = (inner // chunk, 1, chunk), chunk
     vector = next(v for v in work.vectors["planes"][work.dtype] if v == 1 or (aligned and inner % v == 0))
     if channels > 1 and inner * channels < 1 << 31 and (inner == 1 or (inner < _SMALL_PLANE and vector == 1)):
@@ -227,7 +227,7 @@ def _plan(work: _Work, geometry: tuple[int, int, int], intervals: int, kind: int
 def plan_map(
     what: str, dtype: str, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu
 ) -> Plan | None:
-    """Return the launch of a map, by its name in ``compile.MAPS``; None if it does not fit the device."""
+    """Return the plan of a map, by its name in ``compile.MAPS``; None if it does not fit on the device."""
     moments, has_table = "MOMENTS" in kernels.MAPS[what], what != "moments"
     lines = intervals + (2 if what == "lookup" else 3)
     sizes = (lines, 8 if has_table else 0, 4 if has_table else 0, 0, 12 if moments else 0)
@@ -237,7 +237,7 @@ def plan_map(
 
 
 def sum_lines(what: str, intervals: int) -> int:
-    """Return the pairs of sums per channel that a backward kernel adds up: one per line, and one of a norm; 0: it has none."""
+    """Return the pairs of sums per channel of a backward kernel: one per line, and one for a norm; 0 if it has no sums."""
     flags = kernels.BACKWARDS[what]
     return intervals + 3 + ("NORM" in flags) if "SUMS" in flags else 0
 
@@ -245,7 +245,7 @@ def sum_lines(what: str, intervals: int) -> int:
 def plan_backward(
     what: str, dtype: str, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu
 ) -> Plan | None:
-    """Return the launch of a backward kernel, by its name in ``compile.BACKWARDS``; None if it does not fit the device."""
+    """Return the plan of a backward kernel, by its name in ``compile.BACKWARDS``; None if it does not fit on the device."""
     sums = sum_lines(what, intervals)
     sizes = (sums or intervals + 3, 4, 0 if sums else 4, 8 if sums else 0, 0)
     costs = (sums / 8, 1e9, 4.0) if sums else (2.0, _MAP_STEPS, 0.0)
@@ -254,7 +254,7 @@ def plan_backward(
 
 
 def plan_finish(plan: Plan, channels: int, lines: int) -> Plan:
-    """Return the sum over a backward's splits; `lines`: of :func:`sum_lines`."""
+    """Return the plan of the sum over the splits of a backward kernel. `lines` is the result of :func:`sum_lines`."""
     together = 4 if channels >= 4 else 1
     groups = max(1, min(plan.splits, kernels.FINISH_THREADS // (together * lines)))
     threads = min(kernels.FINISH_THREADS, -(-groups * lines * together // 32) * 32)
@@ -264,10 +264,10 @@ def plan_finish(plan: Plan, channels: int, lines: int) -> Plan:
 
 
 def plan_finish_channels(what: str, plan: Plan, channels: int) -> Plan:
-    """Return the sum of moments over a map's splits: a warp per channel. `what`: moments or norm."""
+    """Return the plan of the sum of moments over the splits of a map, one warp per channel. `what` is "moments" or "norm"."""
     return Plan(f"finish_{what}", (-(-channels // 4), 1, 1), 128, 0, plan.splits, plan.numbers)
 
 
 def plan_running_norm(channels: int) -> Plan:
-    """Return the launch that makes a norm of running statistics."""
+    """Return the plan of the kernel that computes a norm from running statistics."""
     return Plan("finish_norm", (-(-channels // 4), 1, 1), 128, 0, 0, _Numbers(0, 1, 0, 0, channels, 1, 0, 0).pack())

@@ -1,12 +1,12 @@
-// Which elements a block and a thread take, and the tables of lines they need: the counterpart of plan.py.
+// Which elements a block and a thread process, and the tables of lines that they need. plan.py chooses the sizes.
 
-// The planes of one channel that a block works on, as one sequence of vectors. Blocks are (channel, split, piece of a plane). Split
-// s of S has the planes s, s + S, ..., so that all blocks together walk through memory in order.
+// The planes of one channel that a block processes, as one sequence of vectors. Blocks are (channel, split, piece of a plane).
+// Split s of S has the planes s, s + S, ..., so that all blocks together read memory in order.
 template <int W>
 struct Stretch {
   i64 base, stride;
   int count;
-  unsigned units, magic, shift;  // vectors of a plane, and division by that
+  unsigned units, magic, shift;  // vectors per plane, and division by this number
 
   __device__ Stretch(const Arguments &a) {
     const i64 start = (i64)blockIdx.z * a.piece, of_plane = a.inner / W;
@@ -17,7 +17,7 @@ struct Stretch {
     units = (unsigned)of_plane, magic = a.magic, shift = a.shift;
   }
 
-  // Where vector i lies. Where every block has one plane, or a piece of one, magic is 0.
+  // Return the index of vector i. magic is 0 if every block has one plane or a piece of one.
   __device__ i64 at(unsigned i) const {
     if (magic == 0) return base + i;
     const unsigned plane = (__umulhi(i, magic) + i) >> shift;
@@ -25,17 +25,18 @@ struct Stretch {
   }
 };
 
-// The vectors that a thread works on, one in every of its rows. Blocks are (panel of `width` vectors, split). The threads of a block
-// take `rows` rows at a time, the splits one after the other, so that all together walk through memory in order. A row holds all
-// channels, `inner` elements each, and a panel whole channels. If inner is 1 (channels_last), the W elements of a vector belong to as
-// many channels, else (MIXED) to two at most. The tables of a panel's channels are kept in shared memory as [line][place]: channel c
-// of the panel has the place c or, if inner is 1, one that lets neighbouring threads read neighbouring places.
-#define PANEL 32  // most vectors across if inner is 1
+// The vectors that a thread processes, one per row. Blocks are (panel of `width` vectors, split). The threads of a block process
+// `rows` rows at a time, and the splits follow each other, so that all blocks together read memory in order. A row holds all
+// channels, with `inner` elements each. A panel holds complete channels. If inner is 1 (channels_last), the W elements of a vector
+// belong to W channels; else (MIXED) they belong to at most two. Shared memory holds the tables of the panel's channels as
+// [line][place]. Channel c of the panel has place c or, if inner is 1, a place such that neighbouring threads read neighbouring
+// places.
+#define PANEL 32  // maximum number of vectors across if inner is 1
 template <int W, bool MIXED>
 struct Panel {
   int across, down, rows, first_channel, channels, places, count;
-  int channel[W], place[W];  // of each element
-  i64 start, stride;         // where its first vector lies, and how far it is to the next
+  int channel[W], place[W];  // of each element of a vector
+  i64 start, stride;         // the index of the first vector of this thread, and the distance to the next
 
   __device__ Panel(const Arguments &a) {
     across = threadIdx.x % a.width, down = threadIdx.x / a.width, rows = blockDim.x / a.width;
@@ -60,8 +61,8 @@ struct Panel {
   __device__ int place_of(int c) const { return MIXED ? c : c % W * PANEL + c / W; }
 };
 
-// Copies the rows of a table (C, length) to shared memory in the order they have; there, they get an odd length, so that threads
-// that read down a column meet different banks. Eight loads of a warp are under way at a time.
+// Copy the rows of a table (C, length) to shared memory. There, the rows have an odd length, so that threads that read down a
+// column access different banks. A warp has eight loads in flight.
 template <int W, bool MIXED>
 __device__ void stage(const Arguments &a, const void *array, const Panel<W, MIXED> &panel, int length, float *to) {
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -78,8 +79,8 @@ __device__ void stage(const Arguments &a, const void *array, const Panel<W, MIXE
     }
 }
 
-// Every line of every channel of a panel, handed to put(line, place, (S, P)). `room`: channels x (N + 1 | 1) floats of shared
-// memory, not needed if MIXED: then channels are few, and threads take lines.
+// Call put(line, place, (S, P)) for every line of every channel of a panel. `room` is shared memory for channels x (N + 1 | 1)
+// floats. MIXED does not need it: there are few channels, so each thread computes single lines.
 template <int W, bool MIXED, typename Put>
 __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel, float *room, const Put &put) {
   const int n = a.intervals;
@@ -94,7 +95,7 @@ __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel,
   const auto get = [&](int which, int c) {
     return read(a.parameters[which], panel.first_channel + min(c, panel.channels - 1), a.kind);
   };
-  int c = threadIdx.x;  // what its first channel needs besides the heights is on its way while those are copied
+  int c = threadIdx.x;  // load the other parameters of its first channel while the heights are copied
   float left = get(0, c), right = get(1, c), left_slope = get(3, c), right_slope = get(4, c);
   stage(a, a.parameters[2], panel, n + 1, room);
   __syncthreads();

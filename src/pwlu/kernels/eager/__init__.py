@@ -1,8 +1,9 @@
-"""The operators in eager mode without Python, ``eager.cpp``: compiled for the torch that is here, loaded, and taught.
+"""Compile, load and configure ``eager.cpp``, which runs the operators in eager mode without Python.
 
-A call through Python takes ten times as long as one of torch's own operators, which shows wherever a GPU waits for its
-processor. Compiling takes some 15 seconds of a core and needs a C++ compiler. A thread of the first process that uses a kernel
-does it, once on a machine; that process opens the library between two calls, and all later ones when they import pwlu.
+A call through Python takes ten times as long as a call of a built-in operator of PyTorch. This matters whenever the GPU waits
+for the CPU. Compiling takes about 15 seconds on one core and needs a C++ compiler. The first process that uses a kernel on a
+machine compiles the library in a background thread, and opens it between two calls. Later processes open it when they import
+pwlu.
 """
 
 import contextlib
@@ -20,22 +21,22 @@ import torch
 from pwlu.kernels import build
 
 SOURCE, *HEADERS = (Path(__file__).with_name(name) for name in ("eager.cpp", "eager_kernels.h", "eager_norm.h"))
-_WHATS = (  # enum What
+_OPERATIONS = (  # enum What
     *("forward", "lookup", "observe", "moments", "backward", "backward_input"),
     *("norm_forward", "norm_add_forward", "norm_observe", "norm_add_observe"),
     *("norm_backward", "norm_add_backward", "norm_input", "norm_add_input", "batch_norm", "running_norm"),
 )
 _TYPES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}  # c10::ScalarType
-_KEY, _NUMBERS = ctypes.c_int64 * 9, ctypes.c_ubyte * 80  # Key, and the end of struct Arguments
-_MOST = 4096  # shapes remembered
+_KEY, _NUMBERS = ctypes.c_int64 * 9, ctypes.c_ubyte * 80  # Key, and the numbers at the end of struct Arguments
+_MAX_LAUNCHES = 4096
 _ANNOUNCE = (
-    "pwlu: compiling its C++ part in the background, once on this machine (15 s of a core or more); this process uses it when "
-    "it is ready. PWLU_EAGER=python turns this off."
+    "pwlu: compiling its C++ extension in the background, once on this machine (about 15 s on one core); this process will use "
+    "it when it is ready. Set PWLU_EAGER=python to turn this off."
 )
 
 
 class Launch(ctypes.Structure):
-    """A kernel and how to launch it; ``numbers`` ends its arguments."""
+    """A kernel and its launch configuration. ``numbers`` are the last of its arguments."""
 
     _fields_ = (
         ("function", ctypes.c_void_p),
@@ -46,26 +47,26 @@ class Launch(ctypes.Structure):
     )
 
 
-library: Any = None  # once it is loaded
-why = ""  # it cannot be built
+library: Any = None  # the loaded library
+why = ""  # the reason why it cannot be built
 _builder: threading.Thread | None = None
-_ready: Path | None = None  # built in the background, to be opened
-_known: set[tuple[Any, ...]] = set()  # what it learned of GPUs
-_of_cpu: Any = None  # the CPU's kernel that it knows
+_ready: Path | None = None  # a library that was built in the background and is not open yet
+_known: set[tuple[Any, ...]] = set()  # the keys of registered GPU launches
+_registered_cpu_kernel: Any = None
 
 
-def _wish() -> str:
-    named = os.environ.get("PWLU_EAGER") or "auto"
-    if named not in ("auto", "compiled", "python"):
-        raise OSError(f"unknown PWLU_EAGER={named!r}: there are compiled and python")
-    return named
+def _requested_mode() -> str:
+    mode = os.environ.get("PWLU_EAGER") or "auto"
+    if mode not in ("auto", "compiled", "python"):
+        raise OSError(f"PWLU_EAGER must be compiled, python or auto, not {mode!r}")
+    return mode
 
 
 @functools.cache
 def stem() -> Path:
-    """Return the path of the library for this torch in the cache, without its digest: see ``build.place``."""
+    """Return the path of the library for this version of PyTorch, without its digest: see :func:`build.library_stem`."""
     here = [torch.__version__, str(torch.version.git_version), platform.machine(), *platform.libc_ver()]
-    return build.place("eager", [SOURCE, *HEADERS], [*_flags(), *here])
+    return build.library_stem("eager", [SOURCE, *HEADERS], [*_flags(), *here])
 
 
 def _flags() -> list[str]:
@@ -75,7 +76,7 @@ def _flags() -> list[str]:
 
 
 def _compiler() -> list[str]:
-    """Return the compiler's command; OSError says why ``eager.cpp`` cannot be compiled here."""
+    """Return the command of the compiler; raise OSError if ``eager.cpp`` cannot be compiled here."""
     if sys.platform == "win32":
         raise OSError("eager.cpp is not built on Windows")
     headers = Path(torch.__file__).parent / "include"
@@ -92,7 +93,7 @@ def _libraries() -> list[str]:
 
 
 def compile_library(keep: bool = False, announce: str = "") -> Path:
-    """Return the library's path, compiled if the cache lacks it: see ``build.make``."""
+    """Return the path of the library. Compile it if it is not in the cache: see :func:`build.make`."""
     return build.make(stem(), lambda: [*_compiler(), *_flags()], SOURCE, _libraries(), keep=keep, announce=announce)
 
 
@@ -100,42 +101,42 @@ def compile_library(keep: bool = False, announce: str = "") -> Path:
 
 
 def load() -> bool:
-    """Load the library if it is there, after the operators were registered; return whether it was.
+    """Load the library if it is in the cache; return whether it is loaded. The operators must be registered before.
 
-    ``PWLU_EAGER=compiled`` builds it first where it is missing, and asks for it: that it cannot be had is then an error.
-    ``PWLU_EAGER=python`` does without.
+    With ``PWLU_EAGER=compiled``, compile the library if it is missing, and raise OSError if that fails. With
+    ``PWLU_EAGER=python``, do nothing.
     """
-    wish = _wish()
+    mode = _requested_mode()
     try:
-        found = compile_library() if wish == "compiled" else build.find(stem()) if wish == "auto" else None
+        found = compile_library() if mode == "compiled" else build.find(stem()) if mode == "auto" else None
         if found is not None:
             try:
                 _open(found)
-            except OSError:  # made on another machine that shares the cache: to be made anew
+            except OSError:  # built on another machine that shares the cache: build it again
                 found.unlink(missing_ok=True)
-                if wish == "compiled":
+                if mode == "compiled":
                     _open(compile_library())
     except OSError as error:
-        if wish == "compiled":
+        if mode == "compiled":
             raise OSError(f"PWLU_EAGER=compiled, but {error}") from error
     return library is not None
 
 
 def _open(found: Path) -> None:
-    """Open the library, which registers its kernels: they go before those of Python."""
+    """Open the library. It registers its implementations, which take precedence over those in Python."""
     global library
     opened = ctypes.CDLL(str(found))
     if not hasattr(opened, "pwlu_register_gpu"):
-        raise OSError(f"{found.name} is no library of pwlu")
+        raise OSError(f"{found.name} is not a library of pwlu")
     opened.pwlu_register_gpu.argtypes = [_KEY, ctypes.POINTER(Launch), ctypes.POINTER(Launch), ctypes.c_int64, ctypes.c_void_p]
     library = opened
 
 
 @functools.cache
 def build_in_background() -> None:
-    """Start a thread that compiles the library, unless it is there, is not wanted, or cannot be built."""
+    """Start a thread that compiles the library, unless it is loaded or PWLU_EAGER is set."""
     global _builder
-    if library is None and _wish() == "auto":
+    if library is None and _requested_mode() == "auto":
         _builder = threading.Thread(target=_build, name="pwlu-build", daemon=True)
         _builder.start()
 
@@ -144,29 +145,29 @@ def _build() -> None:
     global _ready, why
     try:
         _ready = compile_library(keep=True, announce=_ANNOUNCE)
-    except OSError as error:  # it is not needed
+    except OSError as error:  # pwlu works without it
         why = str(error)
 
 
 def load_if_ready() -> None:
-    """Open the library that a thread has built since the last call; a call that is under way, and its graph, stay in Python.
+    """Open the library if the background thread has built it since the last call. The current call still runs in Python.
 
-    Torch's table of kernels must not change while another thread reads it, hence the conditions.
+    The dispatch table of PyTorch must not change while another thread reads it, so the library is not opened at all times.
     """
     global _ready, why
-    if _ready is None or not _is_plain():
+    if _ready is None or not _can_open_now():
         return
     found, _ready = _ready, None
     try:
         _open(found)
     except OSError as error:
         why = f"{found.name} was built but cannot be opened: {error}"
-        with contextlib.suppress(OSError):  # or every process would build it anew
+        with contextlib.suppress(OSError):  # record the failure, or every process would build the library again
             found.unlink()
-            build.note_of(stem()).write_text(why)
+            build.failure_file(stem()).write_text(why)
 
 
-def _is_plain() -> bool:
+def _can_open_now() -> bool:
     """Return whether this is the main thread, outside of backward passes, modes, transforms and tracing."""
     return (
         threading.current_thread() is threading.main_thread()
@@ -179,59 +180,67 @@ def _is_plain() -> bool:
 
 
 def state() -> str:
-    """Return what serves in eager mode, and why: for ``pwlu info``."""
+    """Return which implementation eager mode uses and why, for ``pwlu info``."""
     if library is not None:
         return f"compiled, loaded ({library._name})"
-    if _wish() == "python":
+    if _requested_mode() == "python":
         return "Python (PWLU_EAGER=python)"
     try:
         if found := build.find(stem()):
-            return f"Python; built, used by the next {'call' if _ready else 'process'} ({found})"
-        if (_builder and _builder.is_alive()) or build.is_being_made(stem()):
-            return "Python; being built, used when it is ready"
+            return f"Python; the C++ extension is compiled, and used by the next {'call' if _ready else 'process'} ({found})"
+        if (_builder and _builder.is_alive()) or build.is_being_compiled(stem()):
+            return "Python; the C++ extension is being compiled and will be used when it is ready"
         _compiler()
-        said = why or build.failure(stem())
+        reason = why or build.last_failure(stem())
     except OSError as error:
-        said = str(error)
-    if said:
-        return f"Python; cannot be built here because {said}; once that is mended, `pwlu build` tries again"
-    return "Python; not built yet: the first process that uses a kernel does that in the background, `pwlu build` does it now"
+        reason = str(error)
+    if reason:
+        return f"Python; the C++ extension cannot be compiled: {reason}. Fix this, then run `pwlu build`"
+    return (
+        "Python; the C++ extension is not compiled yet: the first process that uses a kernel compiles it in the background. "
+        "Run `pwlu build` to compile it now"
+    )
 
 
-# Teaching.
+# Registering launches, so that later calls with the same shapes need no Python.
 
 
-def new(key: tuple[Any, ...]) -> bool:
-    """Whether there is something to register: see :func:`register_gpu`."""
+def is_new(key: tuple[Any, ...]) -> bool:
+    """Return whether a launch has to be registered: see :func:`register_gpu`."""
     return library is not None and key not in _known
 
 
 def register_gpu(key: tuple[Any, ...], first: Launch, second: Launch | None, splits: int, launch: Any) -> None:
-    """A launch, or two of which the second finishes what the first left in so many splits; `launch`: the driver's function.
+    """Register the launch of a kernel on a GPU.
 
-    `key`: what, index of the device, types of x and of the parameters, intervals, outer, channels, inner, aligned.
+    Args:
+        key: operation, device index, dtypes of x and of the parameters, intervals, outer, channels, inner, aligned.
+        first: the launch.
+        second: a second launch, which adds the partial results of the first.
+        splits: the number of partial results.
+        launch: cuLaunchKernel of the CUDA driver.
     """
-    if len(_known) >= _MOST:
+    if len(_known) >= _MAX_LAUNCHES:
         forget()
     _known.add(key)
-    what, index, dtype, kind, *numbers = key
-    words = _KEY(_WHATS.index(what), index, _TYPES[dtype], _TYPES[kind], *numbers)
+    operation, index, dtype, kind, *numbers = key
+    words = _KEY(_OPERATIONS.index(operation), index, _TYPES[dtype], _TYPES[kind], *numbers)
     library.pwlu_register_gpu(words, first, second, splits, ctypes.cast(launch, ctypes.c_void_p))
 
 
 def register_cpu(kernel: object, parallel: Any, functions: list[Any]) -> None:
-    """The functions of ``cpu.c``, in the order of struct CpuKernel."""
-    global _of_cpu
-    if library is not None and _of_cpu is not kernel:
+    """Register the functions of ``cpu.c``, in the order of struct CpuKernel."""
+    global _registered_cpu_kernel
+    if library is not None and _registered_cpu_kernel is not kernel:
         addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in (parallel, *functions)]
         library.pwlu_register_cpu((ctypes.c_void_p * len(addresses))(*addresses))
-        _of_cpu = kernel
+        _registered_cpu_kernel = kernel
 
 
 def forget() -> None:
-    """All that was taught: another kernel is to serve, or memory is full."""
-    global _of_cpu
+    """Remove all registered launches and functions."""
+    global _registered_cpu_kernel
     _known.clear()
-    _of_cpu = None
+    _registered_cpu_kernel = None
     if library is not None:
         library.pwlu_forget()

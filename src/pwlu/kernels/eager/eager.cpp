@@ -1,8 +1,8 @@
-// The operators in eager mode without Python: autograd, memory, and the call of a kernel.
+// The operators in eager mode without Python: autograd, memory, and kernel launches.
 //
-// No mathematics and no decisions are here. Which kernel serves which shape it learns from the Python code of this package
-// (__init__.py), and whatever is new to it, or not is_plain, it leaves to that code: a mode, a transform, another type of
-// tensor, a layout that needs a copy, a wrong shape, a kernel that fails.
+// There is no mathematics and no decision here. The Python code (__init__.py) registers which kernel to launch for which shape. For
+// everything else, this code falls back to the Python implementation: new shapes, modes, transforms, tensor subclasses, layouts that
+// need a copy, invalid shapes, and kernels that fail.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -36,7 +36,7 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// Serving: below autograd.
+// Implementations below autograd.
 
 template <class Signature, class... Rest>
 auto by_python(const c10::TypedOperatorHandle<Signature>& op, const Rest&... arguments) {
@@ -51,7 +51,7 @@ Tensor forward(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t
 }
 
 Tensor observe(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim, Tensor pool) {
-  // In a backward pass it is gradient checkpointing that runs forward again: Python knows what to do.
+  // In a backward pass, gradient checkpointing recomputes forward: fall back to Python, which does not count the input again.
   if (torch::autograd::get_current_graph_task_id() == -1)
     if (auto y = run_forward(x, weight, intervals, channel_dim, &pool)) return *y;
   static const auto python = find<Observe>("pwlu_python::serve_observe");
@@ -119,8 +119,7 @@ std::tuple<Tensor, Tensor> norm_act(const Tensor& x, const MaybeTensor& residual
   return {norm_observe(x, residual, norm, weight, intervals, *pool), norm};
 }
 
-// Whether a call is is_plain: nobody but autograd and a kernel could have a say in it. No mode, no transform, no tensor of
-// another class, no forward-mode differentiation.
+// A call is plain if only autograd and a kernel handle it: no mode, no transform, no tensor subclass, no forward-mode AD.
 
 using c10::DispatchKey;
 constexpr auto kOrdinary =
@@ -148,7 +147,7 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// What a node keeps besides x and the weight. A unit that stands still was observed: its weight has a gradient of zero.
+// What a node saves besides x and the weight. `still`: the unit is in Phase I, and the gradient of its weight is zero.
 struct Settings {
   int64_t intervals, channel_dim;
   bool still, need_input, need_weight;
@@ -157,9 +156,9 @@ struct Settings {
 variable_list gradients(const Tensor& grad, const Tensor& x, const Tensor& weight, const Settings& s) {
   const bool learns = s.need_weight && !s.still && grad.defined();
   variable_list found(2);
-  if (grad.defined() && (s.need_input || learns)) {  // else what follows has none to give
+  if (grad.defined() && (s.need_input || learns)) {  // undefined: no gradient reaches the output
     Gradients both;
-    if (is_plain(grad, x, weight) && !at::GradMode::is_enabled()) {  // it is enabled if a second derivative is wanted
+    if (is_plain(grad, x, weight) && !at::GradMode::is_enabled()) {  // enabled only if create_graph=True
       const at::AutoDispatchBelowADInplaceOrView guard;
       both = ::backward(grad, x, weight, s.intervals, s.channel_dim, s.need_input, learns);
     } else {
@@ -169,7 +168,7 @@ variable_list gradients(const Tensor& grad, const Tensor& x, const Tensor& weigh
     if (s.need_input) found[0] = std::get<0>(both);
     if (learns) found[1] = std::get<1>(both);
   }
-  if (s.need_weight && !learns) found[1] = at::zeros_like(weight);  // zero, but not missing
+  if (s.need_weight && !learns) found[1] = at::zeros_like(weight);  // not undefined: DistributedDataParallel waits for it
   return found;
 }
 
@@ -197,7 +196,7 @@ struct UnitBackward : Node {
     return gradients(grads[0], x_.unpack(), weight_.unpack(), asked());
   }
 
-  // Compiled autograd: a node says what it depends on, and has itself recorded as a function of its inputs and of numbers.
+  // Compiled autograd: a node lists what it depends on, and is recorded as a function of its inputs and of numbers.
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(x_, false);
@@ -225,7 +224,7 @@ struct UnitBackward : Node {
     const auto metadata = compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
         compiled::get_input_metadata(next_edges()));
     const auto& python = compiled::getPyCompilerInterface();
-    static const auto function =  // a name is bound once
+    static const auto function =  // bind the name only once
         python->bind_function(saved.get_py_compiler(), name(), recorded, {tensor, tensor, number, number, flag, flag, flag});
     auto found = python->call_function(saved.get_py_compiler(), "apply_functional", function, grads, arguments, metadata);
     saved.after(x_);
@@ -235,12 +234,12 @@ struct UnitBackward : Node {
 };
 
 template <class T>
-auto make_node() {  // torch 2.11 holds nodes by another kind of pointer than later versions
+auto make_node() {  // torch 2.11 uses another type of pointer for nodes than later versions
   if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) return c10::make_intrusive<T>();
   else return std::shared_ptr<T>(new T(), [](T* node) { deleteNode(node); });
 }
 
-// `serve`: makes y.
+// Compute y by `serve`, and record its derivative.
 template <class Serve>
 Tensor differentiable(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim, bool still, Serve serve) {
   if (!torch::autograd::compute_requires_grad(x, weight)) {
@@ -284,7 +283,7 @@ Gradients autograd_backward(const Tensor& grad, const Tensor& x, const Tensor& w
 
 Tensor autograd_lookup(const Tensor& x, const Tensor& left, const Tensor& inv_step, const Tensor& slopes, const Tensor& offsets,
                        int64_t channel_dim) {
-  static const auto python = find<Lookup>("pwlu_python::differentiate_lookup");  // a derivative of it is an error
+  static const auto python = find<Lookup>("pwlu_python::differentiate_lookup");  // raises an error in the backward pass
   if (!is_plain(x, left, inv_step, slopes, offsets) ||
       torch::autograd::compute_requires_grad(x, left, inv_step, slopes, offsets))
     return python.call(x, left, inv_step, slopes, offsets, channel_dim);
@@ -476,7 +475,7 @@ TORCH_LIBRARY_IMPL(pwlu, AutogradCUDA, m) { differentiate(m); }
 
 }  // namespace
 
-// What __init__.py calls.
+// The functions that __init__.py calls.
 
 extern "C" {
 

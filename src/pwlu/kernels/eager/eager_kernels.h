@@ -1,4 +1,4 @@
-// Calls of kernels: what was learned about them, a call as they see it, memory, and the launch. Part of eager.cpp.
+// Kernel calls: registered launches, the description of a call, memory, and the launch. Part of eager.cpp.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -18,9 +18,9 @@
 namespace {
 
 using at::Tensor;
-using Tables = std::array<const Tensor*, 4>;  // of the fused form: left, 1/d, slopes, offsets
+using Tables = std::array<const Tensor*, 4>;  // of the inference form: left, 1/d, slopes, offsets
 
-// What is learned.
+// What Python registers.
 
 enum What : int64_t {
   kForward, kLookup, kObserve, kMoments, kBackward, kBackwardInput,
@@ -37,11 +37,11 @@ struct Launch {
 };
 
 struct Plan {
-  Launch first, second;  // the second adds up what the splits of the first left; it has no function if there is nothing to add
+  Launch first, second;  // the second adds the partial results of the first; its function is null if there are none
   int64_t splits;
 };
 
-// what, device, type of x, type of the parameters, intervals, (outer, channels, inner), aligned to 16 bytes
+// operation, device, dtype of x, dtype of the parameters, intervals, (outer, channels, inner), aligned to 16 bytes
 using Key = std::array<int64_t, 9>;
 
 using LaunchKernel = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
@@ -70,9 +70,9 @@ std::map<Key, Plan> plans;
 LaunchKernel launch_kernel = nullptr;
 CpuKernel cpu_kernel{};
 
-// A call as kernels see it.
+// The description of a call.
 
-#ifdef PWLU_PRETEND_GPU  // a test without a GPU: launches of tensors of the CPU, which a function of the test receives
+#ifdef PWLU_PRETEND_GPU  // for a test without a GPU: launches with CPU tensors go to a function of the test
 bool on_gpu(const Tensor&) { return true; }
 int64_t index_of(const Tensor&) { return 0; }
 void* stream_of(const Tensor&) { return nullptr; }
@@ -91,7 +91,8 @@ struct Problem {
   }
 };
 
-// Nothing if it is not certain that a kernel can have these as they are. `parameters`: one of those tensors; all are of its type.
+// Describe a call; return nullopt unless a kernel can surely use these tensors without a copy. `parameters` is one of the parameter
+// tensors, which all have the same dtype.
 std::optional<Problem> problem_of(const Tensor& x, const Tensor& parameters, int64_t channels, int64_t intervals,
                                   int64_t channel_dim) {
   if (channels < 1 || intervals < 1 || !x.numel() || parameters.device() != x.device()) return std::nullopt;
@@ -138,7 +139,7 @@ struct Arguments {
     addresses[2] = target.mutable_data_ptr();
   }
 
-  // Of a packed weight: left, right, heights, left_slope, right_slope. Of its gradient: the same, `at` 8.
+  // Set the addresses of left, right, heights, left_slope and right_slope of a packed weight, or of its gradient if `at` is 8.
   void set_blocks(size_t at, const void* memory, const Problem& p) {
     const auto* base = static_cast<const char*>(memory);
     const auto bytes = p.channels * int64_t(c10::elementSize(p.kind));
@@ -170,7 +171,7 @@ bool launch(const Launch& plan, Arguments& arguments, const Tensor& x) {
                         nullptr);
 }
 
-// `sums`: numbers that a split leaves for the second kernel.
+// Launch one or two kernels. `sums` is the number of floats per split that the first writes for the second.
 bool launch(const Plan& plan, Arguments& arguments, const Tensor& x, int64_t sums) {
   const c10::DeviceGuard guard(x.device());
   Tensor partial;
@@ -192,9 +193,9 @@ CpuKernel on_cpu() {
   return cpu_kernel;
 }
 
-// The kernels. None of them returns anything where Python has to do it.
+// The kernels. They return nullopt if Python has to handle the call.
 
-// y, and with a pool the moments of x are added to that. `arguments` have the parameters.
+// Return y; with a pool, add the moments of x to it. `arguments` holds the parameters.
 std::optional<Tensor> run_map(What what, const Tensor& x, const Problem& p, Arguments& arguments, const Tensor& y,
                               const Tensor* pool = nullptr) {
   if (on_gpu(x)) {
@@ -222,7 +223,7 @@ std::optional<Tensor> run_forward(const Tensor& x, const Tensor& weight, int64_t
                                   const Tensor* pool = nullptr) {
   const auto p = problem_of(x, weight, intervals, channel_dim);
   if (!p) return std::nullopt;
-  const Tensor y = at::empty_like(x);  // x is dense: so it has the same strides
+  const Tensor y = at::empty_like(x);  // has the strides of x, because x is dense
   Arguments arguments(x, nullptr, y);
   arguments.set_blocks(3, weight.const_data_ptr(), *p);
   if (!pool) return run_map(kForward, x, *p, arguments, y);
@@ -231,7 +232,7 @@ std::optional<Tensor> run_forward(const Tensor& x, const Tensor& weight, int64_t
   if (pool->device() != x.device() || !pool->const_data_ptr()) return std::nullopt;
   arguments.addresses[14] = pool->mutable_data_ptr();
   const auto found = run_map(kObserve, x, *p, arguments, y, pool);
-  if (found && !pool->is_inference()) pool->unsafeGetTensorImpl()->bump_version();  // as every change in place does
+  if (found && !pool->is_inference()) pool->unsafeGetTensorImpl()->bump_version();  // as every in-place operation does
   return found;
 }
 
@@ -244,7 +245,7 @@ std::optional<Tensor> run_lookup(const Tensor& x, const Tables& tables, int64_t 
   return run_map(kLookup, x, *p, arguments, y);
 }
 
-// The gradients of x and of the weight; an empty tensor for one that is not needed.
+// Return the gradients of x and of the weight; an empty tensor for a gradient that is not needed.
 std::optional<std::tuple<Tensor, Tensor>> run_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                                        int64_t intervals, int64_t channel_dim, bool need_input,
                                                        bool need_weight) {
@@ -252,7 +253,7 @@ std::optional<std::tuple<Tensor, Tensor>> run_backward(const Tensor& grad, const
   if (!p || grad.scalar_type() != p->dtype || grad.device() != x.device() || grad.sizes() != x.sizes()) return std::nullopt;
   if (grad.strides() != x.strides() || !grad.const_data_ptr()) return std::nullopt;
   const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };
-  const Tensor grad_x = need_input || on_gpu(x) ? at::empty_like(x) : none(x);  // on a GPU it is always written
+  const Tensor grad_x = need_input || on_gpu(x) ? at::empty_like(x) : none(x);  // GPU kernels always write it
   const Tensor grad_weight = need_weight ? at::empty_like(weight) : none(weight);
   Arguments arguments(x, &grad, grad_x);
   arguments.set_blocks(3, weight.const_data_ptr(), *p);

@@ -18,7 +18,7 @@ from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import Settings, UserError
 from pwlu.lab.runs.processes import Processes
 from pwlu.learning.curvature import curvature
-from pwlu.learning.parameter_groups import grouped
+from pwlu.learning.parameter_groups import split_parameters
 from pwlu.learning.two_phase import TwoPhase
 from pwlu.module import PWLU, units_of
 
@@ -182,4 +182,4 @@ def _groups(network: nn.Module, settings: Settings) -> list[dict[str, Any]]:
     """Functions have no weight decay, which would pull them to one of no merit."""
     functions = {id(p) for module in network.modules() if isinstance(module, LEARNED) for p in module.parameters()}
     lr = settings.lr * settings.batch / find(settings.recipe).batch
-    return grouped(network, functions, lr, settings.weight_decay, settings.unit_lr, settings.norm_weight_decay)
+    return split_parameters(network, functions, lr, settings.weight_decay, settings.unit_lr, settings.norm_weight_decay)

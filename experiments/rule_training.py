@@ -89,7 +89,7 @@ def train(spec: dict[str, Any], data: Path, device: str | None, deadline: float,
         task = Classification(settings, processes)
         if spec["images"]:
             task.data.train = task.data.train.part(torch.arange(min(spec["images"], len(task.data.train))))
-            task.cut(len(task.data.train))
+            task.plan_steps(len(task.data.train))
         trainer = Trainer(task, settings, processes)
     learner = None
     if trainer.units:
@@ -138,7 +138,7 @@ def train(spec: dict[str, Any], data: Path, device: str | None, deadline: float,
     }
     if learner and math.isfinite(losses[-1]):
         with trainer.autocast():
-            aligned = alignment(trainer.measured, task.some_images(), histogram=False)
+            aligned = alignment(trainer.measured, task.alignment_inputs(), histogram=False)
         result["iou"] = _rounded(statistics.median(aligned.iou))
     return result | {"seconds": round(time.time() - began, 1)}
 

@@ -1,4 +1,4 @@
-"""Draw time and memory of a training step, from what benchmarks/model.py measured: docs/images/norms.png and norms.svg."""
+"""Draw time and memory of a training step from the results of benchmarks/model.py: docs/images/norms.png and norms.svg."""
 
 import argparse
 import csv
@@ -22,14 +22,18 @@ KINDS = {
     "pwlu": ("PWLU", "#7fb3d5"),
     "pwlu, norms fused": ("PWLU, norms fused", "#1f5f99"),
 }
-MEASURES = {"gpu_ms": "GPU alone", "p50_ms": "by the clock", "peak_mib": "memory at its peak"}
+MEASURES = {"gpu_ms": "GPU alone", "p50_ms": "wall-clock time", "peak_mib": "peak memory"}
 
 
 def main() -> None:
-    """Read the CSV, draw, write both files."""
+    """Read the CSV, draw the figure, and write both files."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--input", type=Path, default=RESULTS / "training-norms-cuda.csv", help="default: %(default)s")
-    parser.add_argument("--output", type=Path, default=Path("docs/images/norms.png"), help="default: %(default)s")
+    parser.add_argument(
+        "--input", type=Path, default=RESULTS / "training-norms-cuda.csv", help="read this file (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/images/norms.png"), help="write this file (default: %(default)s)"
+    )
     options = parser.parse_args()
     with options.input.open() as file:
         found = {(r["network"], r["call"]): r for r in csv.DictReader(file) if r["mode"] == "eager"}
@@ -46,7 +50,7 @@ def main() -> None:
         axis.set_xticks(range(len(NETWORKS)), list(NETWORKS.values()), rotation=20)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("times its own activation")
+    axes[0].set_ylabel("relative to its own activation")
     axes[-1].legend(frameon=False, fontsize=9, loc="upper right")
     for path in (options.output, options.output.with_suffix(".svg")):
         figure.savefig(path, dpi=160)

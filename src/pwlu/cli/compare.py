@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="with --document, fail if the page is out of date instead of updating it (default: off)",
+        help="fail if the page of --document is out of date, instead of updating it (default: off)",
     )
     add_runs(parser)
     parser.add_argument(

@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--simplify",
         type=float,
         metavar="TOLERANCE",
-        help="before exporting, reduce each PWLU to the fewest intervals, or to a ReLU or a line, that change its outputs by "
-        "at most this fraction of the function's range, such as 0.001 (default: do not simplify)",
+        help="reduce each PWLU to fewer intervals, to a ReLU or to a line, with an error of at most this fraction of the "
+        "function's range, such as 0.001 (default: do not simplify)",
     )
     parser.add_argument("--opset", type=int, metavar="N", help="write this ONNX opset version, 18 or later (default: 18)")
     parser.add_argument(

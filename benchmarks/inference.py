@@ -1,10 +1,10 @@
-"""The paper's table of inference times: one network with ReLU, Swish, PReLU, PWLU, FReLU, APL and PAU, side by side.
+"""Reproduce the paper's table of inference times: a network with ReLU, Swish, PReLU, PWLU, FReLU, APL and PAU, side by side.
 
-Prints a table for each network with the paper's milliseconds (on a V100) beside ours, and writes p20/p50/p80 and the mean with
-device and versions as CSV. On a GPU it also times the GPU alone, by replaying CUDA graphs: where the GPU is faster than the
-Python that launches its work, nothing else shows what an activation costs.
+Print a table per network with the paper's milliseconds (on a V100) beside ours. Write p20/p50/p80 and the mean, with device and
+versions, as CSV. On a GPU, also time the GPU's work alone by replaying CUDA graphs: if Python launches kernels more slowly than
+the GPU runs them, wall-clock time hides the cost of an activation.
 
-The paper measures PWLU fused, and so do we. FReLU has a second row, with its batch norm folded into its convolution.
+PWLUs are fused, as in the paper. FReLU has a second row, with its batch norm folded into its convolution.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torchvision
-from timing import RESULTS, machine, on_device, write
+from timing import RESULTS, machine, time_on_gpu, write
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from tqdm import tqdm
@@ -30,12 +30,12 @@ from pwlu.lab.inference.timing import interleaved, percentiles
 Row = dict[str, Any]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KINDS = ("relu", "swish", "prelu", "pwlu", "frelu", "frelu, folded", "apl", "pau")
-PARTS = 10  # of a measurement, between which the progress bar moves
-INNER = 5  # runs from one look at the clock to the next
+PARTS = 10  # into which a measurement is divided, to update the progress bar
+INNER = 5  # calls per reading of the clock
 
 
 def network(name: str, kind: str, options: argparse.Namespace) -> nn.Module:
-    """The network, ready for inference, with that activation at every site that convert_ finds."""
+    """Return the network in evaluation mode with this activation at every site that convert_ finds."""
     torch.manual_seed(0)
     model: nn.Module = torchvision.models.get_model(name, weights=None)
     activation, _, way = kind.partition(", ")
@@ -56,13 +56,13 @@ def _in_place(activation: str, channels: int, site: Any) -> nn.Module:
     return nn.ReLU(inplace=True) if activation == "relu" else nn.SiLU(inplace=True)
 
 
-def measured(name: str, options: argparse.Namespace) -> Iterator[Row]:
-    """A row for each activation."""
+def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row per activation."""
     torch._dynamo.reset()
     x = torch.randn(options.batch, 3, options.pixels, options.pixels, device=options.device, dtype=DTYPES[options.dtype])
     x = x.contiguous(memory_format=torch.channels_last if options.channels_last else torch.contiguous_format)
     calls: dict[str, Callable[[], Any]] = {}
-    for kind in tqdm(KINDS, desc=f"{name}, made ready"):
+    for kind in tqdm(KINDS, desc=f"{name}, preparing"):
         model = network(name, kind, options)
         calls[kind] = partial(torch.compile(model, fullgraph=True) if options.compile else model, x)
         calls[kind]()
@@ -70,7 +70,7 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[Row]:
     inner, cuda = min(INNER, options.runs), options.device == "cuda"
     rounds = math.ceil(options.runs / inner)
     parts = min(PARTS, rounds)
-    for part in tqdm(range(parts), desc=f"{name}, timed"):
+    for part in tqdm(range(parts), desc=f"{name}, timing"):
         share = rounds // parts + (part < rounds % parts)
         found = interleaved(calls, share, inner=inner, wait=torch.cuda.synchronize if cuda else None)
         for kind in KINDS:
@@ -83,12 +83,12 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[Row]:
             "pixels": options.pixels,
         }
         row |= {"runs": rounds * inner, "mean_ms": fmean(times[kind])} | percentiles(times[kind])
-        alone = percentiles(on_device({"": calls[kind]}, rounds)[""])["p50_ms"] if cuda else math.nan
+        alone = percentiles(time_on_gpu({"": calls[kind]}, rounds)[""])["p50_ms"] if cuda else math.nan
         yield row | {"gpu_ms": alone, "paper_v100_ms": INFERENCE.get(name, {}).get(kind, math.nan)} | machine(options.device)
 
 
 def show(table: list[Row]) -> None:
-    """Markdown: a line for each activation; medians, and how many times ReLU's."""
+    """Print a Markdown table per network with a row per activation: medians, and ratios to ReLU."""
     for name in dict.fromkeys(row["network"] for row in table):
         rows = {row["call"]: row for row in table if row["network"] == name}
         first = rows["relu"]
@@ -105,25 +105,31 @@ def show(table: list[Row]) -> None:
 
 
 def main() -> None:
-    """Parse the command line, measure, print, write."""
+    """Parse the command line, measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
-    parser.add_argument("--networks", nargs="+", default=tuple(INFERENCE), metavar="NAME", help="default: %(default)s")
-    parser.add_argument("--batch", type=int, default=64, help="images (default: %(default)s)")
-    parser.add_argument("--pixels", type=int, default=224, help="width and height of images (default: %(default)s)")
-    parser.add_argument("--runs", type=int, default=500, help="of each, timed (default: %(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
-    parser.add_argument("--channels-last", action="store_true", help="the layout that GPUs prefer in 16 bits")
-    parser.add_argument("--compile", action="store_true", help="networks by torch.compile, not eager")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="run on this device (default: %(default)s)")
     parser.add_argument(
-        "--output", type=Path, help="default: inference-DEVICE.csv in benchmarks/results, longer for other modes"
+        "--networks", nargs="+", default=tuple(INFERENCE), metavar="NAME", help="time these networks (default: %(default)s)"
+    )
+    parser.add_argument("--batch", type=int, default=64, help="use this many images per batch (default: %(default)s)")
+    parser.add_argument("--pixels", type=int, default=224, help="set the height and width of images (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=500, help="time each network this many times (default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="compute in this type (default: %(default)s)")
+    parser.add_argument(
+        "--channels-last", action="store_true", help="use the memory format that GPUs prefer in 16 bits (default: off)"
+    )
+    parser.add_argument("--compile", action="store_true", help="compile the networks with torch.compile (default: off)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="write results to this file (default: inference-DEVICE.csv in benchmarks/results, with the mode in its name)",
     )
     options = parser.parse_args()
     if options.runs < 1:
         parser.error("--runs must be at least 1")
-    torch._dynamo.config.recompile_limit = 1000  # networks with other activations are other networks, not one that changes
+    torch._dynamo.config.recompile_limit = 1000  # torch counts each network as a recompilation of the same code
     with torch.inference_mode():
-        table = [row for name in options.networks for row in measured(name, options)]
+        table = [row for name in options.networks for row in measure(name, options)]
     show(table)
     mode = (
         [options.dtype] * (options.dtype != "float32")

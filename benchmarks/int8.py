@@ -1,14 +1,14 @@
-"""What 8 bits cost and save, on the CPU: PyTorch's PT2E quantisation of networks with ReLUs and with PWLUs.
+"""Measure speed and accuracy of 8-bit networks with ReLUs and with PWLUs on the CPU, quantised by PyTorch's PT2E.
 
-Without arguments, the time of a ResNet-18 on images of 224 x 224, in float32 and in 8 bits, compiled by Inductor. With --runs,
-the accuracy of trained networks, whose folders `pwlu train` made. Prints tables, and writes rows with versions as CSV.
+Without arguments, time a ResNet-18 on images of 224 x 224 pixels in float32 and in 8 bits, compiled by Inductor. With --runs,
+measure the accuracy of trained networks from run folders of `pwlu train`. Print tables, and write rows with versions as CSV.
 
-PWLUs in 8 bits   in float32      what X86InductorQuantizer makes of the network by itself: convolutions have 8 bits
-                  between         inputs of PWLUs have 8 bits too: dequantise, PWLU, quantise
-                  as tables       the same, as pwlu.tabulate_ leaves it; bit for bit the same outputs
-                  by channel      tables, and every channel of an input has its own scale
-                  none negative   tables, and PWLUs that still are ReLUs: as fast as tables can be. oneDNN's convolutions are
-                                  slower on inputs whose zero point is not 0, as it is where PWLUs give negative numbers
+PWLUs in 8 bits   in float32      X86InductorQuantizer alone: only convolutions are in 8 bits
+                  between         inputs of PWLUs are in 8 bits as well: dequantise, PWLU, quantise
+                  as tables       the same after pwlu.tabulate_; outputs are bitwise equal
+                  by channel      tables, with one scale per channel of the input
+                  none negative   tables of PWLUs that are still ReLUs, the fastest case: oneDNN's convolutions are slower on
+                                  inputs with a nonzero zero point, which negative outputs of PWLUs cause
 """
 
 import argparse
@@ -56,18 +56,18 @@ BY_CHANNEL = QuantizationSpec(
 
 
 def x86() -> Quantizer:
-    """What PyTorch has for this processor."""
+    """Return PyTorch's quantizer for x86 CPUs."""
     return X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())
 
 
 def quantised(model: nn.Module, quantizer: Quantizer, images: Iterable[Tensor]) -> fx.GraphModule:
-    """The model in 8 bits, calibrated on these batches."""
+    """Return the model in 8 bits, calibrated on these batches."""
     batches = list(images)
     sizes = {len(batch) for batch in batches}
     shapes = ({0: torch.export.Dim("batch")},) if len(sizes) > 1 else None
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The input of maxpool2d is not quantized", UserWarning)
-        # strict: torchvision's blocks call one ReLU twice, which the quantizer takes for one activation otherwise
+        # strict, because torchvision's blocks call one ReLU twice, and the quantizer would treat both calls as one activation
         program = torch.export.export(model, (batches[0],), dynamic_shapes=shapes, strict=True)
         prepared = prepare_pt2e(program.module(), quantizer)
         for batch in batches:
@@ -76,7 +76,7 @@ def quantised(model: nn.Module, quantizer: Quantizer, images: Iterable[Tensor]) 
 
 
 def forms(model: nn.Module, images: Iterable[Tensor]) -> dict[str, nn.Module]:
-    """A network, not fused, in 8 bits: with ReLUs in one form, with PWLUs in all of them."""
+    """Return the 8-bit forms of a network that is not fused: one form for ReLUs, all forms for PWLUs."""
     batches = list(images)
     if not any(isinstance(module, pwlu.PWLU) for module in model.modules()):
         return {"int8, relu": quantised(model, x86(), batches)}
@@ -99,7 +99,7 @@ def forms(model: nn.Module, images: Iterable[Tensor]) -> dict[str, nn.Module]:
 
 
 def resnet18(converted: bool, moved: float = 0.05) -> nn.Module:
-    """With ReLUs, or with PWLUs that are so far from what they started as."""
+    """Return a ResNet-18 with ReLUs, or with PWLUs whose heights have random changes of size `moved`."""
     model: nn.Module = torchvision.models.resnet18()
     if converted:
         pwlu.convert_(model, torch.randn(2, 3, 64, 64))
@@ -111,7 +111,7 @@ def resnet18(converted: bool, moved: float = 0.05) -> nn.Module:
 
 
 def speed(batch: int, rounds: int) -> list[Row]:
-    """The rows of one batch size: milliseconds a batch."""
+    """Return the rows of one batch size, in milliseconds per batch."""
     x = torch.randn(batch, 3, 224, 224)
     relu, unit = resnet18(False), resnet18(True)
     models = {"float32, relu": relu, "float32, pwlu": copy.deepcopy(unit)}
@@ -122,12 +122,12 @@ def speed(batch: int, rounds: int) -> list[Row]:
     models["int8, pwlu as tables, none negative"] = still
     calls: dict[str, Callable[[], Any]] = {}
     with torch.no_grad():
-        for name, model in tqdm(models.items(), desc=f"compiled for batches of {batch}"):
+        for name, model in tqdm(models.items(), desc=f"compiling for batches of {batch}"):
             torch._dynamo.reset()
             calls[name] = partial(torch.compile(model, dynamic=False), x)
             calls[name]()
         if not torch.equal(calls["int8, pwlu between"](), calls["int8, pwlu as tables"]()):
-            raise RuntimeError("the tables give other outputs than the PWLUs")
+            raise RuntimeError("the outputs of the tables differ from those of the PWLUs")
         times = interleaved(calls, rounds)
     base = percentiles(times["int8, relu"])["p50_ms"]
     return [
@@ -143,15 +143,15 @@ def speed(batch: int, rounds: int) -> list[Row]:
 
 
 def accuracy(folder: Path) -> Iterator[Row]:
-    """The rows of one run, by operators that compute in float32 what 8 bits stand for.
+    """Yield the rows of one run. Operators compute the 8-bit arithmetic in float32.
 
-    ``accuracy``: right answers, in percent; ``same``: answers of the network in float32, in percent; ``error``: how far the
-    outputs are from those of the network in float32, as a share of them (root mean squares).
+    ``accuracy``: correct answers in percent. ``same``: answers equal to those of the float32 network, in percent. ``error``:
+    root mean square difference of the outputs from those of the float32 network, relative to their root mean square.
     """
     run = trained_network.load(folder)
     data: Any = datasets.load(run.settings, torch.device("cpu"))
-    some = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))[:CALIBRATION]
-    images = [batch for batch, _ in data.train.batches(some.split(200))]  # the last is smaller: any batch size will do
+    chosen = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))[:CALIBRATION]
+    images = [batch for batch, _ in data.train.batches(chosen.split(200))]  # the last is smaller, so the batch size is dynamic
     plain = f"float32, {run.settings.activation}"
     models = {plain: run.network} | forms(run.network, images)
     found: dict[str, Tensor] = {}
@@ -175,12 +175,12 @@ def accuracy(folder: Path) -> Iterator[Row]:
 
 
 def versions() -> dict[str, str]:
-    """What a row was measured on and with."""
+    """Return the hardware and versions of a measurement."""
     return {"torchao": importlib.import_module("torchao").__version__, **machine("cpu")}
 
 
 def show(rows: list[Row], column: str, value: str) -> None:
-    """Markdown: a line a form, a column for each of `column`; means over rows, and in brackets how many."""
+    """Print a Markdown table with a row per form and a column per value of `column`: means, and their number in brackets."""
     columns = list(dict.fromkeys(row[column] for row in rows))
     print(f"\n| {value} | " + " | ".join(f"{column} {each}" for each in columns) + " |\n|---|" + "---|" * len(columns))
     for form in dict.fromkeys(row["form"] for row in rows):
@@ -192,16 +192,25 @@ def show(rows: list[Row], column: str, value: str) -> None:
 
 
 def main() -> None:
-    """Parse the command line, measure, print, write."""
+    """Parse the command line, measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, nargs="+", help="folders of finished runs: measure their accuracy, no times")
-    parser.add_argument("--rounds", type=int, default=15, help="measurements of each (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--output", type=Path, help="default: results/int8-cpu.csv, with --runs results/int8-accuracy.csv")
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        nargs="+",
+        help="measure the accuracy of these finished runs, and no times (default: time a ResNet-18)",
+    )
+    parser.add_argument("--rounds", type=int, default=15, help="measure each variant this many times (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="use this many CPU threads (default: %(default)s)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="write results to this file (default: int8-cpu.csv, or int8-accuracy.csv with --runs, in benchmarks/results)",
+    )
     options = parser.parse_args()
     if not options.runs:
         keep_memory()
-    torch._inductor.config.freezing = True  # without it nothing computes in 8 bits
+    torch._inductor.config.freezing = True  # otherwise Inductor does not compute in 8 bits
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     if options.runs:

@@ -1,12 +1,12 @@
-"""Time whole networks with their own activation, SiLU and PWLU side by side: inference, a step of training, memory, conversion.
+"""Time networks with their own activation, SiLU and PWLU side by side: inference, training steps, memory, conversion.
 
-inference   ResNet-18 and MobileNet-V3-small, PWLUs fused: eager and compiled, float32 and bfloat16 channels_last. Compiled, the
-            fused form is timed in two ways: as torch.compile sees it, aten operators that melt into their neighbours, and as
-            the operator pwlu::lookup, which the compiler cannot see into ("kernel").
-training    a step of timm's networks with SGD, bfloat16 autocast, channels_last, beside the same network with its own
-            activation and with SiLU: eager or compiled, Phase I and Phase II, batch norms apart and in one pass with PWLUs;
-            when the host has asked for everything; and the memory at its peak above what the model holds between steps.
-conversion  seconds that pwlu.convert_ takes, for each of some models.
+inference   ResNet-18 and MobileNet-V3-small with fused PWLUs: eager and compiled, float32 and bfloat16 channels_last. Compiled
+            networks are timed in two ways: with aten operators, which torch.compile fuses with their neighbours, and with the
+            operator pwlu::lookup, which it cannot see into ("kernel").
+training    a training step of timm's networks with SGD, bfloat16 autocast, channels_last, beside the same network with its own
+            activation and with SiLU: eager or compiled, Phase I and Phase II, batch norms separate or fused with PWLUs. Also
+            the time after which the host has launched all work, and the peak memory above that between steps.
+conversion  seconds that pwlu.convert_ takes for several models.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 import timm
 import torch
 import torchvision
-from timing import RESULTS, busy, machine, on_device, write
+from timing import RESULTS, gpu_busy_ms, machine, time_on_gpu, write
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -44,7 +44,7 @@ CONVERTED = (
     "vit_b_16",
     "swin_t",
 )
-TRAINED = {  # images in a batch, and whether the network is compiled
+TRAINED = {  # batch size, and whether to compile the network
     "resnet50": (128, (False, True)),
     "mobilenetv2_100": (128, (False, True)),
     "efficientnet_b0": (128, (False, True)),
@@ -56,20 +56,20 @@ DETECTORS = ("retinanet_resnet50_fpn", "maskrcnn_resnet50_fpn")
 
 
 class ByKernel(nn.Module):
-    """A fused unit that always calls the operator."""
+    """A fused PWLU that always calls the operator."""
 
     def __init__(self, fused: pwlu.FusedPWLU) -> None:
         super().__init__()
         self.fused = fused
 
     def forward(self, x: Tensor) -> Tensor:
-        """As FusedPWLU."""
+        """Compute the same as FusedPWLU."""
         unit = self.fused
         return ops.lookup(x, unit.left, unit.inv_step, unit.slopes, unit.offsets, unit.channel_dim)
 
 
 def network(name: str, activation: str, options: argparse.Namespace) -> nn.Module:
-    """The network with that activation at every site that convert_ finds; its own is ReLU, in place."""
+    """Return the network with this activation at every site that convert_ finds. Its own activation is ReLU in place."""
     torch.manual_seed(0)
     model: nn.Module = getattr(torchvision.models, name)(weights=None)
     if not (name == "resnet18" and activation == OWN):
@@ -83,7 +83,7 @@ def _in_place(name: str, channels: int, site: Any) -> nn.Module:
 
 
 def by_kernel(model: nn.Module) -> nn.Module:
-    """The same model, its fused units hidden from the compiler."""
+    """Hide the fused PWLUs of the model from the compiler."""
     for module in list(model.modules()):
         for key, child in module._modules.items():
             if isinstance(child, pwlu.FusedPWLU):
@@ -92,7 +92,7 @@ def by_kernel(model: nn.Module) -> nn.Module:
 
 
 def inference(options: argparse.Namespace) -> Iterator[Row]:
-    """Forward passes, in every mode."""
+    """Yield the rows of forward passes in every mode."""
     modes = [(c, d) for c in (False, True) for d in (torch.float32, torch.bfloat16)]
     for name in options.networks:
         for compiled, dtype in tqdm(modes, desc=f"{name}, inference"):
@@ -117,7 +117,7 @@ def inference(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def training(options: argparse.Namespace) -> Iterator[Row]:
-    """Steps of training."""
+    """Yield the rows of training steps."""
     names = [n for n in TRAINED if not options.trained or n in options.trained]
     modes = [(name, compiled) for name in names for compiled in TRAINED[name][1] if _mode(compiled) in options.modes]
     for name, compiled in tqdm(modes, desc="training"):
@@ -129,7 +129,7 @@ def training(options: argparse.Namespace) -> Iterator[Row]:
         torch._dynamo.reset()
         for kind in (OWN, "silu", "pwlu", "pwlu, Phase I", FUSED, f"{FUSED}, Phase I"):
             if (kind.startswith(FUSED) and name.startswith("vit")) or (kind == "silu" and name.startswith("efficientnet")):
-                continue  # it has no batch norm; it has SiLU
+                continue  # ViT has no batch norm; EfficientNet's own activation is SiLU
             if options.kinds and kind not in options.kinds:
                 continue
             model, optimizer = trained(name, kind, options)
@@ -139,7 +139,7 @@ def training(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def trained(name: str, kind: str, options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a network of timm with that kind of activation, in training, and its optimizer."""
+    """Return a network of timm in training mode with this kind of activation, and its optimizer."""
     torch.manual_seed(0)
     model: nn.Module = timm.create_model(name, num_classes=1000)
     sample = torch.randn(2, 3, 224, 224)
@@ -156,7 +156,7 @@ def trained(name: str, kind: str, options: argparse.Namespace) -> tuple[nn.Modul
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, labels: Tensor) -> None:
-    """One step of training, as everyone writes it."""
+    """Take one ordinary training step."""
     optimizer.zero_grad()
     with torch.autocast(x.device.type, torch.bfloat16):
         loss = nn.functional.cross_entropy(model(x), labels)
@@ -165,13 +165,13 @@ def step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, labels: Tensor
 
 
 def rows(row: Row, calls: dict[str, Callable[[], Any]], options: argparse.Namespace) -> list[Row]:
-    """Time the calls in turns; on a GPU also how long that is busy, host aside: inference replayed as CUDA graphs."""
+    """Time the calls in turns. On a GPU, time the GPU's work alone as well; for inference by replaying CUDA graphs."""
     cuda, unknown = options.device == "cuda", float("nan")
     wait = torch.cuda.synchronize if cuda else lambda: None
     times = interleaved(calls, options.rounds, inner=options.inner, wait=wait)
     hosts = {name: host(call, wait) for name, call in calls.items()}
     peaks = {name: peak(call) if cuda else unknown for name, call in calls.items()}
-    replayed = on_device(calls, options.rounds) if cuda and row["what"] == "inference" else {}
+    replayed = time_on_gpu(calls, options.rounds) if cuda and row["what"] == "inference" else {}
     base = percentiles(times[OWN])["p50_ms"]
     table = []
     for name, each in times.items():
@@ -183,12 +183,12 @@ def rows(row: Row, calls: dict[str, Callable[[], Any]], options: argparse.Namesp
             result["gpu_x_own"] = result["gpu_ms"] / own
         table.append(row | {"call": name} | result | machine(options.device))
         if cuda and not replayed:
-            LATER.append((table[-1], table[0], calls[name]))
+            PENDING.append((table[-1], table[0], calls[name]))
     return table
 
 
 def host(call: Callable[[], Any], wait: Callable[[], None]) -> float:
-    """Milliseconds after which a call returns, while the GPU may still be at work."""
+    """Return the milliseconds after which a call returns, while the GPU may still be working."""
     times = []
     for _ in range(5):
         wait()
@@ -198,19 +198,19 @@ def host(call: Callable[[], Any], wait: Callable[[], None]) -> float:
     return percentiles(times)["p50_ms"]
 
 
-LATER: list[tuple[Row, Row, Callable[[], Any]]] = []  # a row, that of the network's own activation, what to call
+PENDING: list[tuple[Row, Row, Callable[[], Any]]] = []  # a row, the row of the network's own activation, the call
 
 
-def busy_later() -> None:
-    """How long the GPU is busy in each step of training. Last of all: once the profiler has run, launches are slower."""
-    for row, _, call in LATER:
-        row["gpu_ms"] = busy(call)
-    for row, own, _ in LATER:
+def add_busy() -> None:
+    """Add the time for which the GPU is busy in each training step. Call this last: the profiler slows later launches."""
+    for row, _, call in PENDING:
+        row["gpu_ms"] = gpu_busy_ms(call)
+    for row, own, _ in PENDING:
         row["gpu_x_own"] = row["gpu_ms"] / own["gpu_ms"]
 
 
 def peak(call: Callable[[], Any]) -> float:
-    """MiB that a call needs at its peak, above what was allocated before."""
+    """Return the peak memory of a call in MiB, above what was allocated before."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -220,7 +220,7 @@ def peak(call: Callable[[], Any]) -> float:
 
 
 def conversion(options: argparse.Namespace) -> Iterator[Row]:
-    """Seconds that the conversion of each model takes, on the CPU."""
+    """Yield the seconds that the conversion of each model takes on the CPU."""
     image = torch.randn(2, 3, 224, 224)
     samples = dict.fromkeys(CONVERTED, image) | dict.fromkeys(DETECTORS, ([image[0]],))
     for name, sample in tqdm(samples.items(), desc="conversion"):
@@ -261,18 +261,18 @@ def _cell(r: Row) -> str:
 
 
 def show(table: list[Row]) -> None:
-    """Markdown tables: a line a call, a column a mode; memory; seconds of conversion."""
+    """Print Markdown tables with a row per call and a column per mode, and the seconds of conversion."""
     for what, network in dict.fromkeys((r["what"], r["network"]) for r in table if r["what"] != "conversion"):
-        some = [r for r in table if (r["what"], r["network"]) == (what, network)]
-        columns = list(dict.fromkeys((r["mode"], r["dtype"]) for r in some))
+        selected = [r for r in table if (r["what"], r["network"]) == (what, network)]
+        columns = list(dict.fromkeys((r["mode"], r["dtype"]) for r in selected))
         print(
             f"\n| {network}, {what}: ms (x own), host, GPU alone, MiB | "
             + " | ".join(" ".join(column) for column in columns)
             + " |"
         )
         print("|---|" + "---|" * len(columns))
-        cells = {(r["call"], r["mode"], r["dtype"]): _cell(r) for r in some}
-        for call in dict.fromkeys(r["call"] for r in some):
+        cells = {(r["call"], r["mode"], r["dtype"]): _cell(r) for r in selected}
+        for call in dict.fromkeys(r["call"] for r in selected):
             print(f"| {call} | " + " | ".join(cells.get((call, *column), "") for column in columns) + " |")
     if seconds := [r for r in table if r["what"] == "conversion"]:
         print("\n| conversion | sites | s |\n|---|---|---|")
@@ -281,29 +281,52 @@ def show(table: list[Row]) -> None:
 
 
 def main() -> None:
-    """Parse the command line, measure, print, write."""
+    """Parse the command line, measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = {"inference": inference, "training": training, "conversion": conversion}
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)} (default: all)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
-    parser.add_argument("--networks", nargs="+", default=NETWORKS, metavar="NAME", help="in inference (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=64, help="images in inference (default: %(default)s)")
-    parser.add_argument("--trained", nargs="+", choices=list(TRAINED), metavar="NAME", help="in training (default: all)")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"measure these: {', '.join(parts)} (default: all)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="run on this device (default: %(default)s)")
     parser.add_argument(
-        "--kinds", nargs="+", metavar="KIND", help=f"in training, such as '{OWN}' pwlu '{FUSED}' (default: all)"
+        "--networks",
+        nargs="+",
+        default=NETWORKS,
+        metavar="NAME",
+        help="time inference of these networks (default: %(default)s)",
     )
-    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=("eager", "compiled"), help="in training")
-    parser.add_argument("--training-batch", type=int, help="images in training (default: 128, for resnet18 256)")
-    parser.add_argument("--pixels", type=int, default=224, help="width and height of images (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
-    parser.add_argument("--inner", type=int, default=5, help="calls in a measurement (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="default: model-DEVICE.csv in benchmarks/results")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="use this many images per batch in inference (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--trained", nargs="+", choices=list(TRAINED), metavar="NAME", help="time training of these networks (default: all)"
+    )
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        metavar="KIND",
+        help=f"time training with these activations, such as '{OWN}' pwlu '{FUSED}' (default: all)",
+    )
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=("eager", "compiled"),
+        default=("eager", "compiled"),
+        help="time training in these modes (default: both)",
+    )
+    parser.add_argument(
+        "--training-batch", type=int, help="use this many images per batch in training (default: 128, for resnet18 256)"
+    )
+    parser.add_argument("--pixels", type=int, default=224, help="set the height and width of images (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=20, help="measure each variant this many times (default: %(default)s)")
+    parser.add_argument("--inner", type=int, default=5, help="make this many calls per measurement (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, help="write results to this file (default: model-DEVICE.csv in benchmarks/results)"
+    )
     options = parser.parse_args()
     if unknown := set(options.parts) - set(parts):
-        parser.error(f"unknown part {', '.join(sorted(unknown))}: write some of {', '.join(parts)}")
+        parser.error(f"unknown part {', '.join(sorted(unknown))}: choose from {', '.join(parts)}")
     table = [row for name in options.parts or parts for row in parts[name](options)]
     if options.device == "cuda":
-        busy_later()
+        add_busy()
     show(table)
     write(options.output or RESULTS / f"model-{options.device}.csv", table)
 

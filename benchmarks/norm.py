@@ -1,7 +1,7 @@
-"""Time a batch norm and what follows it, alone and with the addition of another branch: ReLU, SiLU, PWLU, and PWLU in one pass.
+"""Time a batch norm and the activation behind it, with and without a residual addition: ReLU, SiLU, PWLU, and fused PWLU.
 
-Forward, and forward with backward, in training. On a GPU its work alone is timed, by replaying CUDA graphs. Beside each time
-stands the number of passes over the tensor that are needed at the least: what an operator reads or writes once is one pass.
+Time the forward pass, and forward and backward, in training mode. On a GPU, only the GPU's work is timed, by replaying CUDA
+graphs. Each time is printed with the smallest number of passes over the tensor: reading or writing it once is one pass.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timing import RESULTS, keep_memory, machine, on_device, write
+from timing import RESULTS, keep_memory, machine, time_on_gpu, write
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -31,7 +31,7 @@ SHAPES = [
     (128, 96, 14, 14),
 ]
 CPU_SHAPES = [(32, 64, 56, 56), (32, 256, 28, 28), (32, 512, 14, 14), (32, 512, 7, 7), (8, 96, 14, 14)]
-# forward; forward and backward; each alone, with an addition
+# (forward, forward and backward): without an addition, with an addition
 PASSES = {
     "relu": ((5, 13), (8, 16)),
     "silu": ((5, 13), (8, 16)),
@@ -41,7 +41,7 @@ PASSES = {
 
 
 class Site(nn.Module):
-    """A norm, an addition if there is something to add, and an activation."""
+    """A batch norm, an addition if there is a residual, and an activation."""
 
     def __init__(self, kind: str, channels: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Site(nn.Module):
         self.unit = pwlu.PWLU(channels, init="silu") if "pwlu" in kind else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """y."""
+        """Return the output of the activation."""
         norm = self.norm
         if self.kind == "pwlu, one pass":
             assert self.unit is not None
@@ -66,7 +66,7 @@ class Site(nn.Module):
 
 
 def forward_and_backward(site: Site, grad: Tensor, *inputs: Tensor) -> Callable[[], Any]:
-    """Return one step of training through the site."""
+    """Return a function that runs the forward and backward pass of the site."""
     leaves = [*(x.detach().clone().requires_grad_() for x in inputs), *site.parameters()]
     return lambda: torch.autograd.grad(site(*leaves[: len(inputs)]), leaves, grad)
 
@@ -82,7 +82,7 @@ def measure(shape: tuple[int, ...], dtype: str, layout: str, options: argparse.N
         inputs = (x, residual) if added else (x,)
         sites = {kind: Site(kind, shape[1]).to(options.device) for kind in PASSES}
         if options.device == "cuda":
-            timer = partial(on_device, rounds=options.rounds, inner=1 if x.numel() > 1e7 else 10)
+            timer = partial(time_on_gpu, rounds=options.rounds, inner=1 if x.numel() > 1e7 else 10)
         else:
             clock = time.process_time if options.cpu_time else time.perf_counter
             timer = partial(interleaved, rounds=options.rounds, inner=1 if x.numel() > 1e6 else 10, clock=clock)
@@ -101,15 +101,27 @@ def measure(shape: tuple[int, ...], dtype: str, layout: str, options: argparse.N
 
 
 def main() -> None:
-    """Parse the command line, measure, print, write."""
+    """Parse the command line, measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", type=int, nargs=4, metavar=("B", "C", "H", "W"), help="default: those of ResNets")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
-    parser.add_argument("--cpu-time", action="store_true", help="on a CPU with one thread: leave out what other programs take")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"], help="default: bfloat16")
-    parser.add_argument("--layouts", nargs="+", choices=("NCHW", "channels_last"), default=["channels_last"])
-    parser.add_argument("--rounds", type=int, default=20, help="measurements of each (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="default: norm-<device>.csv among the results")
+    parser.add_argument(
+        "--shape", type=int, nargs=4, metavar=("B", "C", "H", "W"), help="use this input shape (default: those of a ResNet-50)"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="run on this device (default: %(default)s)")
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU time, with one thread on a busy CPU")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"], help="compute in these types (default: bfloat16)"
+    )
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        choices=("NCHW", "channels_last"),
+        default=["channels_last"],
+        help="use these memory formats (default: channels_last)",
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="measure each variant this many times (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, help="write results to this file (default: norm-DEVICE.csv in benchmarks/results)"
+    )
     options = parser.parse_args()
     if options.device == "cpu":
         keep_memory()

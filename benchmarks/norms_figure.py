@@ -1,4 +1,4 @@
-"""Draw time and memory of a training step, from what benchmarks/model.py measured: docs/images/norms.png and norms.svg."""
+"""Draw time and memory of a training step from the results of benchmarks/model.py: docs/images/norms.png and norms.svg."""
 
 import argparse
 import csv
@@ -26,10 +26,14 @@ MEASURES = {"gpu_ms": "GPU time", "p50_ms": "wall-clock time", "peak_mib": "peak
 
 
 def main() -> None:
-    """Read the CSV, draw, write both files."""
+    """Read the CSV, draw the figure, and write both files."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--input", type=Path, default=RESULTS / "training-norms-cuda.csv", help="default: %(default)s")
-    parser.add_argument("--output", type=Path, default=Path("docs/images/norms.png"), help="default: %(default)s")
+    parser.add_argument(
+        "--input", type=Path, default=RESULTS / "training-norms-cuda.csv", help="read this file (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/images/norms.png"), help="write this file (default: %(default)s)"
+    )
     options = parser.parse_args()
     with options.input.open() as file:
         found = {(r["network"], r["call"]): r for r in csv.DictReader(file) if r["mode"] == "eager"}

@@ -1,7 +1,7 @@
-"""Time the forms in which a fused PWLU can be exported to ONNX, beside ReLU, in ONNX Runtime and in PyTorch, on the CPU.
+"""Time the ONNX forms of a fused PWLU beside ReLU, in ONNX Runtime and in PyTorch, on the CPU.
 
-First one activation alone, at several sizes, then a ResNet-18 with 17 of them. Prints tables of medians, each with its ratio to
-ReLU in the same runtime, and writes p20/p50/p80 with device and versions as CSV. Every file is checked by pwlu.export_onnx.
+Time one activation at several sizes, then a ResNet-18 with 17 activations. Print medians with their ratio to ReLU in the same
+runtime, and write p20/p50/p80 with device and versions as CSV. pwlu.export_onnx checks every file.
 """
 
 import argparse
@@ -23,15 +23,15 @@ from pwlu.deploy.onnx_export import export_onnx
 from pwlu.deploy.onnx_forms import FORMS
 from pwlu.lab.inference.timing import interleaved, percentiles
 
-runtime = importlib.import_module("onnxruntime")  # it has no types
+runtime = importlib.import_module("onnxruntime")  # not an import statement, because it has no type annotations
 Row = dict[str, Any]
 
-SHAPES = [(32, 64, 56, 56), (1, 64, 56, 56), (1, 512, 7, 7)]  # of the first and the last stage of a ResNet-18
+SHAPES = [(32, 64, 56, 56), (1, 64, 56, 56), (1, 512, 7, 7)]  # in the first and the last stage of a ResNet-18
 BATCHES = (1, 8)
 
 
-def trained_(model: nn.Module) -> nn.Module:
-    """As if it had been: units that are no longer what they started as."""
+def perturb_(model: nn.Module) -> nn.Module:
+    """Change the heights of PWLUs at random, as training would, and switch to evaluation mode."""
     with torch.no_grad():
         for unit in model.modules():
             if isinstance(unit, pwlu.PWLU):
@@ -40,15 +40,15 @@ def trained_(model: nn.Module) -> nn.Module:
 
 
 def resnet18(converted: bool) -> nn.Module:
-    """With ReLUs, or with PWLUs."""
+    """Return a ResNet-18 with ReLUs or with PWLUs."""
     model: nn.Module = torchvision.models.resnet18()
     if converted:
         pwlu.convert_(model, torch.randn(2, 3, 64, 64))
-    return trained_(model)
+    return perturb_(model)
 
 
 def session(file: Path, threads: int) -> Callable[[Tensor], Any]:
-    """An ONNX file as a function."""
+    """Load an ONNX file as a function."""
     options = runtime.SessionOptions()
     options.intra_op_num_threads = threads
     loaded = runtime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
@@ -57,22 +57,22 @@ def session(file: Path, threads: int) -> Callable[[Tensor], Any]:
 
 
 def competitors(relu: nn.Module, unit: nn.Module, sample: Tensor, threads: int) -> dict[str, Callable[[Tensor], Any]]:
-    """ReLU and PWLU in PyTorch, ReLU and all forms of PWLU in ONNX Runtime."""
+    """Return the calls to time: ReLU and all forms of PWLU in ONNX Runtime, ReLU and PWLU in PyTorch."""
     calls: dict[str, Callable[[Tensor], Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.onnx"
         batch = ({0: "batch"},)
         torch.onnx.export(relu, (sample,), file, dynamic_shapes=batch, external_data=False, dynamo=True, verbose=False)
         calls["ONNX Runtime, relu"] = session(file, threads)
-        for form in tqdm(FORMS, desc="exported"):
+        for form in tqdm(FORMS, desc="exporting"):
             export_onnx(unit, sample, file, form=form)
             calls[f"ONNX Runtime, pwlu as {form}"] = session(file, threads)
     pwlu.fuse_(unit)
     return calls | {"PyTorch, relu": relu, "PyTorch, pwlu fused": unit}
 
 
-def measured(what: str, calls: dict[str, Callable[[Tensor], Any]], x: Tensor, rounds: int) -> list[Row]:
-    """The rows of one input."""
+def measure(what: str, calls: dict[str, Callable[[Tensor], Any]], x: Tensor, rounds: int) -> list[Row]:
+    """Return the rows of one input."""
     inner = 1 if x.numel() > 10**6 else 5
     with torch.inference_mode():
         times = interleaved({name: partial(call, x) for name, call in calls.items()}, rounds, inner=inner)
@@ -86,7 +86,7 @@ def measured(what: str, calls: dict[str, Callable[[Tensor], Any]], x: Tensor, ro
 
 
 def show(rows: list[Row]) -> None:
-    """Markdown: a line a call, a column an input."""
+    """Print a Markdown table with a row per call and a column per input."""
     columns = list(dict.fromkeys((row["what"], row["shape"]) for row in rows))
     cells = {
         (row["call"], row["what"], row["shape"]): f"{row['p50_ms']:.3g} [{row['p20_ms']:.3g}, {row['p80_ms']:.3g}] "
@@ -100,23 +100,25 @@ def show(rows: list[Row]) -> None:
 
 
 def main() -> None:
-    """Parse the command line, measure, print, write."""
+    """Parse the command line, measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="measurements of each (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--output", type=Path, default=RESULTS / "onnx-cpu.csv", help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=30, help="measure each variant this many times (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="use this many CPU threads (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS / "onnx-cpu.csv", help="write results to this file (default: %(default)s)"
+    )
     options = parser.parse_args()
     keep_memory()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     rows = []
     for shape in SHAPES:
-        unit = trained_(pwlu.PWLU(shape[1], init="silu"))
+        unit = perturb_(pwlu.PWLU(shape[1], init="silu"))
         calls = competitors(nn.ReLU().eval(), unit, torch.randn(2, *shape[1:]), options.threads)
-        rows += measured("one activation", calls, 2 * torch.randn(shape), options.rounds)
+        rows += measure("one activation", calls, 2 * torch.randn(shape), options.rounds)
     calls = competitors(resnet18(False), resnet18(True), torch.randn(2, 3, 224, 224), options.threads)
     for batch in BATCHES:
-        rows += measured("ResNet-18", calls, torch.randn(batch, 3, 224, 224), options.rounds)
+        rows += measure("ResNet-18", calls, torch.randn(batch, 3, 224, 224), options.rounds)
     show(rows)
     write(options.output, rows)
 

@@ -1,7 +1,7 @@
-"""Time PWLU's operators beside F.relu, F.silu, nn.PReLU and the plain formula, in one run.
+"""Time PWLU's operators beside F.relu, F.silu, nn.PReLU and the plain PyTorch formula, in one run.
 
-Prints a table of medians, each with its ratio to ReLU, and writes p20/p50/p80 with device and versions as CSV. On a GPU, the
-GPU's work alone is timed, by replaying CUDA graphs (benchmarks/overhead.py times Python), and the plain formula is compiled.
+Print medians with their ratio to ReLU, and write p20/p50/p80 with device and versions as CSV. On a GPU, time the GPU's work
+alone by replaying CUDA graphs (benchmarks/overhead.py times Python), and compile the plain formula.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timing import RESULTS, keep_memory, machine, on_device, write
+from timing import RESULTS, keep_memory, machine, time_on_gpu, write
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -23,14 +23,14 @@ from pwlu.lab.inference.timing import interleaved, percentiles
 LAYOUTS = ("NCHW", "channels_last", "BTC")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
-# As after the first stage of a ResNet-18, on a CPU; 51 million elements, and the late layers of ResNets, on a GPU.
+# On a CPU, the shape in the first stage of a ResNet-18. On a GPU, 51 million elements and the late layers of ResNets.
 CPU_SHAPES = [(32, 64, 56, 56)]
 GPU_SHAPES = [(64, 256, 56, 56), (256, 512, 7, 7), (64, 512, 14, 14), (64, 256, 14, 14), (32, 512, 8, 8)]
 LARGE = 50_000_000
 
 
 class Problem(NamedTuple):
-    """What is timed: an input of that shape (B, C, H, W), in memory as the layout says, which for BTC is (B, H W, C)."""
+    """An input to time: its shape (B, C, H, W), memory layout and type. With the layout BTC, the shape is (B, H W, C)."""
 
     shape: tuple[int, ...]
     layout: str
@@ -38,11 +38,11 @@ class Problem(NamedTuple):
 
     @property
     def channel_dim(self) -> int:
-        """Where the channels are."""
+        """The dimension of the channels."""
         return -1 if self.layout == "BTC" else 1
 
     def random(self, device: str) -> Tensor:
-        """Numbers from a normal distribution, in that layout."""
+        """Return normally distributed numbers in this layout."""
         x = torch.randn(self.shape, device=device).to(DTYPES[self.dtype])
         if self.layout == "BTC":
             return x.flatten(2).transpose(1, 2).contiguous()
@@ -50,19 +50,19 @@ class Problem(NamedTuple):
 
 
 class Plain(nn.Module):
-    """The formula in plain torch, differentiated by autograd."""
+    """The formula in plain PyTorch, differentiated by autograd."""
 
     def __init__(self, act: pwlu.PWLU) -> None:
         super().__init__()
         self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
-        """As PWLU."""
+        """Compute the same as PWLU."""
         return reference.forward(x, *self.act.blocks(), self.act.channel_dim)
 
 
 def competitors(problem: Problem, options: argparse.Namespace) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Everything that is timed, by name."""
+    """Return the calls to time by name."""
     channels, dim, dtype = problem.shape[1], problem.channel_dim, DTYPES[problem.dtype]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -92,7 +92,7 @@ def competitors(problem: Problem, options: argparse.Namespace) -> dict[str, Call
 
 
 def forward_and_backward(call: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Callable[[], Any]:
-    """One step of training through the call, with the gradients of x and of all of its parameters."""
+    """Return a function that runs forward and backward, with the gradients of x and of all parameters."""
     leaves = [x.detach().clone().requires_grad_()]
     if isinstance(call, nn.Module):
         leaves += list(call.parameters())
@@ -100,9 +100,9 @@ def forward_and_backward(call: Callable[[Tensor], Tensor], x: Tensor, grad: Tens
 
 
 def measure(problem: Problem, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of one problem."""
+    """Return the rows of one problem."""
     x, grad = 2 * problem.random(options.device), problem.random(options.device)
-    time = interleaved if options.device == "cpu" else partial(on_device, inner=1 if x.numel() >= LARGE else 10)
+    time = interleaved if options.device == "cpu" else partial(time_on_gpu, inner=1 if x.numel() >= LARGE else 10)
     calls = competitors(problem, options)
     with torch.no_grad():
         times = {"forward": time({n: partial(c, x) for n, c in calls.items()}, options.rounds)}
@@ -119,7 +119,7 @@ def measure(problem: Problem, options: argparse.Namespace) -> list[dict[str, Any
 
 
 def held_for_backward(device: str) -> float:
-    """Bytes that a PWLU's output keeps alive besides itself, over those of x."""
+    """Return the memory that a PWLU keeps for the backward pass, as a multiple of the memory of x."""
     x = torch.randn(64, 256, 56, 56, device=device)
     act = pwlu.PWLU(256).to(device)
     act(x)
@@ -130,7 +130,7 @@ def held_for_backward(device: str) -> float:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """A Markdown table for every shape: a line a call, a column a layout and pass."""
+    """Print a Markdown table per shape, with a row per call and a column per layout and pass."""
     for shape in dict.fromkeys(r["shape"] for r in rows):
         here = [r for r in rows if r["shape"] == shape]
         columns = list(dict.fromkeys((r["dtype"], r["layout"], r["what"]) for r in here))
@@ -142,7 +142,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def problems(options: argparse.Namespace) -> Iterable[Problem]:
-    """All combinations."""
+    """Return all combinations of shapes, types and layouts."""
     shapes = [tuple(options.shape)] if options.shape else CPU_SHAPES if options.device == "cpu" else GPU_SHAPES
     layouts = options.layouts or (LAYOUTS[:2] if options.device == "cpu" else LAYOUTS)
     dtypes = options.dtypes or (["float32"] if options.device == "cpu" else ["float32", "bfloat16", "float16"])
@@ -150,29 +150,43 @@ def problems(options: argparse.Namespace) -> Iterable[Problem]:
 
 
 def main() -> None:
-    """Parse the command line, measure, print, write."""
+    """Parse the command line, measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="run on this device (default: %(default)s)")
     parser.add_argument(
         "--shape",
         type=int,
         nargs=4,
         metavar=("B", "C", "H", "W"),
-        help="default: 6.4 million elements on a CPU; 51 million, and several late layers of ResNets, on a GPU",
+        help="use this input shape (default: 6.4 million elements on a CPU; 51 million and late layers of ResNets on a GPU)",
     )
     parser.add_argument(
         "--intervals",
         type=int,
         nargs="+",
         default=[16, 4, 64],
-        help="N; the first also fused, with moments and as plain formula",
+        help="use these numbers of intervals; time the first also fused, with moments and as plain formula (default: 16 4 64)",
     )
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: float32, on a GPU also bfloat16 and float16")
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="default: NCHW and channels_last, on a GPU also BTC")
-    parser.add_argument("--rounds", type=int, default=40, help="measurements of each (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: all of torch's")
-    parser.add_argument("--fast", action="store_true", help="without the plain formula, which takes most of the time")
-    parser.add_argument("--output", type=Path, help="default: op-cpu.csv or op-cuda.csv in benchmarks/results")
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=DTYPES,
+        help="compute in these types (default: float32; on a GPU also bfloat16 and float16)",
+    )
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        choices=LAYOUTS,
+        help="use these memory layouts (default: NCHW and channels_last; on a GPU also BTC)",
+    )
+    parser.add_argument("--rounds", type=int, default=40, help="measure each variant this many times (default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="use this many CPU threads (default: PyTorch's choice)"
+    )
+    parser.add_argument(
+        "--fast", action="store_true", help="skip the plain formula, which takes most of the time (default: off)"
+    )
+    parser.add_argument("--output", type=Path, help="write results to this file (default: op-DEVICE.csv in benchmarks/results)")
     options = parser.parse_args()
     if options.device == "cpu":
         keep_memory()

@@ -1,9 +1,8 @@
-"""What an eager call costs on a small tensor, where Python and the dispatcher take the time: microseconds, beside nn.SiLU
-and nn.PReLU.
+"""Time eager calls on a small tensor, where Python and the dispatcher take most of the time, beside nn.SiLU and nn.PReLU.
 
-A step of training, forward and backward, is timed for one call and for a chain of eight, divided by eight, which is nearer to
-networks: on a GPU, backward is another thread's work, and waking that up takes longer than the rest.
-Also timed: the same operator with derivatives registered by torch.library.register_autograd, which pwlu does not use.
+Forward and backward are timed for one call, and for a chain of eight calls divided by eight. The chain is closer to networks:
+on a GPU, another thread runs the backward pass, and waking it takes longer than the rest. Times are in microseconds. For
+comparison, time the operator with derivatives registered by torch.library.register_autograd, which pwlu does not use.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from pwlu.lab.inference.timing import interleaved, percentiles
 
 
 def registered() -> Callable[..., Tensor]:
-    """pwlu::forward again, its derivative registered in the usual, slower way."""
+    """Return a copy of pwlu::forward whose derivative is registered by torch.library.register_autograd, which is slower."""
     library = torch.library.Library("pwlu_overhead", "DEF")
     library.define(f"forward{ops._SCHEMAS['forward']}")
     library.impl("forward", dispatch.forward, "CompositeExplicitAutograd")
@@ -37,7 +36,7 @@ def registered() -> Callable[..., Tensor]:
         return (*ops.backward(grad, *ctx.saved_tensors, *ctx.rest, True, True), None, None)
 
     torch.library.register_autograd("pwlu_overhead::forward", backward, setup_context=setup, lib=library)
-    registered.library = library  # type: ignore[attr-defined]  # the operator lives as long as its library
+    registered.library = library  # type: ignore[attr-defined]  # the operator exists as long as its library
     return operator
 
 
@@ -45,7 +44,7 @@ CHAIN = 8
 
 
 def step(call: Callable[[Tensor], Tensor], length: int, x: Tensor, parameters: Sequence[Tensor], grad: Tensor) -> Any:
-    """One step of training, with so many calls one after the other."""
+    """Run forward and backward through a chain of `length` calls."""
     y = x
     for _ in range(length):
         y = call(y)
@@ -53,13 +52,20 @@ def step(call: Callable[[Tensor], Tensor], length: int, x: Tensor, parameters: S
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Parse the command line, measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=50, help="measurements of each, of 200 calls (default: %(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
-    parser.add_argument("--output", type=Path, help="default: overhead-cpu.csv or overhead-cuda.csv in benchmarks/results")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=50,
+        help="measure each variant this many times, with 200 calls each (default: %(default)s)",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="run on this device (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, help="write results to this file (default: overhead-DEVICE.csv in benchmarks/results)"
+    )
     options = parser.parse_args()
-    # a GPU takes no longer for 100 000 elements than for a few
+    # A GPU needs no more time for 100,000 elements than for a few.
     x = torch.randn((8, 8) if options.device == "cpu" else (8, 64, 14, 14), device=options.device, requires_grad=True)
     act = pwlu.PWLU(x.shape[1]).to(options.device)
     prelu = torch.nn.PReLU(x.shape[1]).to(options.device)

@@ -1,4 +1,4 @@
-"""Timing on a GPU alone, an allocator that does not disturb, and rows that say what they were measured on."""
+"""Shared code of the benchmarks: time the GPU's work alone, keep the allocator stable, describe the machine, write CSV."""
 
 import csv
 import os
@@ -20,22 +20,22 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def keep_memory() -> None:
-    """Start again with an allocator that keeps freed memory, as it does in a network, where much else is alive.
+    """Restart Python with an allocator that keeps freed memory, as it does in a network with much memory in use.
 
-    Otherwise glibc gives large blocks back to the system after some calls and not after others, depending on a few bytes, and
-    what is timed is page faults.
+    Otherwise glibc returns large blocks to the system after some calls but not after others, depending on a few bytes, and
+    page faults dominate the times.
     """
     settings = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
     if sys.platform == "linux" and not settings.keys() <= os.environ.keys():
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | settings)
 
 
-def on_device(calls: Mapping[str, Callable[[], Any]], rounds: int, inner: int = 1) -> dict[str, list[float]]:
-    """Milliseconds that every call takes on the GPU, in turns: captured as a CUDA graph, `inner` times over, and replayed.
+def time_on_gpu(calls: Mapping[str, Callable[[], Any]], rounds: int, inner: int = 1) -> dict[str, list[float]]:
+    """Return the milliseconds of each call on the GPU: captured `inner` times as a CUDA graph, and replayed in turns.
 
-    So neither Python nor the launches are timed. Small tensors stay in the GPU's cache, for everyone alike.
+    This times neither Python nor launches. Small tensors stay in the GPU's cache, for all calls alike.
     """
-    graphs = {name: _captured(call, inner) for name, call in calls.items()}
+    graphs = {name: _capture(call, inner) for name, call in calls.items()}
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     for graph in graphs.values():
         graph.replay()
@@ -50,8 +50,8 @@ def on_device(calls: Mapping[str, Callable[[], Any]], rounds: int, inner: int = 
     return {name: [begin.elapsed_time(end) / inner for begin, end in each] for name, each in events.items()}
 
 
-def busy(call: Callable[[], Any], inner: int = 3) -> float:
-    """Milliseconds that the GPU is busy in a call, by the profiler. Measure it last of all: launches are slower afterwards."""
+def gpu_busy_ms(call: Callable[[], Any], inner: int = 3) -> float:
+    """Return the milliseconds for which a call keeps the GPU busy, by the profiler. Call this last: it slows later launches."""
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(inner):
             call()
@@ -59,7 +59,7 @@ def busy(call: Callable[[], Any], inner: int = 3) -> float:
     return float(sum(event.self_device_time_total for event in found.key_averages()) / inner / 1e3)
 
 
-def _captured(call: Callable[[], Any], inner: int) -> torch.cuda.CUDAGraph:
+def _capture(call: Callable[[], Any], inner: int) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -74,7 +74,7 @@ def _captured(call: Callable[[], Any], inner: int) -> torch.cuda.CUDAGraph:
 
 
 def machine(device: str = "cpu") -> dict[str, str]:
-    """What a row was measured on and with."""
+    """Return the hardware and versions of a measurement."""
     return {
         "device": processor() if device == "cpu" else torch.cuda.get_device_name(),
         "threads": str(torch.get_num_threads()),
@@ -89,7 +89,7 @@ def machine(device: str = "cpu") -> dict[str, str]:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Rows as CSV."""
+    """Write rows as CSV."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))

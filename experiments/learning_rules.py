@@ -1,7 +1,7 @@
 """Compare learning rules for PWLUs on held-out images of CIFAR-100.
 
-A rule is a line of words, such as "sharesum=0.1 curv=0.001 init=swish". Each rule trains each network once per seed, by the
-project's own recipe, in a process of its own. Results go to OUT/results.jsonl (a line per run), progress to OUT/log.txt.
+A rule is a list of words, such as "sharesum=0.1 curv=0.001 init=swish". Each rule trains each network once per seed, with the
+recipe of `pwlu train`, in a separate process. Results go to OUT/results.jsonl, one line per run, and progress to OUT/log.txt.
 
     python experiments/learning_rules.py --block anchors --data data --out runs/rules
     python experiments/learning_rules.py --rules "curv=0.001; curv=0.001 init=swish" --seeds 1,2 --jobs 4 --mps
@@ -34,7 +34,7 @@ TRIED = Path(__file__).with_name("results.jsonl")
 ANCHORS = ("relu", "swish", "pwlu", "curv=0.001")
 NETWORKS = tuple(name.removeprefix("cifar100/") for name in RECIPES if name.startswith("cifar100/"))
 UNTRIED = (
-    # which of smoothness, scale and step size matters, and how strong it has to be
+    # Which of smoothness, scale and step size matters, and how much of it.
     "share=1 relcurv=3e-5 prox",
     "share=1 relcurv=5e-3 prox mean",
     "gain=-1",
@@ -42,7 +42,7 @@ UNTRIED = (
     "share=1 relcurv=1e-4 prox reldev=1e-5",
     "relstep=0.003 share=1 curv=0.002 prox",
     "share=1 relcurv=1e-4 prox init=swish base",
-    # gradient noise, other penalties, other settings
+    # Gradient noise, other penalties, other settings.
     "share=1 precond=4 relcurv=1e-4 prox",
     "tv2=1e-4 share=1",
     "layer relcurv=5e-3 prox mean",
@@ -53,18 +53,18 @@ UNTRIED = (
 )
 
 
-def results_of(path: Path) -> list[dict[str, Any]]:
+def read_results(path: Path) -> list[dict[str, Any]]:
     """Read a file of results."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def blocks() -> dict[str, tuple[str, ...]]:
-    """Return lists of rules by name: anchors to compare with, those of the published table, and those not yet tried."""
-    return {"anchors": ANCHORS, "tried": tuple(dict.fromkeys(r["rule"] for r in results_of(TRIED))), "untried": UNTRIED}
+    """Return lists of rules by name: anchors to compare with, the rules of the published table, and rules not tried yet."""
+    return {"anchors": ANCHORS, "tried": tuple(dict.fromkeys(r["rule"] for r in read_results(TRIED))), "untried": UNTRIED}
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Return results as a Markdown table: anchors first, the others by mean accuracy; means over seeds."""
+    """Return a Markdown table of means over seeds: anchors first, then the other rules by mean accuracy."""
     networks = sorted({r["network"] for r in results})
     measures = ("accuracy", "train loss", "held-out loss", "IOU")
     lines = ["| rule | " + " | ".join(f"{n} {m}" for n in networks for m in measures) + " |"]
@@ -94,7 +94,7 @@ def table(results: list[dict[str, Any]]) -> str:
 def mps(environment: dict[str, str]) -> Iterator[dict[str, str]]:
     """Start NVIDIA's multi-process service, yield the environment of processes that use it, and stop it.
 
-    Where it does not work, say so and go on without it.
+    If it does not work, print so and continue without it.
     """
     control = "nvidia-cuda-mps-control"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -110,7 +110,7 @@ def mps(environment: dict[str, str]) -> Iterator[dict[str, str]]:
             check = "import torch; torch.zeros(8, device='cuda').sum().item()"
             subprocess.run([sys.executable, "-c", check], env=with_mps, timeout=120, capture_output=True, check=True)
         except (OSError, subprocess.SubprocessError) as error:
-            print(f"--mps: going on without it, because it does not work here: {error}", flush=True)
+            print(f"--mps does not work here, continuing without it: {error}", flush=True)
             stop()
             used = environment
         try:
@@ -119,8 +119,8 @@ def mps(environment: dict[str, str]) -> Iterator[dict[str, str]]:
             stop()
 
 
-def side_by_side(specs: list[dict[str, Any]], arguments: argparse.Namespace, environment: dict[str, str]) -> int:
-    """Do the runs, `--jobs` at a time; return how many failed or did not begin."""
+def run_all(specs: list[dict[str, Any]], arguments: argparse.Namespace, environment: dict[str, str]) -> int:
+    """Train all runs, `--jobs` at a time. Return how many failed or did not start."""
     began = time.time()
     deadline = began + 60 * arguments.minutes
     waiting, running, failed = list(specs), {}, 0
@@ -134,7 +134,7 @@ def side_by_side(specs: list[dict[str, Any]], arguments: argparse.Namespace, env
             for child in [c for c in running if c.poll() is not None]:
                 spec = running.pop(child)
                 failed += child.returncode != 0
-                print(f"{time.time() - began:6.0f} s {'FAILED' if child.returncode else 'done'}: {named(spec)}", flush=True)
+                print(f"{time.time() - began:6.0f} s {'FAILED' if child.returncode else 'done'}: {title(spec)}", flush=True)
             if waiting and not running and time.time() >= deadline:
                 break
             time.sleep(0.1)
@@ -142,37 +142,37 @@ def side_by_side(specs: list[dict[str, Any]], arguments: argparse.Namespace, env
         for child in running:
             child.kill()
     for spec in waiting:
-        print(f"not begun, for --minutes are over: {named(spec)}", flush=True)
+        print(f"not started, --minutes have passed: {title(spec)}", flush=True)
     return failed + len(waiting)
 
 
-def named(spec: dict[str, Any]) -> str:
-    """Return the name of a run."""
+def title(spec: dict[str, Any]) -> str:
+    """Return the name of a run for messages."""
     return f"{spec['network']}, seed {spec['seed']}, {spec['rule']}"
 
 
-def one(spec: dict[str, Any], arguments: argparse.Namespace) -> int:
-    """Do one run in this process, and add its result to the file."""
+def run_one(spec: dict[str, Any], arguments: argparse.Namespace) -> int:
+    """Train one run in this process, and append its result to the file."""
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         with open(arguments.out / "log.txt", "a") as file:
-            file.write(f"{named(spec)}: {text}\n")
+            file.write(f"{title(spec)}: {text}\n")
 
     try:
-        result = train(spec, arguments.data, arguments.device, arguments.deadline, say)
+        result = train(spec, arguments.data, arguments.device, arguments.deadline, log)
     except Exception as error:
-        say(f"FAILED\n{traceback.format_exc()}")
-        print(f"{named(spec)}: {type(error).__name__}: {error}", flush=True)
+        log(f"FAILED\n{traceback.format_exc()}")
+        print(f"{title(spec)}: {type(error).__name__}: {error}", flush=True)
         return 1
     with open(arguments.out / "results.jsonl", "a") as file:
         file.write(json.dumps(result) + "\n")
     return 0
 
 
-def words() -> str:
-    """Return what the words of rules mean, for the help."""
-    lines = ["words of rules:", f"  {', '.join(ACTIVATIONS)}: the activation (default: pwlu)"]
-    lines += ["  layer, channel: one function per layer or per channel (default: channel)"]
+def words_help() -> str:
+    """Return the help text on the words of rules."""
+    lines = ["words of rules:", f"  {', '.join(ACTIVATIONS)}: use this activation (default: pwlu)"]
+    lines += ["  layer, channel: learn one function per layer or per channel (default: channel)"]
     for name, field in RULE_FIELDS.items():
         lines.append(f"  {name if field.type is bool else name + '=X'}: {field.metadata['help']}")
     lines.append("settings of the recipe, as in pwlu train --help:")
@@ -181,37 +181,55 @@ def words() -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the parser of the command line."""
     raw = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(description=__doc__, epilog=words(), formatter_class=raw)
-    made.add_argument("--rules", default="", help="rules, separated by semicolons", metavar="RULES")
-    made.add_argument("--block", choices=("anchors", "tried", "untried"), help="a list of rules; --list shows them")
-    made.add_argument("--also", default="", help="words added to every rule", metavar="WORDS")
-    made.add_argument("--networks", default="mobilenet_v3_small,resnet18", help=f"of {', '.join(NETWORKS)}", metavar="NAMES")
-    made.add_argument("--seeds", default="0", help="separated by commas", metavar="NUMBERS")
-    made.add_argument("--holdout", type=int, default=5000, help="training images to measure on (default: 5000)", metavar="N")
-    made.add_argument("--images", type=int, default=0, help="train on the first N of the others (default: all)", metavar="N")
-    made.add_argument("--data", type=Path, default=Path("data"), help="the folder that holds cifar-100-python", metavar="DIR")
-    made.add_argument("--out", type=Path, default=Path("runs/rules"), help="for results (default: runs/rules)", metavar="DIR")
-    made.add_argument("--device", help="cpu or cuda (default: cuda where there is one)", metavar="NAME")
-    made.add_argument("--jobs", type=int, default=1, help="runs side by side (default: 1)", metavar="N")
-    made.add_argument("--mps", action="store_true", help="start nvidia-cuda-mps-control: runs side by side are then faster")
-    made.add_argument("--minutes", type=float, default=math.inf, help="stop after so many, with what there is", metavar="X")
-    made.add_argument("--list", action="store_true", help="print the rules of all blocks")
-    made.add_argument("--table", type=Path, help="print a file of results as a table", metavar="FILE")
+    made = argparse.ArgumentParser(description=__doc__, epilog=words_help(), formatter_class=raw)
+    networks = "mobilenet_v3_small,resnet18"
+    helps = {
+        "rules": "train with these rules, separated by semicolons (default: none)",
+        "block": "train with all rules of a block; --list shows them (default: none)",
+        "also": "add these words to every rule (default: none)",
+        "networks": f"train these networks, separated by commas: {', '.join(NETWORKS)} (default: {networks})",
+        "seeds": "train with these seeds, separated by commas (default: 0)",
+        "holdout": "measure on N held-out training images (default: 5000)",
+        "images": "train on the first N of the other images (default: all)",
+        "data": "read CIFAR-100 from DIR/cifar-100-python (default: data)",
+        "out": "write results to DIR (default: runs/rules)",
+        "device": "train on cpu or cuda (default: cuda if available)",
+        "jobs": "train N runs at the same time (default: 1)",
+        "mps": "start nvidia-cuda-mps-control, which speeds up simultaneous runs (default: off)",
+        "minutes": "stop after X minutes, and keep the results so far (default: no limit)",
+        "list": "print the rules of all blocks, and exit (default: off)",
+        "table": "print a file of results as a table, and exit (default: train)",
+    }
+    made.add_argument("--rules", default="", help=helps["rules"], metavar="RULES")
+    made.add_argument("--block", choices=("anchors", "tried", "untried"), help=helps["block"])
+    made.add_argument("--also", default="", help=helps["also"], metavar="WORDS")
+    made.add_argument("--networks", default=networks, help=helps["networks"], metavar="NAMES")
+    made.add_argument("--seeds", default="0", help=helps["seeds"], metavar="NUMBERS")
+    made.add_argument("--holdout", type=int, default=5000, help=helps["holdout"], metavar="N")
+    made.add_argument("--images", type=int, default=0, help=helps["images"], metavar="N")
+    made.add_argument("--data", type=Path, default=Path("data"), help=helps["data"], metavar="DIR")
+    made.add_argument("--out", type=Path, default=Path("runs/rules"), help=helps["out"], metavar="DIR")
+    made.add_argument("--device", help=helps["device"], metavar="NAME")
+    made.add_argument("--jobs", type=int, default=1, help=helps["jobs"], metavar="N")
+    made.add_argument("--mps", action="store_true", help=helps["mps"])
+    made.add_argument("--minutes", type=float, default=math.inf, help=helps["minutes"], metavar="X")
+    made.add_argument("--list", action="store_true", help=helps["list"])
+    made.add_argument("--table", type=Path, help=helps["table"], metavar="FILE")
     made.add_argument("--one", help=argparse.SUPPRESS)
     made.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     return made
 
 
 def main() -> int:
-    """Run the command line."""
+    """Parse the command line and do what it asks for."""
     command = parser()
     arguments = command.parse_args()
     if arguments.one:
-        return one(json.loads(arguments.one), arguments)
+        return run_one(json.loads(arguments.one), arguments)
     if arguments.table:
-        print(table(results_of(arguments.table)))
+        print(table(read_results(arguments.table)))
         return 0
     if arguments.list:
         for name, rules in blocks().items():
@@ -222,7 +240,7 @@ def main() -> int:
     networks = arguments.networks.split(",")
     if not rules or not set(networks) <= set(NETWORKS):
         command.error("write --rules, --block or --list" if not rules else f"--networks takes {', '.join(NETWORKS)}")
-    try:  # an error here, not in every process
+    try:  # check here, so that the error appears once and not in every process
         seeds = [int(seed) for seed in arguments.seeds.split(",")]
         for rule in rules:
             parse(rule)
@@ -234,9 +252,9 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     with mps(environment) if arguments.mps else contextlib.nullcontext(environment) as environment:
-        failed = side_by_side(specs, arguments, environment)
+        failed = run_all(specs, arguments, environment)
     if (arguments.out / "results.jsonl").exists():
-        print(table(results_of(arguments.out / "results.jsonl")))
+        print(table(read_results(arguments.out / "results.jsonl")))
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""Rules and what applies them: between the backward pass and the optimizer's step, after the step, and between epochs."""
+"""Learning rules, and the learner that applies them before and after each optimizer step and between epochs."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from pwlu.initial_functions import InitialFunction
 from pwlu.learning.curvature import _rows
 from pwlu.module import PWLU
 
-OBSERVED_STEPS = 8  # at the end of an epoch: over these, the mean and the deviation of inputs are measured
+OBSERVED_STEPS = 8  # the last steps of an epoch, over which mean and standard deviation of inputs are measured
 
 
 def _word(default: Any, help: str) -> Any:
@@ -23,32 +23,32 @@ def _word(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class Rule:
-    """What is done to PWLUs beside plain SGD. With all at their defaults: the paper's method."""
+    """Changes to plain SGD for PWLUs. The defaults are the paper's method."""
 
     share: float = _word(0.0, "add X times the layer's sum of gradients, divided by sqrt(channels), to each channel's gradient")
     sharesum: float = _word(0.0, "add X times the layer's sum of gradients to each channel's gradient")
     shareall: bool = _word(False, "share the gradient of penalties too: changes the speed, not the optimum")
     precond: float = _word(0.0, "smooth the gradient along the knots: G (I + X D'D)^-1, with D the difference of neighbours")
     relstep: float = _word(0.0, "take steps relative to the function's size, with the gradient divided by its running RMS")
-    decayB: bool = _word(False, "the recipe's weight decay on bounds and heights, not on slopes")
-    curv: float = _word(0.0, "penalty on squared bends, times X, as pwlu.curvature")
-    relcurv: float = _word(0.0, "penalty on squared bends relative to the mean squared rise, times X")
-    tv2: float = _word(0.0, "penalty on absolute jumps of the slope, times X")
-    dev: float = _word(0.0, "penalty on squared differences from the layer's mean function, times X")
-    reldev: float = _word(0.0, "dev relative to the mean squared rise")
-    mean: bool = _word(False, "penalties are means over the channels of a layer, not sums")
-    prox: bool = _word(False, "curv and relcurv as an implicit step after the optimizer's, stable at any strength")
-    base: bool = _word(False, "curv, relcurv and tv2 are of the difference from the start function")
-    regrid: float = _word(0.0, "every X epochs move the bounds to mean +- 3 deviations of the inputs and keep the function")
-    regridlast: float = _word(0.8, "no regrid after this share of the training")
+    decayB: bool = _word(False, "apply the recipe's weight decay to bounds and heights, not to slopes")
+    curv: float = _word(0.0, "penalise squared bends, times X, as pwlu.curvature does")
+    relcurv: float = _word(0.0, "penalise squared bends relative to the mean squared rise, times X")
+    tv2: float = _word(0.0, "penalise absolute jumps of the slope, times X")
+    dev: float = _word(0.0, "penalise squared differences from the layer's mean function, times X")
+    reldev: float = _word(0.0, "penalise them relative to the mean squared rise, times X")
+    mean: bool = _word(False, "average penalties over the channels of a layer instead of adding them")
+    prox: bool = _word(False, "apply curv and relcurv as an implicit step after the optimizer's, stable at any strength")
+    base: bool = _word(False, "apply curv, relcurv and tv2 to the difference from the initial function")
+    regrid: float = _word(0.0, "move the bounds to mean +- 3 deviations of the inputs every X epochs, and keep the function")
+    regridlast: float = _word(0.8, "stop regridding after this fraction of the training")
     gain: float = _word(0.0, "hold the RMS slope over the inputs at X; -1: at its value after realignment")
-    layergain: bool = _word(False, "gain holds the RMS slope of each layer, with one factor for all of its channels")
-    fade: bool = _word(False, "share and sharesum follow the learning rate: times its current value divided by its peak")
-    jitter: float = _word(0.0, "in training shift inputs by a uniform random number of up to +- X intervals / 2")
+    layergain: bool = _word(False, "let gain hold the RMS slope of each layer, with one factor for all of its channels")
+    fade: bool = _word(False, "multiply share and sharesum by the learning rate divided by its peak")
+    jitter: float = _word(0.0, "shift inputs in training by a uniform random number of up to +- X intervals / 2")
 
 
 class Bank:
-    """All PWLUs of a network as one table, and back."""
+    """All PWLUs of a network as one table."""
 
     def __init__(self, units: Iterable[PWLU]) -> None:
         self.units = list(units)
@@ -60,7 +60,7 @@ class Bank:
         self.layers = Layers.of([unit.channels for unit in self.units], device)
 
     def table(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Return tensors of the weights' layout as a table."""
+        """Return a table of tensors that have the layout of the weights."""
         return torch.cat([t.detach().reshape(-1) for t in tensors])[self.rows]
 
     def values(self) -> Tensor:
@@ -72,26 +72,26 @@ class Bank:
         return self.table(weight.grad for weight in self.weights)
 
     def write(self, tensors: Iterable[Tensor], table: Tensor) -> None:
-        """Write a table into tensors of the weights' layout."""
+        """Write a table into tensors that have the layout of the weights."""
         flat = table.new_empty(sum(self.lengths))
         flat[self.rows.reshape(-1)] = table.reshape(-1)
         torch._foreach_copy_([t.detach() for t in tensors], list(flat.split(self.lengths)))
 
 
 class Observer:
-    """Measures mean and standard deviation of the inputs of units while ``active``; shifts inputs at random."""
+    """A hook on the inputs of PWLUs that measures mean and standard deviation while ``active``, and adds jitter."""
 
     def __init__(self, bank: Bank, jitter: float) -> None:
         self.bank, self.jitter, self.active = bank, jitter, False
         self.clear()
         for number, unit in enumerate(bank.units):
-            unit.register_forward_pre_hook(lambda unit, arguments, number=number: self._see(number, unit, *arguments))
+            unit.register_forward_pre_hook(lambda unit, arguments, number=number: self._observe(number, unit, *arguments))
 
     def clear(self) -> None:
-        """Forget what was measured."""
+        """Discard the measurements."""
         self.seen: list[list[Tensor]] = [[] for _ in self.bank.units]
 
-    def _see(self, number: int, unit: PWLU, x: Tensor) -> Tensor | None:
+    def _observe(self, number: int, unit: PWLU, x: Tensor) -> Tensor | None:
         if not unit.training:
             return None
         if self.active:
@@ -106,7 +106,7 @@ class Observer:
         return x + torch.rand_like(x).sub_(0.5).mul_(self.jitter * step.to(x.dtype).view(shape))
 
     def statistics(self) -> tuple[Tensor, Tensor]:
-        """Return mean and standard deviation of all steps together, (F, 1) each, and forget them."""
+        """Return mean and standard deviation over all steps, (F, 1) each, and discard the measurements."""
         parts = []
         for seen in self.seen:
             mean, variance = torch.stack(seen).unbind(1)
@@ -117,11 +117,13 @@ class Observer:
 
 
 class Learner:
-    """Applies a rule in every step of the optimizer in Phase II.
+    """Applies a rule in every optimizer step of Phase II.
 
     Args:
+        rule: the rule.
+        bank: the PWLUs.
         base: the function whose bends are not penalised, or None.
-        trainer: of the project's recipes; has the optimizer, the phase and the settings.
+        trainer: the trainer of the run, for its optimizer, phase and settings.
         peak: the largest learning rate of PWLUs.
     """
 
@@ -139,7 +141,7 @@ class Learner:
         if rule.shareall and rule.relstep:
             raise ValueError("shareall goes with explicit penalties, relstep with implicit ones: leave out one of both")
         if rule.relstep and self.explicit:
-            raise ValueError(f"relstep goes with penalties that are implicit: write prox, and leave out {', '.join(weights)}")
+            raise ValueError(f"relstep works only with implicit penalties: write prox, and leave out {', '.join(weights)}")
         self.observer = Observer(bank, rule.jitter) if rule.regrid or rule.gain or rule.jitter else None
         self.mean = self.std = self.target = None
         self.changes_gradients = any((rule.share, rule.sharesum, rule.precond, rule.relstep, rule.decayB, self.explicit))
@@ -150,7 +152,7 @@ class Learner:
         self.optimizer.register_step_post_hook(lambda *_: self._after_step())
 
     def begin(self, step: int, steps_per_epoch: int) -> None:
-        """Say which step of the epoch comes next, from 0 on."""
+        """Announce the next step of the epoch, counted from 0."""
         self.last_step = step == steps_per_epoch - 1
         if self.observer:
             if step == 0:
@@ -159,7 +161,7 @@ class Learner:
 
     def _before_step(self) -> None:
         rule, bank = self.rule, self.bank
-        self.learning = self.trainer.phase == 2  # also of what is done after this step
+        self.learning = self.trainer.phase == 2  # _after_step uses it too: the step itself may end Phase I
         if not self.learning:
             return
         if self.last_step:
@@ -206,11 +208,11 @@ class Learner:
             strength: Any = 0.0
             for name, weight in self.implicit.items():
                 strength = strength + 2 * weight * (bank.intervals / functions.squared_size(table) if name == "relcurv" else 1)
-            # as strong as the penalty's gradient would be: with a momentum of 0.9 a lasting gradient counts ten times
+            # As strong as the penalty's gradient would be: with momentum 0.9, a constant gradient counts ten times.
             strength = strength * self.group["lr"] * 10 / (bank.layers.channels if rule.mean else 1)
             table = functions.implicit_bend(table, strength, *self.bending, self.base)
         if rule.gain:
-            if self.mean is None:  # realignment has put the bounds at mean +- 3 deviations
+            if self.mean is None:  # realignment has set the bounds to mean +- 3 deviations
                 self.mean, self.std = table[:, :2].mean(1, keepdim=True), (table[:, 1:2] - table[:, :1]) / 6
             gain = functions.rms_slope(table, self.mean, self.std)
             if rule.layergain:
@@ -222,7 +224,7 @@ class Learner:
 
     @torch.no_grad()
     def end_epoch(self, done: int, epochs: int) -> None:
-        """Take the statistics of inputs, and move the bounds where the rule says so; `done` epochs are behind us."""
+        """Update the statistics of inputs, and move the bounds if the rule asks for it, after `done` epochs."""
         rule, bank = self.rule, self.bank
         if self.trainer.phase != 2 or not (rule.regrid or rule.gain):
             return
@@ -235,7 +237,7 @@ class Learner:
         left, right = torch.where(usable, left, table[:, :1]), torch.where(usable, right, table[:, 1:2])
         buffers = [self.optimizer.state.get(weight, {}).get("momentum_buffer") for weight in bank.weights]
         momentum = None if any(buffer is None for buffer in buffers) else bank.table(buffers)
-        new, moved, error = functions.regridded(table, left, right, momentum)
+        new, moved, error = functions.regrid(table, left, right, momentum)
         bank.write(bank.weights, torch.where(usable, new, table))
         if moved is not None:
             bank.write(buffers, torch.where(usable, moved, momentum))
@@ -243,7 +245,7 @@ class Learner:
         self.notes.append(f"regrid after {done}: width x {width:.3f}, error {error.median():.4f}, at most {error.max():.4f}")
 
     def _numbers(self) -> dict[str, float]:
-        """Return medians over functions that tell scale, smoothness and step size apart."""
+        """Return medians over functions that separate scale, smoothness and step size."""
         table, gradient = self.bank.values(), self.bank.gradient()
         risen, d, size = functions.rises(table), functions.interval(table), functions.squared_size(table).sqrt()
         heights, bounds = (part.square().mean(1, keepdim=True).sqrt() for part in (gradient[:, HEIGHTS:], gradient[:, :2]))

@@ -1,4 +1,4 @@
-"""One run: a recipe of the project, trained by its own code, with a rule at work in every step."""
+"""Train one run: a recipe of `pwlu train`, with a learning rule applied in every step."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ RULE_FIELDS = {field.name: field for field in dataclasses.fields(Rule)}
 
 
 def parse(text: str) -> tuple[Rule, dict[str, Any]]:
-    """Return a rule in words, such as "layer curv=0.03 prox", as a Rule and changes of settings."""
+    """Parse a rule in words, such as "layer curv=0.03 prox", into a Rule and changes of settings."""
     rule: dict[str, Any] = {}
     changes: dict[str, Any] = {"activation": "pwlu"}
     for word in text.split():
@@ -59,17 +59,19 @@ def parse(text: str) -> tuple[Rule, dict[str, Any]]:
             expected = ", ".join([*ACTIVATIONS, "layer", "channel", *flags, *numbers])
             raise ValueError(f"rule {text!r}: {word!r} is not a word of rules. Write {expected}") from None
     if rule and changes["activation"] != "pwlu":
-        raise ValueError(f"rule {text!r}: {', '.join(rule)} is for PWLUs: leave out {changes['activation']}")
+        raise ValueError(f"rule {text!r}: {', '.join(rule)} works only for PWLUs: leave out {changes['activation']}")
     return Rule(**rule), changes
 
 
-def train(spec: dict[str, Any], data: Path, device: str | None, deadline: float, say: Callable[[str], None]) -> dict[str, Any]:
-    """Train one network with one rule, and return what was measured.
+def train(spec: dict[str, Any], data: Path, device: str | None, deadline: float, log: Callable[[str], None]) -> dict[str, Any]:
+    """Train one network with one rule, and return the result.
 
     Args:
-        spec: network (a recipe of CIFAR-100), rule, seed, holdout (how many images), images (0: all).
-        deadline: the time at which to stop, with what there is.
-        say: takes a line per epoch.
+        spec: network (a recipe of CIFAR-100), rule, seed, holdout (number of images), images (0: all).
+        data: the folder of the data set.
+        device: the name of the device; None for cuda if available.
+        deadline: the time at which to stop and return the result so far.
+        log: called with a line of text per epoch.
     """
     torch.set_num_threads(1)
     began = time.time()
@@ -84,12 +86,12 @@ def train(spec: dict[str, Any], data: Path, device: str | None, deadline: float,
             data=str(data),
             precision="bf16" if cuda else "float32",
             channels_last=cuda,
-            fuse_norms="off",  # rules look at the inputs of PWLUs
+            fuse_norms="off",  # rules observe the inputs of PWLUs
         )
         task = Classification(settings, processes)
         if spec["images"]:
             task.data.train = task.data.train.part(torch.arange(min(spec["images"], len(task.data.train))))
-            task.cut(len(task.data.train))
+            task.plan_steps(len(task.data.train))
         trainer = Trainer(task, settings, processes)
     learner = None
     if trainer.units:
@@ -111,7 +113,7 @@ def train(spec: dict[str, Any], data: Path, device: str | None, deadline: float,
         if learner:
             learner.end_epoch(done, settings.epochs)
         now = time.time()
-        late = now + 1.5 * (now - epoch_began) + 15 > deadline  # the next epoch and the measurements would come too late
+        late = now + 1.5 * (now - epoch_began) + 15 > deadline  # the next epoch and its measurement would end too late
         last = done == settings.epochs or late or not math.isfinite(summary["loss"])
         line = f"epoch {done}/{settings.epochs} loss {summary['loss']:.4f} train {summary['train_accuracy']:.2f}"
         if last or done % 5 == 0:
@@ -119,7 +121,7 @@ def train(spec: dict[str, Any], data: Path, device: str | None, deadline: float,
             curve[done] = round(measured["accuracy"], 2)
             numbers |= {done: learner.numbers} if learner and learner.numbers else {}
             line += f" held-out {measured['accuracy']:.2f} loss {measured['test_loss']:.4f}"
-        say(f"{line} {now - began:.0f} s")
+        log(f"{line} {now - began:.0f} s")
         if last:
             break
     result = {name: spec[name] for name in ("network", "rule", "seed")} | {
@@ -138,7 +140,7 @@ def train(spec: dict[str, Any], data: Path, device: str | None, deadline: float,
     }
     if learner and math.isfinite(losses[-1]):
         with trainer.autocast():
-            aligned = alignment(trainer.measured, task.some_images(), histogram=False)
+            aligned = alignment(trainer.measured, task.alignment_inputs(), histogram=False)
         result["iou"] = _rounded(statistics.median(aligned.iou))
     return result | {"seconds": round(time.time() - began, 1)}
 

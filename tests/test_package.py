@@ -112,7 +112,7 @@ def test_output_that_nobody_reads():
     with os.fdopen(write, "w") as closed:
         done = subprocess.run([sys.executable, "-m", "pwlu", "info"], stdout=closed, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 141
-    assert done.stderr == "pwlu: stopped, because nobody reads its output any more (as after `| head`)\n"
+    assert done.stderr == "pwlu: stopped because the program that read its output has exited (as in `| head`)\n"
 
 
 def test_how_to_install_more():
@@ -136,7 +136,7 @@ def test_help_is_worth_reading(capsys):
             main(arguments)
         assert stopped.value.code == 0
     printed = capsys.readouterr().out
-    assert "which code computes PWLU where" in printed
+    assert "which kernel each device uses" in printed
     assert "PWLU_CPU_KERNEL" in printed
 
 

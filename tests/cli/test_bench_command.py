@@ -77,7 +77,7 @@ def test_other_activations(tmp_path, monkeypatch, capsys):
     assert bench(path, "--no-compile") == 0
     printed = capsys.readouterr().out
     assert list(rows(printed)) == ["PyTorch, ReLU", "ONNX Runtime, ReLU"]
-    assert "This is a run of ReLU, so there is nothing to compare it with" in printed
+    assert "This run uses ReLU, so there is nothing to compare" in printed
 
 
 def test_relu_in_its_place(run):

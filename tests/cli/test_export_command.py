@@ -69,7 +69,7 @@ def test_the_file_alone_is_as_good_as_the_run(suffix, run, tmp_path, capsys):
     assert json.loads(metadata["class_names"]) == list("0123456789")
     assert json.loads(metadata["result"]) == result
     assert metadata["input"] in printed
-    assert "an input is float32, batch x 1 x 8 x 8: grey images of 8 x 8" in printed
+    assert "input: float32, batch x 1 x 8 x 8: grey images of 8 x 8" in printed
     assert "a score for each class before softmax: 0, 1, 2," in printed
     assert ": largest difference " in printed
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
@@ -105,7 +105,7 @@ def test_a_run_of_another_activation(suffix, tmp_path, capsys):
     result = json.loads((other / "result.json").read_text())
     assert accuracy(file, metadata_of(file)) == pytest.approx(result["accuracy"], abs=0.2)
     assert export(other, file, "--simplify", 0.01) == 2
-    assert "is a run of prelu, without PWLUs: leave --simplify out" in capsys.readouterr().err
+    assert "is a run of prelu, without PWLUs: leave out --simplify" in capsys.readouterr().err
 
 
 def test_simplified(run, tmp_path, capsys):
@@ -214,13 +214,13 @@ def test_a_wrong_file_without_pwlus_does_not_appear(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["model.ptx"], "model.ptx does not say what to write. Name it model.onnx, standard operators"),
-        (["missing/model.onnx"], "there is no folder missing: make it first"),
+        (["model.ptx"], "the suffix of model.ptx does not select a format. Write model.onnx, standard ONNX operators"),
+        (["missing/model.onnx"], "the folder missing does not exist: create it"),
         (["folder.onnx"], "folder.onnx is a folder. Name a file in it, such as folder.onnx/model.onnx"),
         (["model.pt2", "--opset", 19], "--opset and --form are for ONNX: leave them out, or write model.onnx"),
         (["model.onnx", "--opset", 11], "opset must be a whole number of at least 18, not 11"),
         (["model.onnx", "--simplify", 2], "--simplify 2: simplify_: tolerance must be a share of the function's range"),
-        (["model.onnx", "--backbone"], "is a run of digits, which is no detector: leave --backbone out"),
+        (["model.onnx", "--backbone"], "is a run of digits, which is not a detector: leave out --backbone"),
     ],
 )
 def test_mistakes(arguments, text, run, tmp_path, monkeypatch, capsys):
@@ -261,14 +261,14 @@ def test_without_torchvision(run, tmp_path, monkeypatch, capsys):
 
 def test_data_of_another_kind(run, tmp_path, monkeypatch, capsys):
     def gone(*_):
-        raise UserError("the digits are scikit-learn's: pip install '.[train]'")
+        raise UserError("the digits data set needs scikit-learn: pip install '.[train]'")
 
     monkeypatch.setattr("pwlu.lab.data.datasets.load", gone)
     assert export(run, tmp_path / "model.onnx") == 0
     assert "minus the mean of the training pixels" in capsys.readouterr().out
     assert not {"mean", "std", "class_names"} & metadata_of(tmp_path / "model.onnx").keys()
     assert export(run, tmp_path / "model.onnx", "--data", tmp_path) == 2
-    assert "the digits are scikit-learn's" in capsys.readouterr().err
+    assert "the digits data set needs scikit-learn" in capsys.readouterr().err
 
 
 def test_help(capsys):

@@ -29,10 +29,10 @@ def test_without_a_recipe_it_trains_the_digits(tmp_path, monkeypatch, capsys):
     assert train("--epochs", 8, draw=True) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[:8]] == [f"epoch {k:3d}/8" for k in range(1, 9)]
-    accuracy = re.fullmatch(r"accuracy (\d+\.\d\d) % on 899 test images, 4,618 parameters, \S+ s an epoch", lines[8])
+    accuracy = re.fullmatch(r"accuracy (\d+\.\d\d) % on 899 test images, 4,618 parameters, \S+ s per epoch", lines[8])
     assert float(accuracy[1]) > 85
     picture = "runs/digits-pwlu-epochs-8-seed0/functions.png"
-    assert lines[9:] == [f"run folder: runs/digits-pwlu-epochs-8-seed0, the learned functions are drawn in {picture}"]
+    assert lines[9:] == [f"run folder: runs/digits-pwlu-epochs-8-seed0, figure of the learned functions: {picture}"]
     assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 
@@ -41,7 +41,7 @@ def test_without_arguments_the_settings_are_those_of_the_recipe():
     command.add_arguments(parser)
     options = parser.parse_args([])
     assert options.recipe is options.resume is None
-    assert command.given(options) == {}
+    assert command.changed_settings(options) == {}
     assert settings("digits").epochs == RECIPES["digits"].epochs == 40
 
 
@@ -82,8 +82,8 @@ def test_flags_change_settings():
     words = "imagenet/resnet18 --act relu --lr 0.3 --epochs 9 --compile --no-channels-last --precision bf16 --workers 0"
     options = parser.parse_args(words.split())
     changes = {"activation": "relu", "lr": 0.3, "epochs": 9, "compile": True, "channels_last": False, "precision": "bf16"}
-    assert command.given(options) == changes | {"workers": 0}
-    found = settings(options.recipe, **command.given(options))
+    assert command.changed_settings(options) == changes | {"workers": 0}
+    found = settings(options.recipe, **command.changed_settings(options))
     assert found == dataclasses.replace(settings("imagenet/resnet18"), **changes, workers=0)
 
 
@@ -138,7 +138,7 @@ def test_unknown_recipe(capsys, name, nearest):
         (["--ema", 1], "--ema must be from 0 to below 1, such as 0.999"),
         (["--accumulate", 0], "--accumulate must be at least 1"),
         (["--workers", -1], "--workers must be at least 0"),
-        (["--epochs", 3], r"Phase I of 3 epochs (--realign-epochs) leaves nothing of 3 epochs"),
+        (["--epochs", 3], r"Phase I must be shorter than training: --realign-epochs is 3, --epochs is 3"),
         (["--act", "rleu"], "--act rleu: activation: 'rleu' is not known. Write one of relu, "),
         (["--init", "rleu"], "init 'rleu' is not known"),
         (["--act", "frelu", "--granularity", "layer"], "--act frelu: convert_: FReLU has a window for each channel"),
@@ -177,7 +177,7 @@ def test_settings_of_a_program_are_checked_too():
 @pytest.mark.parametrize(
     ("package", "text"),
     [
-        ("sklearn", "the digits are scikit-learn's: pip install '.[train]'"),
+        ("sklearn", "the digits data set needs scikit-learn: pip install '.[train]'"),
         ("pwlu.lab.training.loop", "training needs more packages (no pwlu.lab.training.loop): pip install '.[train]'"),
     ],
 )

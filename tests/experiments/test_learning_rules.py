@@ -151,7 +151,7 @@ def test_implicit_bend():
 def test_the_start_function_is_free_of_penalty():
     table, layers = tables()
     silu = find_initial_function("silu")
-    start = functions.started(table, silu)
+    start = functions.initial_table(table, silu)
     vectors, values = functions.bending(N)
     close(functions.implicit_bend(start, torch.full((len(table), 1), 5.0), vectors, values, silu), start)
     for name in ("curv", "relcurv", "tv2"):
@@ -180,18 +180,18 @@ def test_dev_is_zero_for_equal_shapes():
 def test_regrid_keeps_the_function():
     table, _ = tables(intervals=16)
     left, right, d = table[:, :1], table[:, 1:2], functions.interval(table)
-    same, _, error = functions.regridded(table, left, right)
+    same, _, error = functions.regrid(table, left, right)
     close(same, table)
     assert error.max() < 1e-12
-    new, momentum, error = functions.regridded(table, left + 4 * d, left + 12 * d, table)  # half as wide: old knots stay
+    new, momentum, error = functions.regrid(table, left + 4 * d, left + 12 * d, table)  # half as wide: old knots stay
     x = left + 4 * d + 8 * d * torch.linspace(0, 1, 200)
-    close(functions.evaluated(new, x), functions.evaluated(table, x), atol=1e-10)
+    close(functions.evaluate(new, x), functions.evaluate(table, x), atol=1e-10)
     assert error.max() < 1e-10
     close(momentum[:, LEFT_SLOPE:], new[:, LEFT_SLOPE:])
     assert not momentum[:, :LEFT_SLOPE].any()
     knots = left + torch.arange(17) * d
     smooth = torch.cat([left, right, torch.tensor([[0.1, 0.9]]).expand(len(left), -1), F.silu(knots)], 1)
-    new, _, error = functions.regridded(smooth, left - 0.7, right + 0.5)  # wider: the outer slopes stay
+    new, _, error = functions.regrid(smooth, left - 0.7, right + 0.5)  # wider: the outer slopes stay
     close(new[:, LEFT_SLOPE:HEIGHTS], smooth[:, LEFT_SLOPE:HEIGHTS], atol=1e-7)
     assert error.max() < 0.02
 
@@ -200,8 +200,8 @@ def test_regrid_maps_the_momentum_as_a_change_of_the_function():
     table, _ = tables(intervals=16)
     left, right = table[:, :1] + 0.3, table[:, 1:2] - 0.1
     momentum = scaled(torch.randn_like(table), bounds=0)
-    before, moved, _ = functions.regridded(table, left, right, momentum)
-    after, _, _ = functions.regridded(table + 0.01 * momentum, left, right)
+    before, moved, _ = functions.regrid(table, left, right, momentum)
+    after, _, _ = functions.regrid(table + 0.01 * momentum, left, right)
     close(before + 0.01 * moved, after)
 
 
@@ -218,9 +218,9 @@ def test_gain():
     for part in (slice(0, 5), slice(5, 8)):  # one factor for all channels of a layer
         close(functions.rms_slope(per_layer, mean, std)[part].square().mean(), 4)
         close(per_layer[part, 2:] / table[part, 2:], per_layer[part.start, 2] / table[part.start, 2])
-    close(functions.input_shares(table, mean, std).sum(1), 1)
+    close(functions.input_fractions(table, mean, std).sum(1), 1)
     x = (0.7 * torch.randn(len(table), 100_000).double()).requires_grad_()  # the same by sampling
-    functions.evaluated(table, x).sum().backward()
+    functions.evaluate(table, x).sum().backward()
     sampled = x.grad.square().mean(1).sqrt()
     torch.testing.assert_close(sampled, functions.rms_slope(table, mean, std)[:, 0], rtol=0.02, atol=0)
 
@@ -296,14 +296,14 @@ def test_words():
     for text in ("curv", "prox=1", "curv=x", "N", "spline"):
         with pytest.raises(ValueError, match=f"'{text}' is not a word of rules. Write relu, "):
             parse(text)
-    with pytest.raises(ValueError, match="curv is for PWLUs: leave out relu"):
+    with pytest.raises(ValueError, match="curv works only for PWLUs: leave out relu"):
         parse("relu curv=1")
 
 
 def test_readme():
     """The table is that of the results, all rules can be read, and every word is described."""
     text = (EXPERIMENTS / "README.md").read_text()
-    assert learning_rules.table(learning_rules.results_of(learning_rules.TRIED)) in text
+    assert learning_rules.table(learning_rules.read_results(learning_rules.TRIED)) in text
     for rules in learning_rules.blocks().values():
         assert all(map(parse, rules))
     assert [name for name in [*RULE_FIELDS, *SETTINGS] if f"- `{name}" not in text] == []

@@ -63,7 +63,7 @@ def pictures_of(folder):
 
 def test_tensorboard_has_pictures_of_the_functions(tmp_path, monkeypatch):
     """A few in a run, each of the functions as they are then, and few kilobytes."""
-    monkeypatch.setattr(loop, "PICTURES", 2)
+    monkeypatch.setattr(loop, "FIGURES", 2)
     folder = short_run(tmp_path, "--tensorboard")
     pictures = pictures_of(folder)
     assert [picture.step for picture in pictures] == [2 * STEPS_AN_EPOCH, 3 * STEPS_AN_EPOCH]

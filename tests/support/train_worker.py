@@ -48,7 +48,7 @@ def run(arguments, die_at=None, die_writing=None, often=False):
 
     Trainer.step, RunFolder.write = mortal_step, mortal_write
     if often:
-        loop.STEPS_BETWEEN_QUESTIONS, loop.SECONDS_BETWEEN_CHECKPOINTS = 3, -1
+        loop.STEPS_BETWEEN_CLOCK_CHECKS, loop.SECONDS_BETWEEN_CHECKPOINTS = 3, -1
     return main(["train", *arguments])
 
 

@@ -1,4 +1,7 @@
-"""The command line: ``pwlu <command>``. Each command is a file beside this one, imported when it is called."""
+"""The command line: ``pwlu COMMAND``. Each command is a module of this package, imported when it is called.
+
+Help texts are imperative, have no full stop, and end with the default in brackets.
+"""
 
 import argparse
 import importlib
@@ -11,14 +14,14 @@ from pwlu.text import nearest
 from pwlu.version import __version__
 
 COMMANDS = {
-    "info": "versions, devices, and which code computes PWLU where, and why",
-    "build": "compile now what the first process would, for images and clusters",
-    "train": "train an architecture on a data set with a chosen activation",
-    "compare": "fill a table of activations, architectures and seeds",
-    "report": "a run as one page of HTML: curves, alignment, shapes, all learned functions",
-    "evaluate": "COCO's average precision of detections that were saved",
-    "export": "the network of a run as ONNX, or for torch.export.load: a file that needs nothing of pwlu",
-    "bench": "how fast the network of a run is: in PyTorch, compiled and in ONNX Runtime, beside ReLU",
+    "info": "show versions, devices, and which kernel each device uses",
+    "build": "compile the kernels ahead of time, for container images and clusters",
+    "train": "train a network on a data set with a chosen activation",
+    "compare": "train with several activations and seeds, and tabulate the results",
+    "report": "write a run as one HTML page: curves, alignment, shapes, learned functions",
+    "evaluate": "compute COCO's average precision of saved detections",
+    "export": "write the network of a run as a file that runs without pwlu: ONNX or torch.export",
+    "bench": "time the network of a run against ReLU: in PyTorch, compiled, and in ONNX Runtime",
 }
 
 
@@ -26,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command named by the first argument."""
     parser = argparse.ArgumentParser(
         prog="pwlu",
-        description="The Piecewise Linear Unit: an activation function that a network learns for itself.",
-        epilog="`pwlu COMMAND --help` says more about each command.",
+        description="The Piecewise Linear Unit (PWLU): an activation function that is learned with the network.",
+        epilog="Run `pwlu COMMAND --help` for the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"pwlu {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -40,20 +43,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             chosen = command
     options, unknown = parser.parse_known_args(given)
     if unknown:
-        chosen.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(unknown, chosen.format_help())}")
+        chosen.error(f"unrecognized arguments: {' '.join(unknown)}{_suggestions(unknown, chosen.format_help())}")
     try:
         status: int = importlib.import_module(f"pwlu.cli.{options.command}").run(options)
         sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes once more at exit, which would print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print("pwlu: stopped, because nobody reads its output any more (as after `| head`)", file=sys.stderr)
-        return 128 + 13  # as a shell says of a program that SIGPIPE ended
+        print("pwlu: stopped because the program that read its output has exited (as in `| head`)", file=sys.stderr)
+        return 128 + 13  # the status a shell reports for a program that SIGPIPE ended
     return status
 
 
-def _meant(unknown: Sequence[str], help_text: str) -> str:
-    """Name the flags that are nearest to those that are not known."""
+def _suggestions(unknown: Sequence[str], help_text: str) -> str:
+    """Suggest the known flag that is closest to each unknown one."""
     flags = sorted(set(re.findall(r"--[a-z][\w-]*", help_text)))
     near = {word: match for word in unknown if word.startswith("--") for match in nearest(word.partition("=")[0], flags)}
     return "".join(f". Instead of {word}, did you mean {match}?" for word, match in near.items())

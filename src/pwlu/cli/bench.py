@@ -1,4 +1,4 @@
-"""``pwlu bench``: how fast the network of a run is, beside the same network with ReLU."""
+"""``pwlu bench``: time the network of a run against the same network with ReLU."""
 
 import argparse
 import importlib.metadata
@@ -19,40 +19,43 @@ if TYPE_CHECKING:
     from pwlu.lab.inference.benchmark import Contender
     from pwlu.lab.inference.trained_network import TrainedNetwork
 
-BATCH = {"cpu": 8}  # of other devices 64: fewer images would not keep them busy
+BATCH = {"cpu": 8}  # 64 on other devices: fewer images would not keep them busy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The run, and how to measure it."""
+    """Add the run and the options of the measurement."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "Time inference with the trained network of a run: in PyTorch as it was trained, with ReLU in the place of its\n"
-        "activations, and with PWLUs fused; then compiled by torch.compile, and in ONNX Runtime, as pwlu export writes it.\n"
-        "Those of a runtime are called in turns, so that a slow moment of the machine meets them all, on random images of\n"
-        "the run's size. The table has medians. Of a detector its ResNet with the feature pyramid is timed."
+        "Time inference with the trained network of a run. Three variants run in PyTorch: the network as trained, with\n"
+        "ReLU instead of its activations, and with fused PWLUs. They also run compiled by torch.compile, and in ONNX\n"
+        "Runtime as pwlu export writes them. The variants of a runtime take turns, so that other load on the machine\n"
+        "affects all of them. Inputs are random images of the run's size. The table shows medians. For a detector, only\n"
+        "the backbone is timed: the ResNet with its feature pyramid."
     )
     parser.epilog = (
         "examples:\n"
         "  pwlu bench runs/digits-pwlu-seed0\n"
         "  pwlu bench runs/imagenet-resnet18-pwlu-seed0 --batch 1 --threads 4 --rounds 100\n"
         "  pwlu bench runs/imagenet-resnet18-pwlu-seed0 --device cuda --no-compile\n"
-        "On a CPU with other work to do, OMP_WAIT_POLICY=passive keeps threads that wait from taking its time."
+        "On a CPU shared with other programs, set OMP_WAIT_POLICY=passive: waiting threads then do not occupy a core."
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run, with config.json and model.pt")
-    parser.add_argument("--batch", type=int, metavar="N", help="images in a call (default: 8 on a CPU, 64 elsewhere)")
-    parser.add_argument("--threads", type=int, metavar="N", help="of the CPU (default: as PyTorch likes, mostly one a core)")
-    parser.add_argument("--rounds", type=int, default=30, metavar="N", help="measurements of each (default: 30)")
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, ... (default: cuda where there is one)")
+    parser.add_argument("run", type=Path, metavar="RUN", help="read this finished run: a folder with config.json and model.pt")
+    parser.add_argument("--batch", type=int, metavar="N", help="use N images per call (default: 8 on a CPU, 64 elsewhere)")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="use N CPU threads (default: PyTorch's choice, usually one per core)"
+    )
+    parser.add_argument("--rounds", type=int, default=30, metavar="N", help="measure each variant N times (default: 30)")
+    parser.add_argument("--device", metavar="NAME", help="run on this device: cpu, cuda, ... (default: cuda if available)")
     parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="whether to compile, which takes most of the time (default: yes)",
+        help="time torch.compile as well, which takes most of the time (default: on)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, and print the table."""
+    """Measure the network and print the table."""
     try:
         _bench(options)
     except UserError as error:
@@ -76,7 +79,7 @@ def _bench(options: argparse.Namespace) -> None:
 
         trained = load(options.run)
     except ImportError as error:
-        raise UserError(f"a run is made again with more packages ({error}): {install('train', 'onnx')}") from None
+        raise UserError(f"loading a run needs more packages ({error}): {install('train', 'onnx')}") from None
     if trained.detects:
         trained = trained.backbone()
     with joined(options.device) as processes, _threads(options.threads):
@@ -98,7 +101,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 def _title(trained: "TrainedNetwork", batch: int) -> str:
     settings = trained.settings
-    part = ", the backbone alone" if trained.detects else ""
+    part = ", backbone only" if trained.detects else ""
     return (
         f"{trained.path}: {settings.recipe}{part}, {len(trained.sites)} {settings.activation}, "
         f"batch of {batch}, images of {' x '.join(map(str, trained.shape))}, float32"
@@ -118,9 +121,9 @@ def _machine(known: dict[str, Any]) -> str:
 
 
 def _table(found: "list[Contender]", batch: int) -> list[str]:
-    head = ("", "ms a batch", "p20", "p80", "images/s", "x ReLU")
+    head = ("", "ms per batch", "p20", "p80", "images/s", "x ReLU")
     fastest = min(contender.times[1] for contender in found if contender.times)
-    digits = max(0, 2 - math.floor(math.log10(fastest)))  # after the point, so that it has three
+    digits = max(0, 2 - math.floor(math.log10(fastest)))  # decimals that give the fastest time three significant digits
     rows = []
     for contender in found:
         if contender.times is None:
@@ -135,8 +138,8 @@ def _table(found: "list[Contender]", batch: int) -> list[str]:
 
 
 def _notes(trained: "TrainedNetwork", rounds: int, calls: int) -> list[str]:
-    each = f"{calls} calls" if calls > 1 else "a call"
-    notes = [f"Medians, p20 and p80 of {rounds} rounds, {each} in each. x ReLU: times that of ReLU in the same runtime."]
+    each = f"{calls} calls" if calls > 1 else "one call"
+    notes = [f"Medians, p20 and p80 of {rounds} rounds of {each}. x ReLU: time divided by that of ReLU in the same runtime."]
     if trained.settings.activation == "relu":
-        notes.append("This is a run of ReLU, so there is nothing to compare it with: take one of pwlu train --act pwlu.")
+        notes.append("This run uses ReLU, so there is nothing to compare. Choose a run of pwlu train --act pwlu.")
     return notes

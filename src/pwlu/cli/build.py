@@ -1,4 +1,4 @@
-"""``pwlu build``: compile the libraries now, for images and clusters."""
+"""``pwlu build``: compile the kernels ahead of time, for container images and clusters."""
 
 import argparse
 import functools
@@ -11,37 +11,40 @@ from pwlu.kernels import build, cpu, eager
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the help text; there are no options."""
+    """Add the help text. There are no options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "Compile what the first process that uses pwlu would compile, and print where it is and how long that took:\n"
-        "  cpu    the CPU kernel, for each level of this kind of processor, unless the package came with it (a C compiler)\n"
-        "  eager  the operators without Python, for the installed torch (a C++ compiler, 15 s of a core or more, 1 GB)\n"
-        "What is there already is left as it is. Exit status 1: something could not be compiled, and standard error says why."
+        "Compile the libraries that pwlu otherwise compiles on first use. Print their paths and build times:\n"
+        "  cpu    the CPU kernel, one per instruction set, unless the package includes it; needs a C compiler\n"
+        "  eager  the operators for eager mode, for the installed torch; needs a C++ compiler, 1 GB of memory and at least\n"
+        "         15 s on one core\n"
+        "Existing libraries are kept. Exit status 1 means that a library could not be compiled; standard error says why."
     )
     parser.epilog = (
-        "The libraries go to $PWLU_CACHE, else to the user's cache folder. They serve the user who ran this command; if that\n"
-        "was root, everybody. In an image, where the user may be another one later, name the folder:\n"
+        "The libraries go to $PWLU_CACHE, or to the user's cache folder if it is not set. Only the user who ran this command\n"
+        "can use them; libraries built by root serve every user. In a container image, where the user may change later, set\n"
+        "the folder:\n"
         "  ENV PWLU_CACHE=/opt/pwlu\n"
         "  RUN pwlu build\n"
-        "On a cluster whose nodes share the home folder, run it once on one of the nodes that will compute: the libraries are\n"
-        "used by those with the same processor architecture and C library. CC and CXX name the compilers. `pwlu info` shows\n"
-        "what serves."
+        "On a cluster whose nodes share the home folder, run it once on one of the compute nodes. All nodes with the same\n"
+        "processor architecture and C library use the result. CC and CXX select the compilers. `pwlu info` shows which\n"
+        "kernels are in use."
     )
 
 
 def run(_options: argparse.Namespace) -> int:
-    """Build one after the other, and print a line for each."""
-    made = [_tell(f"cpu {variant}", functools.partial(_cpu, variant)) for variant in build.variants()]
-    return int(not all([*made, _tell("eager", functools.partial(eager.compile_library, keep=True))]))
+    """Build all libraries, and print one line for each."""
+    built = [_build(f"cpu {variant}", functools.partial(_build_cpu, variant)) for variant in build.variants()]
+    return int(not all([*built, _build("eager", functools.partial(eager.compile_library, keep=True))]))
 
 
-def _cpu(variant: str) -> Path:
+def _build_cpu(variant: str) -> Path:
     kernel = cpu.installed(variant)
     return build.build(variant, keep=True) if kernel is None else kernel.path
 
 
-def _tell(name: str, make: Callable[[], Path]) -> bool:
+def _build(name: str, make: Callable[[], Path]) -> bool:
+    """Build one library and print its path. Return whether it worked."""
     start = time.monotonic()
     try:
         path = make()

@@ -1,4 +1,4 @@
-"""``pwlu compare``: train with several activations and seeds, and make tables and charts of what came out."""
+"""``pwlu compare``: train with several activations and seeds, and tabulate the results."""
 
 import argparse
 import io
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from pwlu import files
-from pwlu.cli.train import add_runs, add_settings, given
+from pwlu.cli.train import add_runs, add_settings, changed_settings
 from pwlu.lab.compare.presets import BASELINE, PRESETS, Comparison, comparison
 from pwlu.lab.compare.table import Table
 from pwlu.lab.recipes.settings import Settings, UserError
@@ -15,12 +15,12 @@ from pwlu.text import install
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Recipes, what to compare, a flag for each setting, and where things lie."""
+    """Add the recipes, what to compare, a flag for each setting, and the folders."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.allow_abbrev = False  # --seed would be --seeds
+    parser.allow_abbrev = False  # otherwise --seed would mean --seeds
     parser.description = (
-        "Train recipes with several activations and seeds, and make a table, CSV files and a chart of what came out.\n"
-        "What is finished is not done again, what was stopped goes on: the same command may be stopped and started at any time."
+        "Train recipes with several activations and seeds, and write a table, CSV files and a chart of the results.\n"
+        "Finished runs are not repeated and interrupted runs continue: stop and restart the command at any time."
     )
     parser.epilog = (
         "examples:\n"
@@ -28,32 +28,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  pwlu compare cifar100/resnet18 cifar100/mobilenet_v2 --data DIR --jobs 4\n"
         "  pwlu compare cifar100/resnet18 --data DIR --preset bounds --holdout 5000 --dry-run\n"
         "  torchrun --nproc-per-node 8 -m pwlu compare imagenet/resnet18 --data DIR --precision bf16\n"
-        "  pwlu compare --document docs/results.md           make the tables of a page anew, from results/ alone"
+        "  pwlu compare --document docs/results.md           update the tables of a page from results/"
     )
-    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="as in pwlu train; several may be given")
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="train these recipes; pwlu train --help lists them")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--acts", metavar="NAMES", help="activations to compare, with commas: relu,swish,pwlu")
-    what.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default: activations)")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each, with the seeds 0 to N-1 (default: 3)")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at the same time (default: 1)")
-    parser.add_argument("--dry-run", action="store_true", help="say what is finished and what would run, and stop")
-    parser.add_argument("--document", type=Path, metavar="FILE", help="make the tables of this page anew; nothing is trained")
-    parser.add_argument("--check", action="store_true", help="with --document: change nothing, fail if it is not up to date")
+    what.add_argument(
+        "--acts", metavar="NAMES", help="compare these activations, separated by commas: relu,swish,pwlu (default: --preset)"
+    )
+    what.add_argument(
+        "--preset", metavar="NAME", help=f"run a prepared comparison: {', '.join(PRESETS)} (default: activations)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="train each row of the table with seeds 0 to N-1 (default: 3)"
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="train N runs at the same time (default: 1)")
+    parser.add_argument("--dry-run", action="store_true", help="list finished and missing runs without training (default: off)")
+    parser.add_argument(
+        "--document", type=Path, metavar="FILE", help="update the tables of this page, train nothing (default: no page)"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="fail if the page of --document is out of date, instead of updating it (default: off)",
+    )
     add_runs(parser)
     parser.add_argument(
-        "--results", type=Path, default=Path("results"), metavar="DIR", help="where results are kept (default: results)"
+        "--results", type=Path, default=Path("results"), metavar="DIR", help="keep results in DIR (default: results)"
     )
     add_settings(parser, leave_out=("activation", "seed"))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Bring about what is missing, then show it."""
+    """Train the missing runs, then show all results."""
     try:
         if options.document:
-            return _document(options)
-        return _in_step(options) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else _compare(options)
+            return _update_page(options)
+        return _compare_with_torchrun(options) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else _compare(options)
     except KeyboardInterrupt:
-        print("\nstopped. What is finished is kept: the same command goes on", file=sys.stderr)
+        print("\nstopped. Finished runs are kept: run the same command to continue", file=sys.stderr)
         return 130
     except (UserError, OSError) as error:  # such as a full disk
         print(f"pwlu compare: {error}", file=sys.stderr)
@@ -61,63 +73,63 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    comparisons, asked = _asked(options)
+    comparisons, required = _plan(options)
     if options.dry_run:
         return 0
     from pwlu.lab.compare.comparison import complete_runs, title
-    from pwlu.lab.compare.subprocesses import ended_by_signals
+    from pwlu.lab.compare.subprocesses import exit_on_signals
 
-    with ended_by_signals():
-        failures = complete_runs(asked, options.runs, options.results, options.jobs)
+    with exit_on_signals():
+        failures = complete_runs(required, options.runs, options.results, options.jobs)
     _show(comparisons, options.results)
     if failures:
-        print(f"\n{len(failures)} of {len(asked)} runs failed:", file=sys.stderr)
+        print(f"\n{len(failures)} of {len(required)} runs failed:", file=sys.stderr)
     for failure in failures:
         print(f"\n{title(failure.settings)}: {failure.why}", file=sys.stderr)
     return 1 if failures else 0
 
 
-def _in_step(options: argparse.Namespace) -> int:
-    """Under torchrun: no children, all processes train each run together. The first speaks."""
+def _compare_with_torchrun(options: argparse.Namespace) -> int:
+    """Let all processes of torchrun train each run together. Rank 0 prints."""
     if options.jobs > 1:
-        raise UserError(f"--jobs {options.jobs}: the processes of torchrun train one run after the other. Leave --jobs out")
+        raise UserError(f"--jobs {options.jobs}: under torchrun, all processes train one run at a time. Leave out --jobs")
     from pwlu.lab.runs.processes import joined
 
     with joined(options.device) as processes:
-        comparisons, asked = _asked(options, silent=not processes.is_main)
+        comparisons, required = _plan(options, silent=not processes.is_main)
         if options.dry_run:
             return 0
-        from pwlu.lab.compare.comparison import bring_about_in_step
+        from pwlu.lab.compare.comparison import complete_runs_with_torchrun
 
-        bring_about_in_step(asked, options.runs, options.results, processes)
+        complete_runs_with_torchrun(required, options.runs, options.results, processes)
         if processes.is_main:
             _show(comparisons, options.results)
     return 0
 
 
-def _asked(options: argparse.Namespace, silent: bool = False) -> tuple[list[Comparison], list[Settings]]:
-    """What is compared, and the runs that takes; says which of them there are."""
+def _plan(options: argparse.Namespace, silent: bool = False) -> tuple[list[Comparison], list[Settings]]:
+    """Return the comparisons and the runs they need; print how many of those exist."""
     if options.check:
-        raise UserError("--check is about a page: write --document FILE --check")
+        raise UserError("--check needs a page: write --document FILE --check")
     if not options.recipes:
         raise UserError("name a recipe, for example: pwlu compare digits --acts relu,pwlu")
     for flag in ("seeds", "jobs"):
         if getattr(options, flag) < 1:
             raise UserError(f"--{flag} must be at least 1, not {getattr(options, flag)}")
     what = next((text for text in (options.acts, options.preset) if text is not None), "activations")
-    comparisons = [comparison(recipe, what, given(options)) for recipe in dict.fromkeys(options.recipes)]
+    comparisons = [comparison(recipe, what, changed_settings(options)) for recipe in dict.fromkeys(options.recipes)]
     try:
-        from pwlu.lab.compare.comparison import find, title, wanted
+        from pwlu.lab.compare.comparison import find_existing, required_runs, title
     except ImportError as error:
         raise UserError(f"training needs more packages ({error}): {install('train')}") from None
-    asked, found = wanted(comparisons, options.seeds), find(options.results, options.runs)
+    required, existing = required_runs(comparisons, options.seeds), find_existing(options.results, options.runs)
     if silent:
-        return comparisons, asked
-    for complaint in found.complaints:
+        return comparisons, required
+    for complaint in existing.complaints:
         print(f"skipped: {complaint}", file=sys.stderr)
     states = {"finished": 0, "stopped": 0, "missing": 0}
-    for settings in asked:
-        run = found.of(settings)
+    for settings in required:
+        run = existing.get(settings)
         state = "missing" if run is None else "stopped" if run.result is None else "finished"
         states[state] += 1
         if options.dry_run:
@@ -125,20 +137,20 @@ def _asked(options: argparse.Namespace, silent: bool = False) -> tuple[list[Comp
                 "" if run is None else f" ({run.path}" + (")" if run.result else f", {run.epochs} of {settings.epochs} epochs)")
             )
             print(f"{state:8}  {title(settings)}{done}")
-    print(f"{len(asked)} runs: " + ", ".join(f"{count} {state}" for state, count in states.items()), flush=True)
-    return comparisons, asked
+    print(f"{len(required)} runs: " + ", ".join(f"{count} {state}" for state, count in states.items()), flush=True)
+    return comparisons, required
 
 
-def _document(options: argparse.Namespace) -> int:
+def _update_page(options: argparse.Namespace) -> int:
     from pwlu.lab.compare import results_page
     from pwlu.lab.runs.results import find_runs
 
-    if options.recipes or options.acts or options.preset or given(options):
-        raise UserError("--document makes the tables that the page asks for: leave recipes, --acts, --preset and settings out")
+    if options.recipes or options.acts or options.preset or changed_settings(options):
+        raise UserError("--document updates the tables that the page names: leave out recipes, --acts, --preset and settings")
     runs, complaints = find_runs(options.results)
     for complaint in complaints:
         print(f"skipped: {complaint}", file=sys.stderr)
-    before, after = results_page.with_tables(options.document, runs)
+    before, after = results_page.update(options.document, runs)
     if options.check and before != after:
         print(f"{options.document} is not up to date: run pwlu compare --document {options.document}", file=sys.stderr)
         return 1
@@ -148,7 +160,7 @@ def _document(options: argparse.Namespace) -> int:
     return 0
 
 
-# What is shown and saved.
+# Output.
 
 
 def _show(comparisons: list[Comparison], results: Path) -> None:
@@ -175,7 +187,7 @@ def _show(comparisons: list[Comparison], results: Path) -> None:
 
 
 def _draw(tables: list[Table], path: Path) -> bool:
-    """The chart of gains, one group of bars a table; nothing without a baseline and something to compare with it."""
+    """Draw the chart of gains, with one group of bars per table. Return False if no table has a gain to draw."""
     drawn = {table.comparison.recipe: table for table in tables if table.baseline is not None and len(table.measured) > 1}
     if not drawn:
         return False
@@ -184,7 +196,7 @@ def _draw(tables: list[Table], path: Path) -> bool:
     statistics = {recipe: table.statistics() for recipe, table in drawn.items()}
     try:
         theirs = {recipe: table.paper_gains() for recipe, table in drawn.items()}
-        named = f"the paper, same network, {next(iter(drawn.values())).papers_data}"
+        named = f"the paper, same network, {next(iter(drawn.values())).paper_dataset}"
         figure = plot_improvements(statistics, BASELINE, theirs, named)
     except ImportError as error:
         print(f"no chart was made. {error}", file=sys.stderr)

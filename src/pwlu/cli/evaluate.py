@@ -1,4 +1,4 @@
-"""``pwlu evaluate``: COCO's average precision of detections that were saved."""
+"""``pwlu evaluate``: compute COCO's average precision of saved detections."""
 
 import argparse
 import math
@@ -14,28 +14,36 @@ SAVED = "detections.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The detections, and what they are compared with."""
+    """Add the detections and the data set to compare them with."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "Evaluate detections as COCO does: those that pwlu train --save-detections left in a run folder, or any file in\n"
-        "COCO's results format, with boxes, masks or both. Of the data set, in COCO's layout, the annotations are enough."
+        "Compute COCO's average precision of detections. They are read from a run of pwlu train --save-detections, or from\n"
+        "a file in COCO's results format with boxes, masks or both. The data set must have COCO's layout; only its\n"
+        "annotations are read, not its images."
     )
     parser.epilog = (
         "examples:\n"
         "  pwlu evaluate runs/nuclei-maskrcnn_resnet18_fpn-pwlu-seed0 --data DIR\n"
         "  pwlu evaluate detections.json --data DIR --most 300"
     )
-    parser.add_argument("what", type=Path, metavar="RUN", help=f"a run folder with {SAVED}, or such a file")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of the data set (default: the run's)")
     parser.add_argument(
-        "--most", type=int, metavar="N", help="detections of a class in an image that count (default: the run's, or 100)"
+        "what", type=Path, metavar="RUN", help=f"read detections from this run folder with {SAVED}, or from this JSON file"
+    )
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="read annotations from this data set (default: the data set of the run)"
+    )
+    parser.add_argument(
+        "--most",
+        type=int,
+        metavar="N",
+        help="count at most N detections per class and image, the best ones (default: that of the run's recipe, or 100)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a line for boxes, and one for masks."""
+    """Print one line for boxes and one for masks."""
     try:
-        values = _evaluated(options)
+        values = _evaluate(options)
     except UserError as error:
         print(f"pwlu evaluate: {error}", file=sys.stderr)
         return 2
@@ -46,10 +54,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _evaluated(options: argparse.Namespace) -> dict[str, float]:
+def _evaluate(options: argparse.Namespace) -> dict[str, float]:
     try:
         from pwlu.lab.data import coco
-        from pwlu.lab.data.datasets import held_out
+        from pwlu.lab.data.datasets import split_holdout
         from pwlu.lab.tasks import coco_evaluation
     except ImportError as error:
         raise UserError(f"evaluation needs more packages ({error}): {install('train', 'detection')}") from None
@@ -59,17 +67,17 @@ def _evaluated(options: argparse.Namespace) -> dict[str, float]:
     if path.is_dir():
         settings = RunFolder(path).settings()
         if not find(settings.recipe).detects:
-            raise UserError(f"{path} is a run of {settings.recipe}, which detects nothing: its accuracy is in result.json")
+            raise UserError(f"{path} is a run of {settings.recipe}, which is not a detector. Its accuracy is in result.json")
         data, most, holdout = data or Path(settings.data), find(settings.recipe).detections, settings.holdout
         path = path / SAVED
         if not path.exists():
-            raise UserError(f"{options.what} has no {SAVED}: pwlu train writes it with --save-detections, at the end")
+            raise UserError(f"{options.what} has no {SAVED}. To get one, train with pwlu train --save-detections")
     elif data is None:
-        raise UserError("which data set is it? Write --data DIR, the folder that holds annotations/instances_val*.json")
+        raise UserError("a file of detections needs its data set: write --data DIR, with DIR/annotations/instances_val*.json")
     rows, kinds = coco_evaluation.saved(path)
-    part = coco.annotated(data, "train" if holdout else "val", with_masks="mask" in kinds)
+    part = coco.load_annotations(data, "train" if holdout else "val", with_masks="mask" in kinds)
     if holdout:
-        part = held_out(part, holdout)[1]
+        part = split_holdout(part, holdout)[1]
     rows = coco_evaluation.checked(path, rows, kinds, part)
     values: dict[str, float] = {}
     for kind in kinds:

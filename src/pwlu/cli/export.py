@@ -1,4 +1,4 @@
-"""``pwlu export``: the network of a run as a file that runs where pwlu is not installed."""
+"""``pwlu export``: write the network of a run as a file that runs without pwlu."""
 
 import argparse
 import json
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from pwlu.lab.inference.preprocessing import Preprocessing
     from pwlu.lab.inference.trained_network import TrainedNetwork
 
-SUFFIXES = {".onnx": "standard operators of ONNX, for ONNX Runtime and others", ".pt2": "for torch.export.load"}
+SUFFIXES = {".onnx": "standard ONNX operators, for ONNX Runtime and others", ".pt2": "for torch.export.load"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The run, the file, and what of it can be chosen."""
+    """Add the run, the file, and the options of the export."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "Write the trained network of a run as a file that needs nothing of pwlu: PWLUs fused, batch norm folded into\n"
-        "convolutions, any batch size. The file is run beside the network on random inputs before it appears, and the\n"
-        "largest difference is printed; what rounding does not explain is an error. What an input is, mean and standard\n"
-        "deviation of its pixels and the names of the classes are printed, and are in the file's metadata."
+        "Write the trained network of a run as a file that runs without pwlu. PWLUs are fused, batch norms are folded into\n"
+        "convolutions, and the batch size is free. Before the file is written, its outputs on random inputs are compared\n"
+        "with those of the network. The largest difference is printed; more than rounding can explain is an error. The input\n"
+        "format, the pixel mean and standard deviation, and the class names are printed and stored in the file's metadata."
     )
     parser.epilog = (
         "examples:\n"
@@ -38,41 +38,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  pwlu export runs/nuclei-maskrcnn_resnet18_fpn-pwlu-seed0 backbone.onnx --backbone"
     )
     kinds = "; ".join(f"{suffix}: {what}" for suffix, what in SUFFIXES.items())
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run, with config.json and model.pt")
-    parser.add_argument("file", type=Path, metavar="FILE", help=kinds)
+    parser.add_argument("run", type=Path, metavar="RUN", help="read this finished run: a folder with config.json and model.pt")
+    parser.add_argument("file", type=Path, metavar="FILE", help=f"write this file; its suffix selects the format: {kinds}")
     parser.add_argument(
         "--simplify",
         type=float,
         metavar="TOLERANCE",
-        help="first give every PWLU as few intervals as its function needs, or make it the ReLU or line that it has become, to "
-        "within this share of the function's range, such as 0.001",
+        help="reduce each PWLU to fewer intervals, to a ReLU or to a line, with an error of at most this fraction of the "
+        "function's range, such as 0.001 (default: do not simplify)",
     )
-    parser.add_argument("--opset", type=int, metavar="N", help=".onnx: version of the operators, 18 or later (default: 18)")
+    parser.add_argument("--opset", type=int, metavar="N", help="write this ONNX opset version, 18 or later (default: 18)")
     parser.add_argument(
         "--form",
         choices=tuple(FORMS),
-        help=f".onnx: how a PWLU is written; clips for runtimes that cannot gather (default: {FASTEST}, the fastest)",
+        help=f"write PWLUs in ONNX like this; clips is for runtimes without Gather (default: {FASTEST}, the fastest)",
     )
-    parser.add_argument("--backbone", action="store_true", help="of a detector: the ResNet with its feature pyramid alone")
+    parser.add_argument(
+        "--backbone",
+        action="store_true",
+        help="export only the backbone of a detector: the ResNet with its feature pyramid (default: off)",
+    )
     parser.add_argument(
         "--data",
         type=Path,
         metavar="DIR",
-        help="folder of the data set, for names of classes and pixel means (default: the run's)",
+        help="read class names and pixel means from this data set (default: the data set of the run)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the file, and say what it is."""
+    """Write the file, and describe it."""
     try:
-        print(_exported(options))
+        print(_export(options))
     except UserError as error:
         print(f"pwlu export: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _exported(options: argparse.Namespace) -> str:
+def _export(options: argparse.Namespace) -> str:
     _check(options)
     try:
         from pwlu.lab.inference import shipping
@@ -81,55 +85,55 @@ def _exported(options: argparse.Namespace) -> str:
 
         trained = load(options.run)
     except ImportError as error:
-        raise UserError(f"a run is made again with more packages ({error}): {install('train', 'onnx')}") from None
-    trained = _part(trained, options.backbone)
+        raise UserError(f"loading a run needs more packages ({error}): {install('train', 'onnx')}") from None
+    trained = _select(trained, options.backbone)
     expected = preprocessing(trained, options.data)
-    said = [_simplified(trained, options.simplify)] if options.simplify is not None else []
+    lines = [_simplify(trained, options.simplify)] if options.simplify is not None else []
     onnx = {name: value for name in ("opset", "form") if (value := getattr(options, name)) is not None}
     try:
         if options.file.suffix == ".onnx":
-            said.append(
+            lines.append(
                 shipping.write_onnx(trained.network, trained.sample(2), options.file, _metadata(trained, expected), **onnx)
             )
         else:
-            said.append(shipping.write_pt2(trained.network, trained.sample(2), options.file, _metadata(trained, expected)))
+            lines.append(shipping.write_pt2(trained.network, trained.sample(2), options.file, _metadata(trained, expected)))
     except (ImportError, RuntimeError, ValueError, OSError) as error:
         raise UserError(str(error)) from None
     return "\n".join(
-        [*said, f"an input is float32, batch x {' x '.join(map(str, trained.shape))}: {expected}", _output(trained, expected)]
+        [*lines, f"input: float32, batch x {' x '.join(map(str, trained.shape))}: {expected}", _output(trained, expected)]
     )
 
 
 def _check(options: argparse.Namespace) -> None:
     if options.file.suffix not in SUFFIXES:
         kinds = "; ".join(f"model{suffix}, {what}" for suffix, what in SUFFIXES.items())
-        raise UserError(f"{options.file} does not say what to write. Name it {kinds}")
+        raise UserError(f"the suffix of {options.file} does not select a format. Write {kinds}")
     if options.file.is_dir():
         raise UserError(f"{options.file} is a folder. Name a file in it, such as {options.file / 'model.onnx'}")
     if not options.file.parent.is_dir():
-        raise UserError(f"there is no folder {options.file.parent}: make it first, or write to another")
+        raise UserError(f"the folder {options.file.parent} does not exist: create it, or choose another")
     if options.file.suffix != ".onnx" and (options.opset is not None or options.form is not None):
         raise UserError(f"--opset and --form are for ONNX: leave them out, or write {options.file.with_suffix('.onnx')}")
 
 
-def _part(trained: "TrainedNetwork", backbone: bool) -> "TrainedNetwork":
-    """The whole, or of a detector its backbone."""
+def _select(trained: "TrainedNetwork", backbone: bool) -> "TrainedNetwork":
+    """Return the network, or the backbone of a detector."""
     if backbone and not trained.detects:
-        raise UserError(f"{trained.path} is a run of {trained.settings.recipe}, which is no detector: leave --backbone out")
+        raise UserError(f"{trained.path} is a run of {trained.settings.recipe}, which is not a detector: leave out --backbone")
     if backbone or not trained.detects:
         return trained.backbone() if backbone else trained
     raise UserError(
-        f"{trained.path} is a run of {trained.settings.recipe}. The course of a detector depends on what it finds, and "
-        "torch.export cannot follow torchvision's through the suppression of overlapping boxes. What can be written is the "
-        f"ResNet with its feature pyramid, which has {len(trained.backbone().sites)} of its {len(trained.sites)} activations: "
-        "add --backbone. The whole runs in PyTorch: "
+        f"{trained.path} is a run of {trained.settings.recipe}, a detector. torch.export cannot trace torchvision's detectors "
+        "past the suppression of overlapping boxes, because control flow depends on the detections. Add --backbone to export "
+        f"the ResNet with its feature pyramid, which has {len(trained.backbone().sites)} of the {len(trained.sites)} "
+        "activations. The complete detector runs in PyTorch: "
         f"pwlu.lab.inference.trained_network.load(Path({str(trained.path)!r})).network"
     )
 
 
-def _simplified(trained: "TrainedNetwork", tolerance: float) -> str:
+def _simplify(trained: "TrainedNetwork", tolerance: float) -> str:
     if not units_of(trained.network):
-        raise UserError(f"{trained.path} is a run of {trained.settings.activation}, without PWLUs: leave --simplify out")
+        raise UserError(f"{trained.path} is a run of {trained.settings.activation}, without PWLUs: leave out --simplify")
     try:
         return str(simplify_(trained.network, tolerance))
     except ValueError as error:
@@ -137,7 +141,7 @@ def _simplified(trained: "TrainedNetwork", tolerance: float) -> str:
 
 
 def _metadata(trained: "TrainedNetwork", expected: "Preprocessing") -> dict[str, str]:
-    """For the file: what a program needs to know of it."""
+    """Return the metadata that a program needs to use the file."""
     settings, folder = trained.settings, RunFolder(trained.path)
     known = {name: json.dumps(values) for name in ("mean", "std") if (values := getattr(expected, name))}
     if expected.names:
@@ -156,6 +160,6 @@ def _metadata(trained: "TrainedNetwork", expected: "Preprocessing") -> dict[str,
 
 def _output(trained: "TrainedNetwork", expected: "Preprocessing") -> str:
     if trained.detects:
-        return f"the output is the maps of the pyramid, for a detector of {trained.classes} classes"
+        return f"output: the maps of the feature pyramid, for a detector of {trained.classes} classes"
     names = f": {', '.join(expected.names[:10])}{', ...' if len(expected.names) > 10 else ''}" if expected.names else ""
-    return f"the output is batch x {trained.classes}, a score for each class before softmax{names}"
+    return f"output: batch x {trained.classes}, one score per class before softmax{names}"

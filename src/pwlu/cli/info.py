@@ -1,4 +1,4 @@
-"""``pwlu info``: what is installed here and which code serves which device."""
+"""``pwlu info``: show versions, devices, and which kernel each device uses."""
 
 import argparse
 import os
@@ -11,11 +11,15 @@ from pwlu.version import __version__
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None beyond --help."""
+    """Add the help text. There are no options."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
-        "Environment: PWLU_CPU_KERNEL=avx512|avx2|portable|reference and PWLU_CUDA_KERNEL=cuda|reference choose the code by "
-        "name (an error if it cannot run); PWLU_EAGER=compiled|python does so for what calls them in eager mode; PWLU_CACHE is "
-        "the folder for what is built on first use; CC and CXX are the compilers."
+        "environment variables:\n"
+        "  PWLU_CPU_KERNEL=avx512|avx2|portable|reference  use this kernel on CPUs; an error if it cannot run\n"
+        "  PWLU_CUDA_KERNEL=cuda|reference                 use this kernel on GPUs; an error if it cannot run\n"
+        "  PWLU_EAGER=compiled|python                      call kernels in eager mode from C++ or from Python\n"
+        "  PWLU_CACHE=DIR                                  store compiled libraries in this folder\n"
+        "  CC, CXX                                         use these compilers"
     )
 
 
@@ -29,7 +33,7 @@ def run(_options: argparse.Namespace) -> int:
         ("CPU", _cpu()),
         ("eager mode", eager.state()),
         *((f"cuda:{i}", _cuda(i)) for i in range(torch.cuda.device_count())),
-        *((name, "plain torch (pwlu.reference): pwlu has no kernel for this device") for name in _others()),
+        *((name, "plain torch (pwlu.reference): pwlu has no kernel for this device") for name in _other_devices()),
     ]
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
@@ -44,7 +48,7 @@ def _cpu() -> str:
         return f"none: {error}"
     if kernel is not None:
         return f"C kernel, variant {kernel.variant} ({why}): {kernel.path.name}"
-    remedy = "unset PWLU_CPU_KERNEL" if "PWLU_CPU_KERNEL" in os.environ else "install a C compiler (gcc or clang) or mend CC"
+    remedy = "unset PWLU_CPU_KERNEL" if "PWLU_CPU_KERNEL" in os.environ else "install a C compiler (gcc or clang) or correct CC"
     return f"plain torch (pwlu.reference), many times slower ({why}); for the fast kernel {remedy}, then start again"
 
 
@@ -56,9 +60,9 @@ def _cuda(index: int) -> str:
         return f"{name}, none: {error}"
     if kernel is None:
         return f"{name}, plain torch (pwlu.reference), many times slower: {why}"
-    return f"{name}, CUDA kernels for {kernel.processor.architecture} ({why}, kept in {build.cache_folder() / 'cuda'})"
+    return f"{name}, CUDA kernels for {kernel.processor.architecture} ({why}, cached in {build.cache_folder() / 'cuda'})"
 
 
-def _others() -> list[str]:
+def _other_devices() -> list[str]:
     found = ["mps"] if torch.backends.mps.is_available() else []
     return [*found, "xpu"] if hasattr(torch, "xpu") and torch.xpu.is_available() else found

@@ -1,4 +1,4 @@
-"""``pwlu report``: a run as one page of HTML."""
+"""``pwlu report``: write a run as one HTML page."""
 
 import argparse
 import sys
@@ -11,31 +11,40 @@ NAME = "report.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The run, and where the page goes."""
+    """Add the runs and the path of the page."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "Write the report of a run: result, curves, alignment, shapes, and all learned functions, in one HTML file that needs\n"
-        "neither a network nor the data set. Works for unfinished runs too, and for what pwlu compare keeps under results/."
+        "Write the report of a run as one HTML file: result, curves, alignment, shapes, and all learned functions. The page\n"
+        "works offline and does not need the data set. Unfinished runs and the folders under results/ work too."
     )
     parser.epilog = (
         "examples:\n"
         "  pwlu report runs/digits-pwlu-seed0                 writes runs/digits-pwlu-seed0/report.html\n"
         "  pwlu report results/digits/pwlu-seed0 -o page.html\n"
-        "  pwlu report runs/digits-pwlu-seed* --baseline runs/digits-relu-seed*    what the functions are worth"
+        "  pwlu report runs/digits-pwlu-seed* --baseline runs/digits-relu-seed*    compare with ReLU"
     )
     parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="folders of runs; of the first all is shown, the others beside it"
+        "runs", type=Path, nargs="+", metavar="RUN", help="show the first run in full, and compare the others with it"
     )
     parser.add_argument(
-        "--baseline", type=Path, nargs="+", default=[], metavar="RUN", help="the same with ReLU, say, in one or several seeds"
+        "--baseline",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="compare with these runs of another activation, such as ReLU, one or several seeds (default: no comparison)",
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help=f"the page; replaced if it exists (default: {NAME} in the first RUN)"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"write the page to this file, replacing it if it exists (default: {NAME} in the first RUN)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page, and say what it cannot show."""
+    """Write the page, and print what it cannot show."""
     from pwlu.report.page import page
     from pwlu.report.run_data import read_run_data
     from pwlu.report.side_by_side import compared
@@ -57,5 +66,5 @@ def run(options: argparse.Namespace) -> int:
         print(beside.verdict())
     print(f"{output}: {len(content) / 1e6:.2f} MB. Open it in a browser")
     if beside is None and runs[0].functions:
-        print("what the functions are worth is seen beside the same training with --act relu: add --baseline RUN")
+        print("To see the gain over ReLU, train the same recipe with --act relu and add --baseline RUN")
     return 0

@@ -1,4 +1,4 @@
-"""``pwlu train``: train an architecture on a data set with a chosen activation."""
+"""``pwlu train``: train a network on a data set with a chosen activation."""
 
 import argparse
 import dataclasses
@@ -17,41 +17,48 @@ RUNS = Path("runs")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The recipe, and a flag for each setting."""
+    """Add the recipe and a flag for each setting."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "Train an architecture on a data set with a chosen activation; activations are put in by pwlu.convert_ and\n"
-        "PWLUs learn in the two phases of the paper. Without arguments: handwritten digits, a minute on a CPU.\n\n"
+        "Train a network on a data set with a chosen activation. pwlu.convert_ replaces the activations of the network, and\n"
+        "PWLUs learn in the two phases of the paper. Without arguments, train on handwritten digits: a minute on a CPU.\n\n"
         "recipes: " + textwrap.fill(", ".join(RECIPES), 110, subsequent_indent=" " * 9, break_on_hyphens=False)
     )
     parser.epilog = (
         "examples:\n"
         "  pwlu train                                        handwritten digits, built in\n"
         "  pwlu train cifar100/resnet18 --data DIR --act relu\n"
-        "  pwlu train --resume runs/digits-pwlu-seed0        go on with a run that was stopped\n"
+        "  pwlu train --resume runs/digits-pwlu-seed0        continue an interrupted run\n"
         "  torchrun --nproc-per-node 8 -m pwlu train imagenet/resnet18 --data DIR --precision bf16"
     )
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="one of those above (default: digits)")
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder, with its own settings")
-    parser.add_argument("--again", action="store_true", help="train in a new folder, although a run has the same settings")
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="train this recipe (default: digits)")
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="continue the run in this folder with its settings (default: start a new run)",
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="train again in a new folder if a run with the same settings exists (default: off)"
+    )
     add_settings(parser)
     add_runs(parser)
 
 
 def add_settings(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = ()) -> None:
-    """A flag for each setting but those left out."""
-    what = parser.add_argument_group("what is trained")
+    """Add a flag for each setting that is not in `leave_out`."""
+    training = parser.add_argument_group("training")
     units = parser.add_argument_group("PWLUs")
-    where = parser.add_argument_group("where and how fast")
+    machine = parser.add_argument_group("data, hardware and output")
     for field in dataclasses.fields(Settings):
         if "help" not in field.metadata or field.name in leave_out:
             continue
-        group = where if field.metadata["machine"] else units if field.metadata["unit"] else what
+        group = machine if field.metadata["machine"] else units if field.metadata["unit"] else training
         options: dict[str, Any] = {k: v for k, v in field.metadata["options"].items() if k != "flag"}
         text = field.metadata["help"]
         if "default" not in text:
-            default = "as the recipe says" if field.default is None else field.default
-            text += f" (default: {default})" if default not in (0.0, False) else ""
+            default = "set by the recipe" if field.default is None else "off" if field.default is False else field.default
+            text += f" (default: {default})"
         if field.type is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
@@ -62,18 +69,18 @@ def add_settings(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = (
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
-    """Where run folders lie."""
-    parser.add_argument("--runs", type=Path, default=RUNS, metavar="DIR", help=f"where run folders are made (default: {RUNS})")
+    """Add the folder of runs."""
+    parser.add_argument("--runs", type=Path, default=RUNS, metavar="DIR", help=f"create run folders in DIR (default: {RUNS})")
 
 
-def given(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings that were written on the command line."""
+def changed_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that the command line gives."""
     names = {field.name for field in dataclasses.fields(Settings)} - {"recipe"}
     return {name: value for name, value in vars(options).items() if name in names and value is not None}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train, and say what came out."""
+    """Train, and print the result."""
     try:
         return _run(options)
     except UserError as error:
@@ -83,39 +90,39 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        from pwlu.lab.training.loop import begin, train
+        from pwlu.lab.training.loop import create_run, train
     except ImportError as error:
         raise UserError(f"training needs more packages ({error}): {install('train')}") from None
     from pwlu.lab.runs.divergence import STATUS
     from pwlu.lab.runs.results import read_run
     from pwlu.lab.training.summary import headline
 
-    changes = given(options)
-    asked = settings(options.recipe or "digits", **changes) if options.resume is None else _resumed(options, changes)
-    with joined(asked.device) as processes:
-        path = begin(options.runs, asked, processes, options.again) if options.resume is None else options.resume
+    changes = changed_settings(options)
+    chosen = settings(options.recipe or "digits", **changes) if options.resume is None else _resumed(options, changes)
+    with joined(chosen.device) as processes:
+        path = create_run(options.runs, chosen, processes, options.again) if options.resume is None else options.resume
         if RunFolder(path).finished:
             result = read_run(path).result
             assert result is not None
             if processes.is_main:
-                print(f"{path} is finished: {headline(result, asked.as_dict())}")
+                print(f"{path} is finished: {headline(result, chosen.as_dict())}")
             return STATUS if result["diverged"] else 0
         try:
-            result = train(asked, path, processes)
+            result = train(chosen, path, processes)
         except KeyboardInterrupt:
             if processes.is_main:
-                print(f"\nstopped. To go on: pwlu train --resume {path}", file=sys.stderr)
+                print(f"\nstopped. To continue: pwlu train --resume {path}", file=sys.stderr)
             return 130
         if processes.is_main:
-            print(headline(result, asked.as_dict()))
-            picture = path / "functions.png"
-            drawn = picture.exists() and not result["diverged"]
-            print(f"run folder: {path}" + (f", the learned functions are drawn in {picture}" if drawn else ""))
+            print(headline(result, chosen.as_dict()))
+            figure = path / "functions.png"
+            drawn = figure.exists() and not result["diverged"]
+            print(f"run folder: {path}" + (f", figure of the learned functions: {figure}" if drawn else ""))
     return STATUS if result["diverged"] else 0
 
 
 def _resumed(options: argparse.Namespace, changes: dict[str, Any]) -> Settings:
-    """The settings of the run; only where and how fast it goes on may be changed."""
+    """Return the settings of the run to resume. Only machine settings may change."""
     fixed = [
         flag(field.name) for field in dataclasses.fields(Settings) if field.name in changes and not field.metadata["machine"]
     ]
@@ -123,7 +130,5 @@ def _resumed(options: argparse.Namespace, changes: dict[str, Any]) -> Settings:
         fixed.append("--runs")
     if options.recipe or fixed:
         written = ", ".join(([options.recipe] if options.recipe else []) + fixed)
-        raise UserError(
-            f"--resume goes on with the settings of that run: leave {written} out, or start a new run without --resume"
-        )
+        raise UserError(f"--resume uses the settings of that run: leave out {written}, or start a new run without --resume")
     return RunFolder(options.resume).settings().replace(**changes)

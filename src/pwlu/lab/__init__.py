@@ -1,1 +1,1 @@
-"""Experiments as the paper makes them, from recipe to result: what ``pwlu train``, ``compare`` and ``bench`` run."""
+"""Reproducible experiments, from recipe to result: the code behind ``pwlu train``, ``compare`` and ``bench``."""

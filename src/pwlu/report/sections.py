@@ -144,7 +144,7 @@ def _settings(run: RunData) -> str:
     except (TypeError, UserError):  # of another version
         changed = {}
     if changed:
-        named = ", ".join(f"{_words(name)} {experiment.short(value)}" for name, value in changed.items())
+        named = ", ".join(f"{_words(name)} {experiment.format_value(value)}" for name, value in changed.items())
         sentences.append(f"Other than the recipe has it: {named}.")
     return " ".join(sentences)
 

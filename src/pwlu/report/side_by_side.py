@@ -175,7 +175,7 @@ def _name(run: RunData, shared: set[str]) -> str:
     except (TypeError, UserError):
         return str(run.path)
     changes = {name: value for name, value in experiment.differences(settings).items() if name not in shared}
-    words = [f"{name.replace('_', ' ')} {experiment.short(value)}" for name, value in changes.items()]
+    words = [f"{name.replace('_', ' ')} {experiment.format_value(value)}" for name, value in changes.items()]
     return ", ".join([presets.TITLES.get(settings.activation, settings.activation), *words])
 
 

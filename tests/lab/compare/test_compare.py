@@ -79,8 +79,8 @@ def test_every_setting_travels():
     train.add_arguments(parser)
     for asked in (settings, usual):
         options = parser.parse_args([asked.recipe, *comparison.flags(asked)])
-        assert catalog.settings(options.recipe, **train.given(options)) == asked
-    machine = comparison.flags(settings, of_the_machine=True)
+        assert catalog.settings(options.recipe, **train.changed_settings(options)) == asked
+    machine = comparison.flags(settings, machine_only=True)
     assert machine == [
         "--accumulate=2",
         "--compile",
@@ -94,11 +94,11 @@ def test_every_setting_travels():
         "--snapshots=7",
         "--tensorboard",
     ]
-    assert comparison.flags(usual, of_the_machine=True) == []
+    assert comparison.flags(usual, machine_only=True) == []
 
 
 def test_what_is_wanted():
-    asked = comparison.wanted([compared("digits", "bounds", {}), compared("digits", "intervals", {})], seeds=2)
+    asked = comparison.required_runs([compared("digits", "bounds", {}), compared("digits", "intervals", {})], seeds=2)
     names = [comparison.title(settings) for settings in asked]
     assert len(names) == len(set(names)) == 2 * (9 + 6 - 2)  # ReLU and PWLU with 16 intervals are in both
     assert names[0] == "digits relu, seed 0"
@@ -180,7 +180,7 @@ def test_what_is_wrong_for_two_is_wrong_for_all(here, acted, capsys, monkeypatch
     monkeypatch.setattr(subprocesses, "_TRAIN", "print('no data at data/'); raise SystemExit(2)")
     assert main([*ARGUMENTS, "--seeds", "4", "--jobs", str(jobs)]) == 2
     printed = capsys.readouterr()
-    assert "pwlu compare: two runs ended alike, and no other was begun:\nno data at data/\n" in printed.err
+    assert "pwlu compare: two runs failed with the same output, so no other run was started:\nno data at data/\n" in printed.err
     assert 2 <= len(list((here / "runs" / "logs").iterdir())) <= 1 + jobs  # of two at a time, one may end before the other
 
 
@@ -205,7 +205,7 @@ def test_a_child_that_leaves_no_result_failed(here, acted, capsys, monkeypatch):
 
 def test_a_run_that_another_process_is_at(here, acted, capsys, monkeypatch):
     staged(here, relu0=90.0, pwlu0=91.0)
-    monkeypatch.setattr(subprocesses, "_PATIENCE", 0.2)
+    monkeypatch.setattr(subprocesses, "_TIMEOUT", 0.2)
     with subprocesses.open_log(here / "runs" / "logs" / "digits-pwlu-seed0.txt"):
         assert main([*ARGUMENTS, "--seeds", "1"]) == 1
     printed = capsys.readouterr()
@@ -276,15 +276,15 @@ def test_half_written_runs_are_skipped_by_name(here, acted, capsys):
         ([], "name a recipe, for example: pwlu compare digits"),
         (["digitz"], "there is no recipe 'digitz'. Did you mean digits, "),
         (["digits", "--acts", "relu,gleu"], "there is no activation 'gleu'. Did you mean gelu?"),
-        (["digits", "--acts", ""], "which activations?"),
+        (["digits", "--acts", ""], "expected names of activations separated by commas, not ''. Write --acts relu,"),
         (["digits", "--preset", "interval"], "no preset 'interval'. Did you mean intervals?"),
         (["digits", "--seeds", "0"], "--seeds must be at least 1, not 0"),
         (["digits", "--jobs", "-1"], "--jobs must be at least 1, not -1"),
         (["digits", "--epochs", "0"], "--epochs must be at least 1, not 0"),
-        (["digits", "--preset", "bounds", "--fix-init", "3"], "--fix-init is what the comparison 'bounds' varies"),
-        (["digits", "--check"], "--check is about a page: write --document FILE --check"),
-        (["digits", "--document", "page.md"], "leave recipes, --acts, --preset and settings out"),
-        (["--document", "page.md", "--epochs", "3"], "leave recipes, --acts, --preset and settings out"),
+        (["digits", "--preset", "bounds", "--fix-init", "3"], "the comparison 'bounds' varies --fix-init: leave it out"),
+        (["digits", "--check"], "--check needs a page: write --document FILE --check"),
+        (["digits", "--document", "page.md"], "leave out recipes, --acts, --preset and settings"),
+        (["--document", "page.md", "--epochs", "3"], "leave out recipes, --acts, --preset and settings"),
         (["digits", "--runs", "file"], "Not a directory: 'file/logs'"),
     ],
 )
@@ -321,7 +321,7 @@ def test_stopped_by_hand(here, capsys, monkeypatch):
 
     monkeypatch.setattr(comparison, "complete_runs", stopped)
     assert main(ARGUMENTS) == 130
-    assert "stopped. What is finished is kept: the same command goes on" in capsys.readouterr().err
+    assert "stopped. Finished runs are kept: run the same command to continue" in capsys.readouterr().err
 
 
 # A file of the package without what the package imports: torch takes seconds.
@@ -347,8 +347,8 @@ from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell or nohup may have switched these off
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 subprocesses._TRAIN = {CHILD!r}
-with subprocesses.ended_by_signals():
-    list(subprocesses.side_by_side("ab", 2, lambda task: subprocesses.Child([], subprocesses.open_log(Path(task)), {{}})))
+with subprocesses.exit_on_signals():
+    list(subprocesses.run_concurrently("ab", 2, lambda task: subprocesses.Child([], subprocesses.open_log(Path(task)), {{}})))
 """
 
 
@@ -372,7 +372,7 @@ def test_children_end_with_the_work(here, monkeypatch, deaf):
     """One that does not listen to SIGTERM is killed in the end."""
     ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" if deaf else ""
     monkeypatch.setattr(subprocesses, "_TRAIN", ignore + "import time; print('here', flush=True); time.sleep(1000)")
-    monkeypatch.setattr(subprocesses, "_PATIENCE", 0.2 if deaf else 60)
+    monkeypatch.setattr(subprocesses, "_TIMEOUT", 0.2 if deaf else 60)
     begun = []
 
     def start(task):
@@ -383,7 +383,7 @@ def test_children_end_with_the_work(here, monkeypatch, deaf):
         return begun[0]
 
     with pytest.raises(KeyboardInterrupt):
-        list(subprocesses.side_by_side(["go", "stop"], 2, start))
+        list(subprocesses.run_concurrently(["go", "stop"], 2, start))
     assert begun[0].process.returncode == (-signal.SIGKILL if deaf else -signal.SIGTERM)
 
 
@@ -391,7 +391,7 @@ def test_children_end_with_the_work(here, monkeypatch, deaf):
 def test_signals_that_are_ignored_stay_so():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with subprocesses.ended_by_signals():
+        with subprocesses.exit_on_signals():
             os.kill(os.getpid(), signal.SIGHUP)
             with pytest.raises(SystemExit, match="143"):
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -78,7 +78,7 @@ def test_in_a_page(tried, capsys):
     [
         (":", "line 1: expected <!-- runs: RECIPE ... [setting=value ...] -->, not <!-- runs: -->"),
         (": digitz", "line 1: there is no recipe 'digitz'. Did you mean digits, "),
-        (": digits epoch=3", "line 1: 'epoch=3' changes no setting. Did you mean epochs=...?"),
+        (": digits epoch=3", "line 1: 'epoch=3' does not name a setting. Did you mean epochs=...?"),
     ],
 )
 def test_pages_that_ask_for_what_there_is_not(tmp_path, capsys, words, text):

@@ -165,7 +165,7 @@ def test_workers(tmp_path):
     broken = tmp_path / "train" / "cat" / "1.png"
     broken.write_bytes(broken.read_bytes()[:200])
     for task in (alone, by_workers):
-        with pytest.raises(UserError, match=rf"^the image {broken} cannot be read: [^\n]*go on with --resume$"):
+        with pytest.raises(UserError, match=rf"^the image {broken} cannot be read: [^\n]*continue with --resume$"):
             list(task.epoch(2))
     by_workers.data.train.loader._iterator._shutdown_workers()  # left to the garbage collector, it takes torch 5 s a worker
 
@@ -175,8 +175,8 @@ def test_as_many_workers_as_cores(tmp_path, monkeypatch):
     assert task.data.train.workers == task.settings.readers
     for cores, workers in ((3, 3), (64, 8), (None, 1)):  # None: it is not known
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
-        assert task.settings.readers == workers
-        assert task.settings.replace(workers=0).readers == 0
+        assert task.settings.worker_count == workers
+        assert task.settings.replace(workers=0).worker_count == 0
 
 
 def test_unreadable_image(tmp_path, capsys):
@@ -212,16 +212,19 @@ def test_missing_folders(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--augmentation", "autoaugment"], "--augmentation autoaugment is for image files: use crop+flip"),
-        (["--pixels", 16], "the images of digits have 8 pixels; leave --pixels out"),
-        (["--holdout", 898], "--holdout 898 leaves nothing to train on: the training set has 898 images"),
-        (["--batch", 899], "a batch of 899 is more than all 898 training images: write a smaller --batch"),
-        (["--holdout", 890], "a batch of 64 is more than all 8 training images: write a smaller --batch"),
-        (["--batch", 64, "--accumulate", 3], "a batch of 64 cannot be shared by 1 processes in 3 parts each. Write --batch 63"),
-        (["--batch", 1], "a batch of 1 leaves 1 image for each of 1 parts, too few for batch norm: write --batch 2 or more"),
+        (["--augmentation", "autoaugment"], "--augmentation autoaugment is for image files: write crop+flip"),
+        (["--pixels", 16], "the images of digits always have 8 pixels: leave out --pixels"),
+        (["--holdout", 898], "--holdout 898 must be less than the number of training images, 898"),
+        (["--batch", 899], "--batch 899 must be at most the number of training images, 898"),
+        (["--holdout", 890], "--batch 64 must be at most the number of training images, 8"),
+        (
+            ["--batch", 64, "--accumulate", 3],
+            "--batch 64 must be divisible by processes x --accumulate, 1 x 3. Write --batch 63",
+        ),
+        (["--batch", 1], "--batch 1 gives each of 1 micro-batches 1 image, but batch norm needs at least 2: write --batch 2"),
         (
             ["--batch", 4, "--accumulate", 4],
-            "leaves 1 image for each of 4 parts, too few for batch norm: write --batch 8 or more",
+            "gives each of 4 micro-batches 1 image, but batch norm needs at least 2: write --batch 8 or more",
         ),
     ],
 )

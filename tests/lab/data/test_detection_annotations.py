@@ -148,9 +148,9 @@ def test_what_cannot_be_used_is_left_out_and_counted(tmp_path):
     assert {why: int(counts.sum()) for why, counts in part.left_out.items()} == expected
     assert part.first.tolist() == [0, 1, 1, 2, 4]
     assert part.crowd.tolist() == [False, True, False, True]
-    assert part.trained_on().tolist() == [0, 3]
+    assert part.training_images().tolist() == [0, 3]
     assert str(part).startswith("4 images (2 without objects), 2 objects, 2 crowds, left out: 1 object without an image in the")
-    assert f"left out: {expected[coco.NO_AREA]} objects without a box of some area in the image" in str(part)
+    assert f"left out: {expected[coco.NO_AREA]} objects without a box of positive area in the image" in str(part)
     of_boxes = read_part(tmp_path, with_masks=False)
     assert not of_boxes.left_out[coco.NO_MASK].any()
     assert len(of_boxes.boxes) == len(part.boxes) + expected[coco.NO_MASK]
@@ -174,7 +174,7 @@ def test_annotations_without_images(tmp_path):
     (tmp_path / "images" / "200.png").unlink()
     (tmp_path / "images").rmdir()
     for name, part in zip(("train", "val"), expected, strict=True):
-        assert torch.equal(coco.annotated(tmp_path, name, with_masks=True).boxes, part.boxes)
+        assert torch.equal(coco.load_annotations(tmp_path, name, with_masks=True).boxes, part.boxes)
 
 
 def rows(numbers):
@@ -193,7 +193,7 @@ def test_data_that_is_not_there(tmp_path):
     with pytest.raises(UserError, match=r"2 files: instances_train\.json, instances_train2017\.json"):
         coco.load(tmp_path, True)
     copy.unlink()
-    there = r"the images of the train annotations are not there: expected 1\.png and the others in .*/train or .*/images"
+    there = r"the images of the train annotations are missing: expected 1\.png and the others in .*/train or .*/images"
     (tmp_path / "images").rename(tmp_path / "pictures")
     with pytest.raises(UserError, match=there):
         coco.load(tmp_path, True)
@@ -205,12 +205,12 @@ def test_data_that_is_not_there(tmp_path):
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("{", "does not hold annotations as COCO writes them: JSONDecodeError"),
-        ("{}", "does not hold annotations as COCO writes them: KeyError\\('categories'\\)"),
+        ("{", "does not contain annotations in COCO's format: JSONDecodeError"),
+        ("{}", "does not contain annotations in COCO's format: KeyError\\('categories'\\)"),
         ('{"categories": [], "images": [{"id": 1}], "annotations": []}', "KeyError\\('file_name'\\)"),
         (
             '{"categories": [], "images": [], "annotations": [{}]}',
-            "image_id must be a whole number of 64 bits, not None, in {}",
+            "image_id must be a 64-bit integer, not None, in {}",
         ),
     ],
 )
@@ -231,22 +231,22 @@ def test_files_that_are_not_annotations(tmp_path, content, text):
         ),
         ("images", {"width": 2**40}, "height and width must be from 1 to 1,048,576, not 64 and 1099511627776, in {'id': 1, "),
         ("images", {"width": -5}, "height and width must be from 1 to 1,048,576, not 64 and -5, in {'id': 1, "),
-        ("images", {"height": None}, "height must be a whole number of 64 bits, not None, in {'id': 1, "),
-        ("images", {"height": 64.5}, r"height must be a whole number of 64 bits, not 64\.5, in {'id': 1, "),
-        ("images", {"id": "one"}, "id must be a whole number of 64 bits, not 'one', in {'id': 'one', 'file_name': "),
-        ("images", {"id": 2**63}, "id must be a whole number of 64 bits, not 9223372036854775808, in "),
-        ("images", {"id": 2}, "two of its images have the number 2$"),
-        ("annotations", {"category_id": [3]}, r"category_id must be a whole number of 64 bits, not \[3\], in {'id': 1, "),
-        ("annotations", {"category_id": math.inf}, "category_id must be a whole number of 64 bits, not inf, in {'id': 1, "),
-        ("annotations", {"image_id": None}, "image_id must be a whole number of 64 bits, not None, in {'id': 1, "),
-        ("annotations", {"iscrowd": "no"}, "iscrowd must be a whole number of 64 bits, not 'no', in {'id': 1, "),
-        ("categories", {"id": 3}, "two of its categories have the number 3$"),
+        ("images", {"height": None}, "height must be a 64-bit integer, not None, in {'id': 1, "),
+        ("images", {"height": 64.5}, r"height must be a 64-bit integer, not 64\.5, in {'id': 1, "),
+        ("images", {"id": "one"}, "id must be a 64-bit integer, not 'one', in {'id': 'one', 'file_name': "),
+        ("images", {"id": 2**63}, "id must be a 64-bit integer, not 9223372036854775808, in "),
+        ("images", {"id": 2}, "two of its images have the id 2$"),
+        ("annotations", {"category_id": [3]}, r"category_id must be a 64-bit integer, not \[3\], in {'id': 1, "),
+        ("annotations", {"category_id": math.inf}, "category_id must be a 64-bit integer, not inf, in {'id': 1, "),
+        ("annotations", {"image_id": None}, "image_id must be a 64-bit integer, not None, in {'id': 1, "),
+        ("annotations", {"iscrowd": "no"}, "iscrowd must be a 64-bit integer, not 'no', in {'id': 1, "),
+        ("categories", {"id": 3}, "two of its categories have the id 3$"),
     ],
 )
 def test_numbers_that_are_none(tmp_path, what, changes, text):
     write_part(tmp_path, "train", {1: WIDE, 2: WIDE}, [square(1, 1, 2, 20)])
     rewrite(tmp_path, "train", lambda content: content[what][0].update(changes))
-    with pytest.raises(UserError, match=f"instances_train.json does not hold annotations as COCO writes them: {text}"):
+    with pytest.raises(UserError, match=f"instances_train.json does not contain annotations in COCO's format: {text}"):
         read_part(tmp_path)
 
 
@@ -256,5 +256,5 @@ def test_parts_that_do_not_fit(tmp_path):
     with pytest.raises(UserError, match=r"have different categories: \(9, 'blue'\) in one of them only"):
         coco.load(tmp_path, True)
     write_part(tmp_path, "val", {1: WIDE}, [square(1, 1, 2, 20, iscrowd=1)])
-    with pytest.raises(UserError, match=r"the val annotations under .* have no object that could be used: 1 image "):
+    with pytest.raises(UserError, match=r"the val annotations under .* have no usable object: 1 image "):
         coco.load(tmp_path, True)

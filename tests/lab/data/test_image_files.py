@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from pwlu.lab.data import image_folder
-from pwlu.lab.data.image_file import Unreadable, read_image
+from pwlu.lab.data.image_file import UnreadableImage, read_image
 from pwlu.lab.recipes.settings import UserError
 
 GREY = np.arange(0, 256, dtype=np.uint8).reshape(8, 32)
@@ -53,7 +53,7 @@ def test_grey_of_16_bits_in_32(path):
 @pytest.mark.parametrize("dtype", [np.int32, np.float32])
 def test_numbers_of_unknown_range(path, dtype):
     Image.fromarray(GREY.astype(dtype)).save(path, "TIFF")
-    with pytest.raises(Unreadable, match="its numbers have 32 bits, and no known range: save it with 8 or 16 bits"):
+    with pytest.raises(UnreadableImage, match="its values have 32 bits and an unknown range: save it with 8 or 16 bits"):
         read_image(path)
 
 
@@ -62,7 +62,7 @@ def test_numbers_of_unknown_range(path, dtype):
 def test_half_an_image(path, kind, dtype):
     Image.fromarray(GREY.astype(dtype)).save(path, kind)
     path.write_bytes(path.read_bytes()[:-150])
-    with pytest.raises(Unreadable):
+    with pytest.raises(UnreadableImage):
         read_image(path)
 
 
@@ -72,17 +72,17 @@ def test_an_image_at_a_fraction_of_a_byte(path):
     content = path.read_bytes()
     place = content.index(struct.pack("<H", 273), struct.unpack("<I", content[4:8])[0])
     path.write_bytes(content[: place + 2] + struct.pack("<H", 11) + content[place + 4 :])
-    with pytest.raises(Unreadable, match="cannot be interpreted as an integer"):
+    with pytest.raises(UnreadableImage, match="cannot be interpreted as an integer"):
         read_image(path)
 
 
 def test_no_image(path):
-    with pytest.raises(Unreadable, match="No such file"):
+    with pytest.raises(UnreadableImage, match="No such file"):
         read_image(path)
     path.write_text("no image")
-    with pytest.raises(Unreadable, match="cannot identify image file"):
+    with pytest.raises(UnreadableImage, match="cannot identify image file"):
         read_image(path)
-    with pytest.raises(Unreadable):
+    with pytest.raises(UnreadableImage):
         read_image(f"{path}\0")
 
 

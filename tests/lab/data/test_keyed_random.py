@@ -52,8 +52,8 @@ def test_draws_are_splitmix64():
         return state >> 1
 
     for keys in ((0,), (1, 2, 3), (2**40, -5), (123, 0, 0, 99)):
-        assert int(keyed_random.mixed(*keys)) == expected(*keys)
-    found = keyed_random.mixed(5, torch.tensor([[1], [2]]), torch.tensor([3, 4, 5]))
+        assert int(keyed_random.hash_keys(*keys)) == expected(*keys)
+    found = keyed_random.hash_keys(5, torch.tensor([[1], [2]]), torch.tensor([3, 4, 5]))
     assert found.tolist() == [[expected(5, a, b) for b in (3, 4, 5)] for a in (1, 2)]
 
 

@@ -168,5 +168,5 @@ def test_group_norm(network):
 
 def test_a_width_that_does_not_exist(data):
     task = task_of("imagenet/resnet50", width=0.5, batch=4, data=str(data["folder"]), workers=0)
-    with pytest.raises(UserError, match="--width is not for resnet50: leave it out, or take a resnet18"):
+    with pytest.raises(UserError, match="--width does not work for resnet50: leave it out, or choose a resnet18 recipe"):
         task.network()

@@ -46,7 +46,7 @@ def test_the_step_of_the_divergence(tmp_path, monkeypatch):
         return step(trainer, number, batches)
 
     monkeypatch.setattr(Trainer, "step", poisoned)
-    monkeypatch.setattr(loop, "STEPS_BETWEEN_QUESTIONS", 4)
+    monkeypatch.setattr(loop, "STEPS_BETWEEN_CLOCK_CHECKS", 4)
     monkeypatch.setattr(loop, "SECONDS_BETWEEN_CHECKPOINTS", -1)
     with pytest.raises(Stop):
         train(*SHORT, "--act", "relu", "--runs", tmp_path)

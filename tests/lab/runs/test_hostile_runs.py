@@ -81,7 +81,7 @@ def test_epochs_without_their_numbers(stopped, capsys):
     path = stopped / "metrics.jsonl"
     path.write_text("".join(json.dumps({"epoch": epoch, "step": 7 * epoch}) + "\n" for epoch in (1, 2, 3)))
     assert train("--resume", stopped) == 2
-    assert f"{path} is damaged: there is no result to make of it (KeyError" in capsys.readouterr().err
+    assert f"{path} is damaged: it does not give a result (KeyError" in capsys.readouterr().err
 
 
 # Tensors.

@@ -223,7 +223,9 @@ def test_the_same_command_twice(tmp_path, capsys):
     assert words in capsys.readouterr().err
     (path / "result.json").unlink()
     assert train(*command, "--workers", "1") == 2
-    words = f"{path} has the same settings and stands after 3 epochs: go on with pwlu train --resume {path}, or begin anew"
+    words = (
+        f"{path} has the same settings and stopped after 3 epochs: continue it with pwlu train --resume {path}, or train anew"
+    )
     assert words in capsys.readouterr().err
     assert [folder.name for folder in tmp_path.iterdir()] == [path.name]
     assert train(*command, "--seed", "1") == 0

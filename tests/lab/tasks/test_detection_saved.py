@@ -83,8 +83,8 @@ def test_masks_of_other_forms(three, tmp_path, capsys, mask):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"segmentation": None}, "there is no segmentation"),
-        ({"bbox": None}, "there is no bbox"),
+        ({"segmentation": None}, "segmentation is missing"),
+        ({"bbox": None}, "bbox is missing"),
         *(
             (
                 {"segmentation": mask},
@@ -100,13 +100,13 @@ def test_masks_of_other_forms(three, tmp_path, capsys, mask):
                 5,
             )
         ),
-        ({"score": None}, "there is no score"),
+        ({"score": None}, "score is missing"),
         ({"score": "high"}, "score must be 1 finite number, not ['high']"),
         ({"bbox": [0, 0, 1]}, "bbox must be 4 finite numbers, not [0, 0, 1]"),
         ({"bbox": [0, 0, 1, float("nan")]}, "bbox must be 4 finite numbers, not [0, 0, 1, nan]"),
         ({"bbox": 5}, "bbox must be 4 finite numbers, not 5"),
         ({"bbox": "0055"}, "bbox must be 4 finite numbers, not 0055"),
-        ({"image_id": "one"}, "image_id must be a whole number of 64 bits, not 'one', in {'image_id': 'one', "),
+        ({"image_id": "one"}, "image_id must be a 64-bit integer, not 'one', in {'image_id': 'one', "),
     ],
 )
 def test_a_damaged_detection_is_named(three, tmp_path, capsys, changes, text):
@@ -115,23 +115,23 @@ def test_a_damaged_detection_is_named(three, tmp_path, capsys, changes, text):
     path.write_text(json.dumps([good, good | changes, good]))
     status, printed = evaluated(capsys, path, "--data", tmp_path)
     assert status == 2
-    expected = f"pwlu evaluate: {path} does not hold detections in COCO's results format: in detection 2 of 3, {text}"
+    expected = f"pwlu evaluate: {path} does not contain detections in COCO's results format: in detection 2 of 3, {text}"
     assert printed.startswith(expected)
 
 
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("{", "does not hold detections in COCO's results format: "),
-        ("{}", "does not hold detections in COCO's results format: expected a list of detections"),
-        ("[5]", "does not hold detections in COCO's results format: expected a list of detections"),
+        ("{", "does not contain detections in COCO's results format: "),
+        ("{}", "does not contain detections in COCO's results format: expected a list of detections"),
+        ("[5]", "does not contain detections in COCO's results format: expected a list of detections"),
         (
             '[{"image_id": 101}]',
-            "does not hold detections in COCO's results format: in detection 1 of 1, there is no category_id",
+            "does not contain detections in COCO's results format: in detection 1 of 1, category_id is missing",
         ),
         (
             '[{"image_id": 7, "category_id": 3, "bbox": [0, 0, 1, 1], "score": 1}]',
-            "has a detection of category 3 in image 7, which the annotations do not have: is it of another data set?",
+            "has a detection of category 3 in image 7, which the annotations do not have. Write --data DIR with the data set",
         ),
     ],
 )
@@ -145,8 +145,8 @@ def test_what_is_no_detection(objects, tmp_path, capsys, content, text):
 
 
 def test_what_cannot_be_evaluated(objects, tmp_path, capsys):
-    assert "which data set is it? Write --data DIR" in evaluated(capsys, tmp_path / "x.json")[1]
-    assert "does not hold detections" in evaluated(capsys, tmp_path / "x.json", "--data", objects)[1]
+    assert "a file of detections needs its data set: write --data DIR" in evaluated(capsys, tmp_path / "x.json")[1]
+    assert "does not contain detections" in evaluated(capsys, tmp_path / "x.json", "--data", objects)[1]
     for most in (0, -3):
         assert f"--most must be at least 1, not {most}" in evaluated(capsys, tmp_path / "x.json", "--most", most)[1]
     assert f"{tmp_path} is not a run folder" in evaluated(capsys, tmp_path)[1]
@@ -155,7 +155,7 @@ def test_what_cannot_be_evaluated(objects, tmp_path, capsys):
     assert "has no detections.json: pwlu train writes it with --save-detections" in evaluated(capsys, tmp_path)[1]
     content = folder.json("config.json") | {"recipe": "digits"}
     folder.write_json("config.json", content)
-    assert "is a run of digits, which detects nothing" in evaluated(capsys, tmp_path)[1]
+    assert "is a run of digits, which is not a detector" in evaluated(capsys, tmp_path)[1]
 
 
 def test_detections_of_a_run(objects, tmp_path, capsys):

@@ -133,7 +133,7 @@ class Stop(Exception):
 
 def test_a_run_that_was_stopped_goes_on(objects, uninterrupted, tmp_path, monkeypatch):
     """In the middle of the second epoch: to the bit, though proposals are drawn by lot."""
-    monkeypatch.setattr(loop, "STEPS_BETWEEN_QUESTIONS", 1)
+    monkeypatch.setattr(loop, "STEPS_BETWEEN_CLOCK_CHECKS", 1)
     monkeypatch.setattr(loop, "SECONDS_BETWEEN_CHECKPOINTS", -1)
     step = Trainer.step
 
@@ -252,10 +252,10 @@ def test_every_detector_detects(name):
     [
         ({"augmentation": "crop+flip"}, r"--augmentation crop\+flip is for classification: write flip or none"),
         ({"label_smoothing": 0.1}, "--label-smoothing is for classification: leave it out"),
-        ({"pixels": 32}, "--pixels 32 leaves nothing of the coarser maps of a detector: write 64 or more"),
-        ({"batch": 9}, "a batch of 9 is more than all 8 training images: write a smaller --batch"),
-        ({"batch": 3, "accumulate": 2}, r"a batch of 3 cannot be shared by 1 processes in 2 parts each\. Write --batch 4"),
-        ({"holdout": 8}, "--holdout 8 leaves nothing to train on: the training set has 8 images"),
+        ({"pixels": 32}, "--pixels 32 is too small for the coarsest feature maps of a detector: write 64 or more"),
+        ({"batch": 9}, "--batch 9 must be at most the number of training images, 8"),
+        ({"batch": 3, "accumulate": 2}, r"--batch 3 must be divisible by processes x --accumulate, 1 x 2\. Write --batch 4"),
+        ({"holdout": 8}, "--holdout 8 must be less than the number of training images, 8"),
         ({"data": "nowhere"}, r"expected one file nowhere/annotations/instances_train\*\.json"),
     ],
 )
@@ -265,7 +265,7 @@ def test_mistakes(objects, changes, text):
 
 
 def test_mask_rcnn_is_not_compiled(objects):
-    with pytest.raises(UserError, match=r"--compile is of no use for Mask R-CNN: .* Leave it out"):
+    with pytest.raises(UserError, match=r"--compile does not work for Mask R-CNN: .* Leave it out"):
         task_of(MASK, objects, compile=True)
     task_of(RETINA, objects, compile=True)
 
@@ -280,7 +280,9 @@ def test_what_is_not_for_classification(tmp_path, capsys):
 
 
 def test_mistakes_of_length(objects):
-    with pytest.raises(UserError, match=r"Phase I of 4 steps \(--realign-epochs 2\) leaves nothing of 4 steps"):
+    with pytest.raises(
+        UserError, match=r"Phase I must be shorter than training: --realign-epochs 2 is 4 steps, training has 4\."
+    ):
         trainer_of(task_of(RETINA, objects, iterations=4, realign_epochs=2))
     with pytest.raises(UserError, match="--measure-every must be at least 1, not 0"):
         settings(RETINA, measure_every=0)
@@ -293,4 +295,4 @@ def test_without_the_package(monkeypatch, capsys, tmp_path):
     for name in ("data.coco", "tasks.detection", "tasks.coco_evaluation", "data.masks", "data.detection_images"):
         monkeypatch.delitem(sys.modules, f"pwlu.lab.{name}", raising=False)
     assert train(RETINA, "--runs", tmp_path) == 2
-    assert "detection needs one more package, COCO's tools: pip install '.[train,detection]'" in capsys.readouterr().err
+    assert "detection needs the package faster-coco-eval: pip install '.[train,detection]'" in capsys.readouterr().err

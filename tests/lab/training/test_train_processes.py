@@ -75,9 +75,11 @@ def test_batch_norm_is_over_all_gpus(monkeypatch, count, device, expected):
 
 
 def test_a_batch_that_cannot_be_shared():
-    with pytest.raises(UserError, match=r"a batch of 65 cannot be shared by 2 processes in 1 parts each\. Write --batch 64"):
+    with pytest.raises(UserError, match=r"--batch 65 must be divisible by processes x --accumulate, 2 x 1\. Write --batch 64"):
         task_of(batch=65, processes=part_of(0, 2))
-    with pytest.raises(UserError, match="leaves 1 image for each of 4 parts, too few for batch norm: write --batch 8 or more"):
+    with pytest.raises(
+        UserError, match="gives each of 4 micro-batches 1 image, but batch norm needs at least 2: write --batch 8 or more"
+    ):
         task_of(batch=4, accumulate=2, processes=part_of(0, 2))
 
 

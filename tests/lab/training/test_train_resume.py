@@ -69,7 +69,7 @@ def stop_before(monkeypatch):
 @pytest.mark.parametrize("stopped", [[1], [3, 6], [7, 8, 20]])
 def test_checkpoints_in_the_middle_of_an_epoch(tmp_path, monkeypatch, stop_before, uninterrupted, stopped):
     """The sums of the epoch go on too: its training loss and accuracy are those of the whole."""
-    monkeypatch.setattr(loop, "STEPS_BETWEEN_QUESTIONS", 1)
+    monkeypatch.setattr(loop, "STEPS_BETWEEN_CLOCK_CHECKS", 1)
     monkeypatch.setattr(loop, "SECONDS_BETWEEN_CHECKPOINTS", -1)
     command = [*SHORT, "--runs", tmp_path]
     for number in stopped:
@@ -109,7 +109,7 @@ def test_whether_norms_are_fused_is_decided_once(tmp_path, monkeypatch, stop_bef
 
 
 def test_no_checkpoint_before_it_is_time(tmp_path, monkeypatch, stop_before):
-    monkeypatch.setattr(loop, "STEPS_BETWEEN_QUESTIONS", 1)
+    monkeypatch.setattr(loop, "STEPS_BETWEEN_CLOCK_CHECKS", 1)
     stop_before(6)
     with pytest.raises(Stop):
         train(*SHORT, "--runs", tmp_path)
@@ -121,7 +121,7 @@ def test_interrupted_from_the_keyboard(tmp_path, stop_before, uninterrupted, cap
     stop_before(STEPS_AN_EPOCH + 1, KeyboardInterrupt)
     assert train(*SHORT, "--runs", tmp_path) == 130
     (path,) = tmp_path.iterdir()
-    assert f"stopped. To go on: pwlu train --resume {path}" in capsys.readouterr().err
+    assert f"stopped. To continue: pwlu train --resume {path}" in capsys.readouterr().err
     stop_before(None)
     assert train("--resume", path) == 0
     assert_same_run(RunFolder(path), uninterrupted)
@@ -132,7 +132,7 @@ def test_what_is_finished_is_not_done_again(uninterrupted, capsys):
     assert train("--resume", uninterrupted.path) == 0
     printed = capsys.readouterr().out
     assert f"{uninterrupted.path} is finished: accuracy " in printed
-    assert "epoch " not in printed.partition(" s an epoch")[0]
+    assert "epoch " not in printed.partition(" s per epoch")[0]
     assert files == {p: p.stat().st_mtime_ns for p in uninterrupted.path.rglob("*")}
 
 
@@ -201,15 +201,15 @@ def test_what_may_change_when_a_run_goes_on(tmp_path, stop_before, capsys):
     (path,) = tmp_path.iterdir()
     stop_before(None)
     for arguments, named in (
-        (["digits"], "leave digits out"),
-        (["--lr", 1], "leave --lr out"),
-        (["--act", "relu", "--epochs", 9], "leave --act, --epochs out"),
-        (["digits", "--ema", 0.9], "leave digits, --ema out"),
-        (["--runs", tmp_path], "leave --runs out"),
+        (["digits"], "leave out digits, or"),
+        (["--lr", 1], "leave out --lr, or"),
+        (["--act", "relu", "--epochs", 9], "leave out --act, --epochs, or"),
+        (["digits", "--ema", 0.9], "leave out digits, --ema, or"),
+        (["--runs", tmp_path], "leave out --runs, or"),
     ):
         assert train("--resume", path, *arguments) == 2
         text = capsys.readouterr().err
-        assert text.startswith("pwlu train: --resume goes on with the settings of that run: ")
+        assert text.startswith("pwlu train: --resume uses the settings of that run: ")
         assert named in text
     assert train("--resume", path, "--accumulate", 0) == 2
     assert "--accumulate must be at least 1, not 0" in capsys.readouterr().err

@@ -122,23 +122,23 @@ std::tuple<Tensor, Tensor> norm_act(const Tensor& x, const MaybeTensor& residual
 // A call is plain if only autograd and a kernel handle it: no mode, no transform, no tensor subclass, no forward-mode AD.
 
 using c10::DispatchKey;
-constexpr auto kOrdinary =
+constexpr auto kPlainKeys =
     c10::DispatchKeySet({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::ADInplaceOrView, DispatchKey::AutogradCPU,
                          DispatchKey::AutogradCUDA, DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA});
-constexpr auto kOrdinaryModes = kOrdinary | c10::DispatchKeySet(DispatchKey::BackendSelect);
+constexpr auto kPlainModes = kPlainKeys | c10::DispatchKeySet(DispatchKey::BackendSelect);
 
 bool within(c10::DispatchKeySet keys, c10::DispatchKeySet allowed) {
   return (keys.raw_repr() & ~allowed.raw_repr()) == 0;
 }
 
-bool is_ordinary(const Tensor& tensor) {
-  return !tensor.defined() || (within(tensor.key_set(), kOrdinary) && !tensor._fw_grad(0).defined());
+bool is_plain_tensor(const Tensor& tensor) {
+  return !tensor.defined() || (within(tensor.key_set(), kPlainKeys) && !tensor._fw_grad(0).defined());
 }
-bool is_ordinary(const MaybeTensor& tensor) { return !tensor || is_ordinary(*tensor); }
+bool is_plain_tensor(const MaybeTensor& tensor) { return !tensor || is_plain_tensor(*tensor); }
 
 template <class... Tensors>
 bool is_plain(const Tensors&... tensors) {
-  return within(c10::impl::tls_local_dispatch_key_set().included_, kOrdinaryModes) && (... && is_ordinary(tensors));
+  return within(c10::impl::tls_local_dispatch_key_set().included_, kPlainModes) && (... && is_plain_tensor(tensors));
 }
 
 // Autograd.

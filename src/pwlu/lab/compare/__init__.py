@@ -1,1 +1,1 @@
-"""Comparisons of activations: which runs they need, starting them, and tables of their results."""
+"""Comparisons of activations: the runs that they need, starting them, and tables of their results."""

@@ -1,7 +1,7 @@
-"""The numbers of the paper, to print beside ours."""
+"""The results of the paper, to print beside ours."""
 
-# Top-1 accuracy on ImageNet in percent, for our name of the network and of the method (pwlu.lab.recipes.experiment.method).
-# Its table of activations, and for three of the networks its tables on bounds and on the number of intervals.
+# Top-1 accuracy on ImageNet in percent, by our names of network and method (pwlu.lab.recipes.experiment.method). From the
+# paper's table of activations, and its tables of bounds and of the number of intervals, which have two or three networks.
 TOP1: dict[str, dict[str, float]] = {
     "resnet18": {
         "relu": 71.34,
@@ -76,7 +76,7 @@ TOP1: dict[str, dict[str, float]] = {
     },
 }
 
-# COCO's average precision in percent with ResNet-50, of boxes and of masks, for our name of the detector and of the method.
+# COCO's average precision of boxes and masks in percent, with ResNet-50, by our names of detector and method.
 AP: dict[str, dict[str, dict[str, float]]] = {
     "box_ap": {
         "maskrcnn": {"relu": 39.06, "swish": 40.05, "frelu": 40.25, "pwlu": 40.48},
@@ -85,7 +85,7 @@ AP: dict[str, dict[str, dict[str, float]]] = {
     "mask_ap": {"maskrcnn": {"relu": 35.3, "swish": 36.1, "frelu": 36.90, "pwlu": 37.13}},
 }
 
-# Milliseconds for 64 images of 224 pixels on a V100, the mean of 500 times.
+# Milliseconds for 64 images of 224 pixels on a V100, mean of 500 measurements.
 INFERENCE: dict[str, dict[str, float]] = {
     "resnet18": {"relu": 17.1, "swish": 18.8, "pwlu": 19.9, "frelu": 23.3, "apl": 40.7, "pau": 64.2},
     "mobilenet_v3_small": {"relu": 15.4, "swish": 15.7, "pwlu": 16.2, "frelu": 18.1, "apl": 31.7, "pau": 38.6},
@@ -93,17 +93,17 @@ INFERENCE: dict[str, dict[str, float]] = {
 
 
 def value(metric: str, network: str, method: str) -> float | None:
-    """What the paper has for a metric of our results; None if it has nothing. Detectors are compared whatever their ResNet."""
-    return _of(metric, network).get(method)
+    """Return the paper's value of a metric, or None if it has none. Detectors match whatever their ResNet."""
+    return _results(metric, network).get(method)
 
 
 def gain(network: str, method: str, metric: str = "accuracy") -> float | None:
-    """The paper's value minus that of ReLU; None for ReLU and for what it does not have."""
+    """Return the paper's gain over ReLU; None for ReLU itself and if the paper has no value."""
     found = value(metric, network, method)
-    return None if found is None or method == "relu" else found - _of(metric, network)["relu"]
+    return None if found is None or method == "relu" else found - _results(metric, network)["relu"]
 
 
-def _of(metric: str, network: str) -> dict[str, float]:
+def _results(metric: str, network: str) -> dict[str, float]:
     if metric == "accuracy":
         return TOP1.get(network, {})
     return AP[metric].get(network.partition("_")[0], {})

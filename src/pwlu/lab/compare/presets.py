@@ -1,4 +1,4 @@
-"""What to compare: the paper's comparison and its ablations, as rows of data."""
+"""Prepared comparisons: the paper's comparison and ablations, and our own, as data."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from pwlu import baselines
 from pwlu.lab.recipes import catalog
-from pwlu.lab.recipes.experiment import spelled
+from pwlu.lab.recipes.experiment import slug
 from pwlu.lab.recipes.settings import Settings, UserError, flag
 from pwlu.text import nearest
 
@@ -29,7 +29,7 @@ SEVEN = ("relu", "prelu", "swish", "apl", "pau", "frelu", "pwlu")
 SMOOTH = 0.001  # --curvature, chosen on held-out images of CIFAR-100
 FAST = 10.0  # --unit-lr, chosen on held-out images of nuclei
 
-Rows = dict[str, dict[str, Any]]  # what a row is called -> changes of settings
+Rows = dict[str, dict[str, Any]]  # title of a row -> changes of settings
 
 
 def _activations(names: Iterable[str]) -> Rows:
@@ -61,9 +61,13 @@ PRESETS: dict[str, Rows] = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rows of one table: ``experiments`` has what each is called, and the settings of its runs but for the seed.
+    """The rows of one table.
 
-    ``changes``: what was changed of the recipe, for all rows. ``name``: of the preset.
+    Attributes:
+        recipe: the name of the recipe.
+        name: the name of the preset.
+        changes: changes to the recipe that all rows share.
+        experiments: the settings of each row by title; the seed does not matter.
     """
 
     recipe: str
@@ -73,30 +77,30 @@ class Comparison:
 
     @property
     def stem(self) -> str:
-        """The name of the table's files."""
+        """The name of the table's files, without suffix."""
         changes = self.differences()
-        return f"{self.name}-{spelled(changes)}" if changes else self.name
+        return f"{self.name}-{slug(changes)}" if changes else self.name
 
     def differences(self) -> dict[str, Any]:
-        """The changes that make a difference to the recipe, and are none of the machine's."""
+        """Return the changes that differ from the recipe, without machine settings."""
         recipe = catalog.settings(self.recipe).identity()
         return {name: value for name, value in self.changes.items() if name in recipe and value != recipe[name]}
 
 
 def comparison(recipe: str, text: str, changes: dict[str, Any]) -> Comparison:
-    """The comparison of a recipe's rows, with changes for all of them.
+    """Return a comparison on one recipe.
 
     Args:
         recipe: one of ``pwlu.lab.recipes.catalog.RECIPES``.
-        text: the name of a preset, or names of activations with commas.
-        changes: of settings, by name.
+        text: the name of a preset, or names of activations separated by commas.
+        changes: changes of settings by name, for all rows.
     """
     catalog.find(recipe)
     name, compared = _find(text)
     varied = {setting for change in compared.values() for setting in change}
     for setting in changes:
         if setting in varied:
-            raise UserError(f"{flag(setting)} is what the comparison {name!r} varies: leave it out")
+            raise UserError(f"the comparison {name!r} varies {flag(setting)}: leave it out")
     experiments = {title: catalog.settings(recipe, **changes | change) for title, change in compared.items()}
     return Comparison(recipe, name, changes, experiments)
 
@@ -106,7 +110,7 @@ def _find(text: str) -> tuple[str, Rows]:
         return text, PRESETS[text]
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
-        raise UserError(f"which activations? Write some of {','.join(SEVEN)}")
+        raise UserError(f"expected names of activations separated by commas, not {text!r}. Write --acts {','.join(SEVEN)}")
     for name in names:
         if name not in baselines.NAMES:
             raise UserError(_unknown(name, alone=len(names) == 1))

@@ -1,12 +1,12 @@
-"""A page whose tables are made from results/, so that no number in it is typed by hand.
+"""Update the tables of a Markdown page from results/, so that no number in it is typed by hand.
 
     <!-- table: cifar100/resnet18 activations epochs=60 -->
-    ... made anew ...
+    ... replaced ...
     <!-- end of table -->
 
-A recipe, a preset (or activations with commas), and changes of settings. With ``runs`` in place of ``table``: recipes and
-changes, for a row of each experiment there is. A marker begins its line: one that is indented, as here, is text. Text outside
-stays as it is.
+A ``table`` marker has a recipe, a preset (or activations separated by commas), and changes of settings. A ``runs`` marker has
+recipes and changes, and makes one row per experiment found. Markers start at the beginning of a line; an indented marker, as
+above, is text. Text outside of the markers is not changed.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ _END = "<!-- end of table -->"
 _MARKER = re.compile(r"<!--\s*(table|runs|end of table)\b(.*?)-->")
 
 
-def with_tables(path: Path, runs: Iterable[Run]) -> tuple[str, str]:
-    """The page as it is, and as it should be."""
+def update(path: Path, runs: Iterable[Run]) -> tuple[str, str]:
+    """Return the text of the page before and after its tables are updated."""
     try:
         before = path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -40,15 +40,15 @@ def with_tables(path: Path, runs: Iterable[Run]) -> tuple[str, str]:
             if found is None:
                 lines += [] if opened else [line]
             elif line[found.end() :].strip():
-                raise UserError("a marker must stand on a line of its own")
+                raise UserError("a marker must be on a line of its own")
             elif found.group(1) != "end of table":
                 if opened:
-                    raise UserError(f"the table of line {opened} has no {_END} before this one begins")
-                lines += [line, "", _made(found.group(1), found.group(2), runs), ""]
+                    raise UserError(f"the table of line {opened} has no {_END} before the next table")
+                lines += [line, "", _make_table(found.group(1), found.group(2), runs), ""]
                 opened, tables = number, tables + 1
             else:
                 if not opened:
-                    raise UserError(f"{_END} ends nothing: no <!-- table: RECIPE PRESET --> stands before it")
+                    raise UserError(f"{_END} has no <!-- table: RECIPE PRESET --> before it")
                 lines.append(line)
                 opened = 0
         except UserError as error:
@@ -57,25 +57,25 @@ def with_tables(path: Path, runs: Iterable[Run]) -> tuple[str, str]:
         raise UserError(f"{path}: the table of line {opened} has no {_END}")
     if not tables:
         raise UserError(
-            f"{path} has no place for a table. Write\n    <!-- table: cifar100/resnet18 activations -->\n    {_END}"
+            f"{path} has no markers for a table. Write\n    <!-- table: cifar100/resnet18 activations -->\n    {_END}"
         )
     return before, "\n".join(lines)
 
 
-def _made(kind: str, text: str, runs: list[Run]) -> str:
+def _make_table(kind: str, text: str, runs: list[Run]) -> str:
     words = text.removeprefix(":").split()
     if not text.startswith(":") or len(words) < (2 if kind == "table" else 1):
-        asked = "RECIPE PRESET" if kind == "table" else "RECIPE ..."
-        raise UserError(f"expected <!-- {kind}: {asked} [setting=value ...] -->, not <!-- {kind}{text}-->")
+        expected = "RECIPE PRESET" if kind == "table" else "RECIPE ..."
+        raise UserError(f"expected <!-- {kind}: {expected} [setting=value ...] -->, not <!-- {kind}{text}-->")
     if kind == "table":
-        return Table(comparison(words[0], words[1], dict(map(_change, words[2:]))), runs).markdown()
+        return Table(comparison(words[0], words[1], dict(map(_parse_change, words[2:]))), runs).markdown()
     recipes = [word for word in words if "=" not in word]
     for recipe in recipes:
         catalog.find(recipe)
-    return trials_table(recipes, dict(_change(word) for word in words if "=" in word), runs)
+    return trials_table(recipes, dict(_parse_change(word) for word in words if "=" in word), runs)
 
 
-def _change(word: str) -> tuple[str, Any]:
+def _parse_change(word: str) -> tuple[str, Any]:
     name, _, value = word.partition("=")
     kinds = {field.name: field.type for field in dataclasses.fields(Settings) if field.metadata.get("machine") is False}
     kinds = {name: kind for name, kind in kinds.items() if name not in ("activation", "seed")}
@@ -83,9 +83,10 @@ def _change(word: str) -> tuple[str, Any]:
     if name not in kinds:
         near = nearest(name, kinds)
         raise UserError(
-            f"{word!r} changes no setting." + (f" Did you mean {near[0]}=...?" if near else f" There are {', '.join(kinds)}")
+            f"{word!r} does not name a setting."
+            + (f" Did you mean {near[0]}=...?" if near else f" Settings are {', '.join(kinds)}")
         )
     try:
         return name, kinds[name](value)  # type: ignore[operator]
     except ValueError:
-        raise UserError(f"{word!r}: {value!r} is no {getattr(kinds[name], '__name__', kinds[name])}") from None
+        raise UserError(f"{word!r}: {value!r} is not of type {getattr(kinds[name], '__name__', kinds[name])}") from None

@@ -1,4 +1,4 @@
-"""``pwlu train`` in processes of its own, several at a time, that never outlive the one that started them."""
+"""Run several ``pwlu train`` in child processes, which always end with the process that started them."""
 
 import os
 import signal
@@ -15,64 +15,63 @@ from typing import Any, BinaryIO, TypeVar
 from pwlu.lab.runs.locks import locked
 
 T = TypeVar("T")
-_PATIENCE = 10.0  # seconds until a child that was asked to end is killed, and until a log that is in use counts as in use
+_TIMEOUT = 10.0  # seconds to wait for a child to end before it is killed, and for another process to release a log
 
 _TRAIN = (
     "import runpy; from pwlu.lab.compare.subprocesses import end_with_parent; end_with_parent(); "
-    "runpy.run_module('pwlu', run_name='__main__', alter_sys=True)"  # what python -m pwlu does
+    "runpy.run_module('pwlu', run_name='__main__', alter_sys=True)"  # like python -m pwlu
 )
 
 
 def end_with_parent() -> None:
-    """In a child: end when the process that started it does, even if that was killed without a word.
+    """End this child process when its parent ends, even if the parent is killed.
 
-    Nothing is ever written to a child's standard input; it comes to its end when nobody is left who could write to it.
+    The parent never writes to the child's standard input, so reading it returns only when the parent has ended.
     """
 
     def wait() -> None:
         while os.read(0, 1):
             pass
         if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGTERM)  # with the processes that read images
+            os.killpg(0, signal.SIGTERM)  # also ends the data loader's workers
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
 
 
 class Child:
-    """A ``pwlu train`` with its output in a file.
+    """A ``pwlu train`` process that writes its output to a log file.
 
-    The file is locked by whoever has it open for writing, and that is the child, too: as long as it lives, no other process
-    begins the same run.
+    The child inherits the lock on the log. While it runs, no other process starts the same run.
     """
 
     def __init__(self, arguments: list[str], log: BinaryIO, environment: dict[str, str]) -> None:
-        self.log, self.begin = Path(log.name), log.tell()
+        self.log, self.log_start = Path(log.name), log.tell()
         self.process = subprocess.Popen(
             [sys.executable, "-c", _TRAIN, "train", *arguments],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment,
-            start_new_session=True,  # a Ctrl-C is for this process, which then ends the child and all that the child started
+            start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the child and all that it started
         )
         log.close()
 
     def status(self) -> int | None:
-        """The exit status; None while it runs."""
+        """Return the exit status, or None while the child runs."""
         status = self.process.poll()
         if status is not None and self.process.stdin is not None:
             self.process.stdin.close()
         return status
 
     def last_lines(self, count: int = 12) -> str:
-        """The end of its output."""
+        """Return the last lines of the output."""
         with self.log.open("rb") as file:
-            file.seek(self.begin)
+            file.seek(self.log_start)
             return "\n".join(file.read().decode(errors="replace").strip().splitlines()[-count:])
 
     def signal(self, number: int) -> None:
-        """To the child and everything that it started."""
+        """Send a signal to the child and all processes that it started."""
         if self.process.poll() is None:
             if hasattr(os, "killpg"):
                 os.killpg(self.process.pid, number)
@@ -81,22 +80,24 @@ class Child:
 
 
 def open_log(path: Path) -> BinaryIO | None:
-    """The file to append a child's output to; None if another process goes on using it."""
+    """Open and lock a log to append to; return None if another process keeps it locked."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab")
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _TIMEOUT
     while not locked(file):
         if time.monotonic() > deadline:
             file.close()
             return None
-        time.sleep(0.1)  # the children of a process that was killed may need a moment to end
+        time.sleep(0.1)  # children of a killed process may need a moment to end
     return file
 
 
-def side_by_side(tasks: Iterable[T], jobs: int, start: Callable[[T], Child | None]) -> Generator[tuple[T, Child], None, None]:
-    """Start a child for each task, at most `jobs` at a time, and give back each task with its child when that has ended.
+def run_concurrently(
+    tasks: Iterable[T], jobs: int, start: Callable[[T], Child | None]
+) -> Generator[tuple[T, Child], None, None]:
+    """Start a child for each task, at most `jobs` at a time. Yield each task and its child when the child has ended.
 
-    A task for which `start` returns None needs no child. However this ends, no child goes on.
+    If `start` returns None, the task needs no child. All children have ended when this generator ends or is closed.
     """
     waiting, running = deque(tasks), dict[int, tuple[T, Child]]()
     try:
@@ -111,13 +112,13 @@ def side_by_side(tasks: Iterable[T], jobs: int, start: Callable[[T], Child | Non
             if not ended:
                 time.sleep(0.1)
     finally:
-        _end([child for _, child in running.values()])
+        _end_all([child for _, child in running.values()])
 
 
-def _end(children: list[Child]) -> None:
+def _end_all(children: list[Child]) -> None:
     for child in children:
         child.signal(signal.SIGTERM)
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _TIMEOUT
     while any(child.status() is None for child in children) and time.monotonic() < deadline:
         time.sleep(0.05)
     for child in children:
@@ -127,15 +128,15 @@ def _end(children: list[Child]) -> None:
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end this process the way an exception does, so that it can end its children."""
+def exit_on_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into an exception, so that this process can end its children."""
 
     def stop(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
 
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # nohup lets SIGHUP be ignored
-    before = {number: signal.signal(number, stop) for number in heard}
+    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # under nohup, SIGHUP stays ignored
+    before = {number: signal.signal(number, stop) for number in handled}
     try:
         yield
     finally:

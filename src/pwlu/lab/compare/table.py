@@ -1,4 +1,4 @@
-"""Means over seeds, gains over ReLU with their uncertainty, and the tables that show them."""
+"""Tables of means over seeds and of gains over ReLU, with their uncertainties."""
 
 import csv
 import io
@@ -11,13 +11,13 @@ from typing import Any
 from pwlu.lab.compare import paper
 from pwlu.lab.compare.presets import BASELINE, Comparison
 from pwlu.lab.recipes import catalog
-from pwlu.lab.recipes.experiment import experiment_key, label, method, short
+from pwlu.lab.recipes.experiment import experiment_key, format_value, label, method
 from pwlu.lab.recipes.metrics import TITLES
 from pwlu.lab.recipes.settings import Settings, flag
 from pwlu.lab.runs.results import Run
 
 NOT_MEASURED = "not measured yet"
-_PAPERS = {
+_PAPER_TITLES = {
     "accuracy": "paper (ImageNet), %",
     "box_ap": "paper (COCO, ResNet-50): box AP",
     "mask_ap": "paper (COCO, ResNet-50): mask AP",
@@ -26,24 +26,24 @@ _PAPERS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table: all finished runs of one experiment, one for each seed."""
+    """One row of a table: the finished runs of one experiment, one per seed."""
 
     title: str
     settings: Settings
     runs: list[Run]
 
     def values(self, name: str) -> list[Any]:
-        """What the result of each run has under that name."""
+        """Return the value with this name in the result of each run."""
         return [run.result[name] for run in self.runs if run.result is not None]
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What is compared; the first is what charts show."""
+        """The metrics to compare. Charts show the first."""
         return catalog.find(self.settings.recipe).metrics
 
     @property
     def mean(self) -> float:
-        """Of the first metric."""
+        """The mean of the first metric."""
         return self.mean_of(self.metrics[0])
 
     @property
@@ -52,37 +52,37 @@ class Row:
         return self.std_of(self.metrics[0])
 
     def mean_of(self, metric: str) -> float:
-        """Over all runs."""
+        """Return the mean over all runs."""
         return mean(self.values(metric))
 
     def std_of(self, metric: str) -> float | None:
-        """The sample standard deviation, sqrt(sum_i (a_i - mean)^2 / (n - 1)); None for one run."""
+        """Return the sample standard deviation, sqrt(sum_i (a_i - mean)^2 / (n - 1)); None for one run."""
         return stdev(self.values(metric)) if len(self.runs) > 1 else None
 
     @property
     def diverged(self) -> int:
-        """How many runs did."""
+        """The number of runs that diverged."""
         return sum(self.values("diverged"))
 
     @property
     def side_by_side(self) -> list[int]:
-        """How many runs shared the device with each of these, itself included: the different numbers."""
+        """The distinct numbers of runs that shared the device, each run included."""
         return sorted({run.environment.get("side_by_side", 1) for run in self.runs})
 
     @property
     def iou(self) -> float | None:
-        """The mean of the runs' median IOUs of bounds and inputs."""
+        """The mean over runs of the median IOU of bounds and inputs."""
         found = [iou for run in self.runs if (iou := run.iou) is not None]
         return mean(found) if found else None
 
     def paper(self, metric: str) -> tuple[float | None, float | None]:
-        """The paper's value and its gain over ReLU, for the same network and method."""
+        """Return the paper's value and its gain over ReLU, for the same network and method."""
         named = catalog.find(self.settings.recipe).network, method(self.settings)
         return paper.value(metric, *named), paper.gain(*named, metric)
 
 
 class Table:
-    """A comparison with the runs that belong to it."""
+    """The table of a comparison, filled from runs."""
 
     def __init__(self, comparison: Comparison, runs: Iterable[Run]) -> None:
         self.comparison = comparison
@@ -98,13 +98,14 @@ class Table:
         self.measured = [row for row in self.rows if row.runs]
         self.baseline = next((row for row in self.measured if row.title == BASELINE), None)
         ious = {row.title: iou for row in self.measured if (iou := row.iou) is not None}
-        self.ious = ious if len(ious) > 1 else {}  # of one row they compare nothing
+        self.ious = ious if len(ious) > 1 else {}  # a column with one value compares nothing
 
     def gain(self, row: Row, metric: str | None = None) -> tuple[float, float | None] | None:
-        """The difference of the means to ReLU, and its standard error sqrt(s^2/n + s_0^2/n_0); None for ReLU itself.
+        """Return the difference of the means to ReLU, and its standard error sqrt(s^2/n + s_0^2/n_0); None for ReLU itself.
 
         Args:
-            metric: the first, if it is not said.
+            row: a row of this table.
+            metric: the metric (default: the first).
         """
         if self.baseline is None or row is self.baseline:
             return None
@@ -114,10 +115,10 @@ class Table:
         error = math.sqrt(sum(squares)) if len(squares) == 2 else None
         return row.mean_of(metric) - self.baseline.mean_of(metric), error
 
-    # For people.
+    # Markdown.
 
     def markdown(self) -> str:
-        """The table, and under it what it was made from; or that there is nothing yet."""
+        """Return the table with a caption, or a note that nothing is measured yet."""
         if not self.measured:
             return NOT_MEASURED
         head = [""]
@@ -126,8 +127,8 @@ class Table:
         head += [*(["median IOU"] if self.ious else []), "s/epoch", "parameters"]
         if any(row.paper(self.metrics[0])[0] is not None for row in self.rows):
             for metric in self.metrics:
-                head += [_PAPERS[metric], "paper's gain"]
-        return f"{markdown(head, map(self._cells, self.rows))}\n\n{self._below()}"
+                head += [_PAPER_TITLES[metric], "paper's gain"]
+        return f"{markdown(head, map(self._cells, self.rows))}\n\n{self._caption()}"
 
     def _cells(self, row: Row) -> list[str]:
         theirs = []
@@ -145,20 +146,20 @@ class Table:
             ours.append(f"{self.ious[row.title]:.2f}" if row.title in self.ious else "")
         seconds = f"{mean(row.values('seconds_per_epoch')):.3g}"
         if len(self._side_by_side()) > 1:
-            seconds += f" ({listed(row.side_by_side)} side by side)"
-        return [row.title, *ours, seconds, listed(sorted({f"{n:,}" for n in row.values("parameters")})), *theirs]
+            seconds += f" ({join(row.side_by_side)} side by side)"
+        return [row.title, *ours, seconds, join(sorted({f"{n:,}" for n in row.values("parameters")})), *theirs]
 
-    def _below(self) -> str:
+    def _caption(self) -> str:
         recipe = self.comparison.recipe
-        changes = " ".join(f"{flag(name)} {short(value)}" for name, value in self.comparison.differences().items())
+        changes = " ".join(f"{flag(name)} {format_value(value)}" for name, value in self.comparison.differences().items())
         runs = [run for row in self.measured for run in row.runs]
         sides = self._side_by_side()
         quantity = "accuracy" if self.metrics == ("accuracy",) else "AP"
         parts = [
             f"`{recipe}`" + (f" with `{changes}`" if changes else ""),
-            listed(sorted({_length(run.settings) for run in runs})),
-            f"measured on {images_of(runs)} at the end of training",
-            f"{listed(sorted({len(row.runs) for row in self.measured}))} seeds (their number in brackets)",
+            join(sorted({_length(run.settings) for run in runs})),
+            f"measured on {describe_images(runs)} at the end of training",
+            f"{join(sorted({len(row.runs) for row in self.measured}))} seeds (their number in brackets)",
             f"± of an {quantity}: sample standard deviation, of a gain: standard error of the difference of the means",
             *(
                 [f"a run that diverged counts with the {quantity} at its end"]
@@ -167,17 +168,17 @@ class Table:
             ),
             *(["IOU: of bounds and inputs, its median over channels"] if self.ious else []),
             *([f"{sides[0]} runs shared the device"] if len(sides) == 1 and sides[0] > 1 else []),
-            *made_with(run.environment for run in runs),
+            *describe_environments(run.environment for run in runs),
         ]
         return "; ".join(parts) + "."
 
     def _side_by_side(self) -> list[int]:
         return sorted({number for row in self.measured for number in row.side_by_side})
 
-    # For programs.
+    # CSV.
 
     def csv(self) -> str:
-        """A line for each row of the table that was measured."""
+        """Return one line per measured row of the table."""
         return _csv(self._lines())
 
     def _lines(self) -> Iterator[dict[str, Any]]:
@@ -193,17 +194,17 @@ class Table:
                 "std": row.std,
                 "gain": gain,
                 "gain_error": error,
-                **self._others(row),
+                **self._other_metrics(row),
                 "iou": self.ious.get(row.title),
                 "seconds_per_epoch": mean(row.values("seconds_per_epoch")),
-                "side_by_side": listed(row.side_by_side),
-                "parameters": listed(sorted(set(row.values("parameters")))),
+                "side_by_side": join(row.side_by_side),
+                "parameters": join(sorted(set(row.values("parameters")))),
                 "paper": row.paper(self.metrics[0])[0],
                 "paper_gain": row.paper(self.metrics[0])[1],
             }
 
-    def _others(self, row: Row) -> dict[str, float | None]:
-        """The same of the other metrics."""
+    def _other_metrics(self, row: Row) -> dict[str, float | None]:
+        """Return the columns of all metrics but the first."""
         values: dict[str, float | None] = {}
         for metric in self.metrics[1:]:
             gain, error = self.gain(row, metric) or (None, None)
@@ -213,29 +214,29 @@ class Table:
         return values
 
     def runs_csv(self) -> str:
-        """A line for each run."""
-        made_with = ("side_by_side", "device", "torch", "pwlu", "revision")
+        """Return one line per run."""
+        environment = ("side_by_side", "device", "torch", "pwlu", "revision")
         return _csv(
             {"recipe": self.comparison.recipe, "row": row.title, "label": label(row.settings), "seed": run.settings.seed}
             | (run.result or {})
-            | {name: run.environment.get(name, "") for name in made_with}
+            | {name: run.environment.get(name, "") for name in environment}
             for row in self.measured
             for run in row.runs
         )
 
-    # For the chart.
+    # The chart.
 
     def statistics(self) -> dict[str, tuple[float, float | None, int]]:
-        """By title: mean, standard deviation, number of runs."""
+        """Return mean, standard deviation and number of runs by title."""
         return {row.title: (row.mean, row.std, len(row.runs)) for row in self.measured}
 
     @property
-    def papers_data(self) -> str:
-        """Return what the paper measured on."""
+    def paper_dataset(self) -> str:
+        """The data set on which the paper measured."""
         return "ImageNet" if self.metrics == ("accuracy",) else "COCO"
 
     def paper_gains(self) -> dict[str, float]:
-        """By title, of the rows that were measured."""
+        """Return the paper's gains by title, for the measured rows."""
         gains = {row.title: row.paper(self.metrics[0])[1] for row in self.measured}
         return {title: gain for title, gain in gains.items() if gain is not None}
 
@@ -249,30 +250,30 @@ def _uncertainty(value: float | None) -> str:
 
 
 def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
-    """A table in which all but the first column are numbers. What a row has beyond the columns is left out."""
+    """Return a Markdown table, right-aligned except for the first column. Cells beyond the header are dropped."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *(row[: len(head)] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def images_of(runs: Iterable[Run]) -> str:
-    """How many images were measured on, and which."""
-    return listed(sorted({f"{run.result['measured_images']:,} {run.result['measured_on']}" for run in runs if run.result}))
+def describe_images(runs: Iterable[Run]) -> str:
+    """Return which images the runs were measured on, and how many."""
+    return join(sorted({f"{run.result['measured_images']:,} {run.result['measured_on']}" for run in runs if run.result}))
 
 
-def listed(values: Iterable[Any]) -> str:
-    """1, 2 and 3."""
+def join(values: Iterable[Any]) -> str:
+    """Return values as a list in words: "1, 2 and 3"."""
     return " and ".join(", ".join(map(str, values)).rsplit(", ", 1))
 
 
-def made_with(environments: Iterable[dict[str, Any]]) -> list[str]:
-    """Hardware, versions and revisions, each of the different ones once."""
-    words = {"device": "{}", "torch": "torch {}", "pwlu": "pwlu {}", "revision": "revision {}"}
-    seen: dict[str, dict[str, None]] = {name: {} for name in words}
-    for made in environments:
-        for name in words:
-            if made.get(name):
-                seen[name][made[name]] = None
-    return [words[name].format(listed(values)) for name, values in seen.items() if values]
+def describe_environments(environments: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the distinct devices, versions and revisions."""
+    formats = {"device": "{}", "torch": "torch {}", "pwlu": "pwlu {}", "revision": "revision {}"}
+    seen: dict[str, dict[str, None]] = {name: {} for name in formats}
+    for environment in environments:
+        for name in formats:
+            if environment.get(name):
+                seen[name][environment[name]] = None
+    return [formats[name].format(join(values)) for name, values in seen.items() if values]
 
 
 def _csv(lines: Iterable[dict[str, Any]]) -> str:

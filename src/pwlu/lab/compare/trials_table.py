@@ -1,4 +1,4 @@
-"""A table of everything that was tried with some recipes: what settings were chosen from."""
+"""Tables of all experiments on given recipes, from which settings were chosen."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -6,25 +6,25 @@ from statistics import mean
 from typing import Any
 
 from pwlu.lab.compare.presets import TITLES
-from pwlu.lab.compare.table import NOT_MEASURED, images_of, listed, made_with, markdown
+from pwlu.lab.compare.table import NOT_MEASURED, describe_environments, describe_images, join, markdown
 from pwlu.lab.recipes import catalog
-from pwlu.lab.recipes.experiment import differences, short
-from pwlu.lab.recipes.metrics import TITLES as MEASURES
+from pwlu.lab.recipes.experiment import differences, format_value
+from pwlu.lab.recipes.metrics import TITLES as METRIC_TITLES
 from pwlu.lab.recipes.settings import flag
 from pwlu.lab.runs.results import Run
 
 _LOSSES = {"train_loss": "training loss", "test_loss": "loss"}
 
-Cell = list[dict[str, Any]]  # the results of an experiment in order of seeds
+Cell = list[dict[str, Any]]  # the results of one experiment, ordered by seed
 
 
 def trials_table(recipes: Sequence[str], changes: dict[str, Any], runs: Iterable[Run]) -> str:
-    """Markdown: a row an experiment, and for each recipe what every seed measured, with the means of the losses.
+    """Return a Markdown table with one row per experiment: per recipe, the metric of every seed and the mean losses.
 
     Args:
-        recipes: of ``pwlu.lab.recipes.catalog.RECIPES``.
-        changes: of settings, by name; runs that have others are left out.
-        runs: all there are. One that diverged says so.
+        recipes: names in ``pwlu.lab.recipes.catalog.RECIPES``.
+        changes: values of settings by name; runs with other values are left out.
+        runs: the runs to choose from. Diverged runs are marked.
     """
     wanted = [run for run in runs if run.result is not None and run.settings.recipe in recipes and _has(run, changes)]
     if not wanted:
@@ -37,15 +37,15 @@ def trials_table(recipes: Sequence[str], changes: dict[str, Any], runs: Iterable
     losses = {name: title for name, title in _LOSSES.items() if all(name in (run.result or {}) for run in wanted)}
     head = [""]
     for recipe in recipes:
-        head += [f"{recipe}: {MEASURES[catalog.find(recipe).metrics[0]]}", *losses.values()]
+        head += [f"{recipe}: {METRIC_TITLES[catalog.find(recipe).metrics[0]]}", *losses.values()]
     lines = [[name] for name in table]
     for line, cells in zip(lines, table.values(), strict=True):
         for recipe in recipes:
             line += _cells(cells.get(recipe, []), catalog.find(recipe).metrics[0], list(losses))
     parts = [
-        f"Measured on {images_of(wanted)} at the end of training, one number a seed",
-        *([f"{listed(losses.values())}: means over seeds"] if losses else []),
-        *made_with(run.environment for run in wanted),
+        f"Measured on {describe_images(wanted)} at the end of training, one number a seed",
+        *([f"{join(losses.values())}: means over seeds"] if losses else []),
+        *describe_environments(run.environment for run in wanted),
     ]
     return f"{markdown(head, lines)}\n\n{'; '.join(parts)}."
 
@@ -55,9 +55,9 @@ def _has(run: Run, changes: dict[str, Any]) -> bool:
 
 
 def _name(run: Run, changes: dict[str, Any]) -> str:
-    """The activation, and what was changed of the recipe as one writes it; a learning rate of its own in any case."""
+    """Return the activation and the flags that differ from the recipe. Show --unit-lr also if the recipe sets it."""
     changed = differences(run.settings) | ({"unit_lr": run.settings.unit_lr} if run.settings.unit_lr != 1 else {})
-    flags = [f"{flag(name)} {short(value)}" for name, value in changed.items() if name not in changes]
+    flags = [f"{flag(name)} {format_value(value)}" for name, value in changed.items() if name not in changes]
     return TITLES[run.settings.activation] + (f" `{' '.join(flags)}`" if flags else "")
 
 

@@ -1,1 +1,1 @@
-"""Data sets: files and images as tensors, with reproducible random augmentation."""
+"""Data sets: image files and annotations as tensors, with reproducible random augmentation."""

@@ -1,4 +1,4 @@
-"""CIFAR-100 as its authors ship it: pickles, of which nothing is taken but arrays, lists, dictionaries and texts."""
+"""Read CIFAR-100 from its original pickle files, allowing only arrays, lists, dictionaries, strings and numbers."""
 
 import pickle
 from pathlib import Path
@@ -13,36 +13,36 @@ CLASSES = 100
 
 
 def cifar100(root: Path) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[str]]:
-    """Return 50,000 and 10,000 images of 32 x 32 pixels with labels, and the names of their 100 classes."""
+    """Return 50,000 training and 10,000 test images of 32 x 32 pixels with labels, and the names of the 100 classes."""
     folder = root / "cifar-100-python"
     tensors: list[Tensor] = []
     for name in ("train", "test"):
-        tensors += _images(folder / name)
-    return (tensors[0], tensors[1], tensors[2], tensors[3]), _names(folder / "meta")
+        tensors += _read_images(folder / name)
+    return (tensors[0], tensors[1], tensors[2], tensors[3]), _read_names(folder / "meta")
 
 
-def _images(path: Path) -> tuple[Tensor, Tensor]:
-    content = _unpickled(path)
+def _read_images(path: Path) -> tuple[Tensor, Tensor]:
+    content = _unpickle(path)
     try:
         pixels, labels = torch.as_tensor(content["data"]), torch.tensor(content["fine_labels"])
         if pixels.dtype != torch.uint8 or pixels.ndim != 2 or pixels.shape[1] != 3 * 32 * 32 or not len(pixels):
-            raise ValueError(f"data must be of uint8 and of the shape (images, 3072), not {pixels.dtype} {tuple(pixels.shape)}")
+            raise ValueError(f"data must be uint8 of shape (images, 3072), not {pixels.dtype} of shape {tuple(pixels.shape)}")
         if labels.dtype != torch.int64 or labels.shape != pixels.shape[:1] or not 0 <= labels.min() <= labels.max() < CLASSES:
-            raise ValueError(f"fine_labels must be a number from 0 to {CLASSES - 1} for each image")
+            raise ValueError(f"fine_labels must be one number from 0 to {CLASSES - 1} per image")
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise _damaged(path, error) from None
     return pixels.reshape(-1, 3, 32, 32), labels
 
 
-def _names(path: Path) -> list[str]:
-    names = _unpickled(path).get("fine_label_names")
+def _read_names(path: Path) -> list[str]:
+    names = _unpickle(path).get("fine_label_names")
     if not isinstance(names, list) or len(names) != CLASSES or not all(isinstance(name, str) for name in names):
-        raise _damaged(path, ValueError(f"fine_label_names must be {CLASSES} texts"))
+        raise _damaged(path, ValueError(f"fine_label_names must be {CLASSES} strings"))
     return names
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes arrays, and what pickle makes without a name: lists, dictionaries, texts, numbers. Nothing else is called."""
+    """An unpickler that creates arrays and pickle's built-in types only, so that a file cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         import numpy
@@ -50,22 +50,22 @@ class _Unpickler(pickle.Unpickler):
         known = {
             ("numpy", "ndarray"): numpy.ndarray,
             ("numpy", "dtype"): numpy.dtype,
-            ("_codecs", "encode"): _encoded,  # in this way Python 3 pickles bytes for Python 2
+            ("_codecs", "encode"): _encode,  # Python 3 pickles bytes for Python 2 in this way
         }
-        array: Any = numpy.empty(0).__reduce__()[0]  # the module that has it is called otherwise since numpy 2
+        array: Any = numpy.empty(0).__reduce__()[0]  # numpy 2 renamed the module of this function
         known |= {(f"numpy.{core}.multiarray", "_reconstruct"): array for core in ("core", "_core")}
         if (module, name) not in known:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no file of CIFAR-100 has: do not trust it")
+            raise pickle.UnpicklingError(f"it loads {module}.{name}, which CIFAR-100 never does: do not trust this file")
         return known[module, name]
 
 
-def _encoded(text: str, encoding: str) -> bytes:
+def _encode(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
-        raise pickle.UnpicklingError(f"it has bytes in {encoding}")
+        raise pickle.UnpicklingError(f"expected bytes in latin1, not in {encoding}")
     return text.encode("latin1")
 
 
-def _unpickled(path: Path) -> dict[str, Any]:
+def _unpickle(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             content = _Unpickler(file, encoding="latin1").load()
@@ -73,9 +73,9 @@ def _unpickled(path: Path) -> dict[str, Any]:
         raise UserError(
             f'CIFAR-100 is not at {path} ({error.strerror}). Download it (169 MB) with\n    python -c "import torchvision; '
             f"torchvision.datasets.CIFAR100('{path.parent.parent}', download=True)\"\n"
-            "or say where it is: --data DIR, the folder that holds cifar-100-python"
+            "or write --data DIR, the folder that contains cifar-100-python"
         ) from None
-    except Exception as error:  # a damaged pickle raises errors of all kinds
+    except Exception as error:  # a damaged pickle can raise any error
         raise _damaged(path, error) from None
     if not isinstance(content, dict):
         raise _damaged(path, ValueError(f"expected a dictionary, not {type(content).__name__}"))

@@ -1,4 +1,4 @@
-"""The data sets that recipes name."""
+"""Load the data sets of recipes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pwlu.lab.data import keyed_random
 from pwlu.lab.data.cifar import cifar100
-from pwlu.lab.data.image_folder import Folder, load_image_folder
+from pwlu.lab.data.image_folder import FolderImages, load_image_folder
 from pwlu.lab.data.images import Images, in_memory
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import Settings, UserError
@@ -18,22 +18,24 @@ from pwlu.text import install
 
 @dataclass
 class Data:
-    """What to train on, what to measure on, and what is in the images."""
+    """A data set for classification: training images, images to measure on, and class names."""
 
-    train: Images | Folder
-    test: Images | Folder
+    train: Images | FolderImages
+    test: Images | FolderImages
     classes: list[str]
     channels: int
     measured_on: str  # "test images" or "held-out training images"
 
 
 def load(settings: Settings, device: torch.device) -> Data:
-    """The data set of the recipe, on the device where it fits into memory."""
+    """Load the data set of a recipe. Small data sets are kept in the memory of the device."""
     kind = find(settings.recipe).data
-    train: Images | Folder
-    test: Images | Folder
+    train: Images | FolderImages
+    test: Images | FolderImages
     if kind == "folder":
-        train, test, classes = _from_files(settings, device)
+        train, test, classes = load_image_folder(
+            Path(settings.data), device, settings.pixels, settings.augmentation, settings.worker_count
+        )
     else:
         images, classes = (cifar100 if kind == "cifar100" else _digits)(Path(settings.data))
         crop = settings.augmentation != "none"
@@ -42,33 +44,29 @@ def load(settings: Settings, device: torch.device) -> Data:
         )
     measured_on = "test images"
     if settings.holdout:
-        train, test = held_out(train, settings.holdout)
+        train, test = split_holdout(train, settings.holdout)
         measured_on = "held-out training images"
     return Data(train, test, classes, 1 if kind == "digits" else 3, measured_on)
 
 
-def held_out(train: Any, count: int) -> tuple[Any, Any]:
-    """The training set in two parts, always the same ones, whatever the seed of the run."""
+def split_holdout(train: Any, count: int) -> tuple[Any, Any]:
+    """Split the training set into images to train on and held-out images. The split does not depend on the seed."""
     if count >= len(train):
-        raise UserError(f"--holdout {count} leaves nothing to train on: the training set has {len(train)} images")
+        raise UserError(f"--holdout {count} must be less than the number of training images, {len(train)}")
     order = torch.randperm(len(train), generator=keyed_random.generator(0, 0))
     kept, held = order[count:].sort().values, order[:count].sort().values
     return train.part(kept), train.part(held)
 
 
-def _from_files(settings: Settings, device: torch.device) -> tuple[Folder, Folder, list[str]]:
-    return load_image_folder(Path(settings.data), device, settings.pixels, settings.augmentation, settings.readers)
-
-
 def _digits(_: Path) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[str]]:
-    """1,797 handwritten digits of 8 x 8 pixels, inside scikit-learn: half of them to train, half to test, always the same."""
+    """Return scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, in a fixed split of halves for training and test."""
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ImportError:
-        raise UserError(f"the digits are scikit-learn's: {install('train')}") from None
+        raise UserError(f"the digits data set needs scikit-learn: {install('train')}") from None
     data = load_digits()
     split = train_test_split(data.images, data.target, test_size=0.5, random_state=0, stratify=data.target)
-    images = [torch.tensor(x * 15, dtype=torch.uint8).unsqueeze(1) for x in split[:2]]  # 0..16 becomes 0..240
+    images = [torch.tensor(x * 15, dtype=torch.uint8).unsqueeze(1) for x in split[:2]]  # 0 to 16 becomes 0 to 240
     labels = [torch.tensor(y) for y in split[2:]]
     return (images[0], labels[0], images[1], labels[1]), [str(name) for name in data.target_names]

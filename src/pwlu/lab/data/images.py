@@ -1,4 +1,4 @@
-"""Images that lie in memory, on the device where they are used, and are augmented there, a batch at a time."""
+"""Images in the memory of the device, augmented there, one batch at a time."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -14,9 +14,16 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass
 class Images:
-    """A data set in memory: uint8 images (n, C, H, W) with their labels (n,), and how to normalise them.
+    """A data set in memory.
 
-    ``numbers``: what an image's random draws are made from, its place in the whole data set.
+    Attributes:
+        images: uint8 (n, C, H, W).
+        labels: int64 (n,).
+        numbers: the index of each image in the complete data set, from which its random numbers derive, (n,).
+        mean: mean of the pixels per channel, (C,).
+        std: standard deviation of the pixels per channel, (C,).
+        padding: the largest shift of random crops, in pixels.
+        flip: whether to flip images at random.
     """
 
     images: Tensor
@@ -31,33 +38,38 @@ class Images:
         return len(self.labels)
 
     def to(self, device: torch.device) -> "Images":
-        """A copy there."""
+        """Return a copy on the device."""
         tensors: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **tensors)
 
     def part(self, indices: Tensor) -> "Images":
-        """Those images alone."""
+        """Return these images only."""
         indices = indices.to(self.images.device)
         return replace(self, images=self.images[indices], labels=self.labels[indices], numbers=self.numbers[indices])
 
     def batches(self, plan: Iterable[Tensor], keys: tuple[int, ...] | None = None) -> Iterator[Batch]:
-        """For each tensor of indices the images, float32, and labels. `keys`, seed and epoch, augment; None does not."""
+        """Yield the images, float32, and their labels for each tensor of indices.
+
+        Args:
+            plan: the indices of each batch.
+            keys: the random keys of the augmentation, such as seed and epoch. None: no augmentation.
+        """
         parts = list(plan)
         sizes = [len(part) for part in parts]
-        # all at once: a copy in every step would wait for the device, and draws are a hundred small launches
+        # For all batches at once: a copy per step would synchronise, and the random numbers take a hundred small launches.
         together = torch.cat(parts).to(self.images.device)
-        draw = torch.stack([keyed_random.uniform(*(keys or ()), self.numbers[together], k) for k in range(3)], 1)
-        for indices, drawn in zip(together.split(sizes), draw.split(sizes), strict=True):
-            images = self.images[indices] if keys is None else self._augmented(indices, drawn)
-            yield self._normalised(images), self.labels[indices]
+        uniform = torch.stack([keyed_random.uniform(*(keys or ()), self.numbers[together], k) for k in range(3)], 1)
+        for indices, drawn in zip(together.split(sizes), uniform.split(sizes), strict=True):
+            images = self.images[indices] if keys is None else self._augment(indices, drawn)
+            yield self._normalise(images), self.labels[indices]
 
-    def _normalised(self, images: Tensor) -> Tensor:
+    def _normalise(self, images: Tensor) -> Tensor:
         return (images.float() - self.mean[:, None, None]) / self.std[:, None, None]
 
-    def _augmented(self, indices: Tensor, drawn: Tensor) -> Tensor:
-        """A random crop of the image with a black border around it, flipped or not: one look-up for the whole batch."""
+    def _augment(self, indices: Tensor, uniform: Tensor) -> Tensor:
+        """Return random crops of the images with a black border, flipped at random, in one indexing operation."""
         height, width = self.images.shape[-2:]
-        down, right, flip = drawn.split(1, dim=1)
+        down, right, flip = uniform.split(1, dim=1)
         rows = torch.arange(height, device=indices.device) + (down * (2 * self.padding + 1)).long() - self.padding
         columns = torch.arange(width, device=indices.device).expand(len(indices), -1)
         if self.flip:
@@ -72,17 +84,17 @@ class Images:
 def in_memory(
     images: Tensor, labels: Tensor, test_images: Tensor, test_labels: Tensor, device: torch.device, padding: int, flip: bool
 ) -> tuple[Images, Images]:
-    """Training and test images, on the device; mean and standard deviation are those of the training pixels."""
+    """Return training and test images on the device, normalised by mean and standard deviation of the training pixels."""
     mean, std = _pixel_statistics(images)
-    made = []
+    loaded = []
     for x, y in ((images, labels), (test_images, test_labels)):
         numbers = torch.arange(len(y))
-        made.append(Images(x, y.long(), numbers, mean, std, padding, flip).to(device))
-    return made[0], made[1]
+        loaded.append(Images(x, y.long(), numbers, mean, std, padding, flip).to(device))
+    return loaded[0], loaded[1]
 
 
 def _pixel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of every channel, exact, from how often each of the 256 values occurs."""
+    """Return exact mean and standard deviation per channel, from histograms of the 256 values."""
     values = torch.arange(256, dtype=torch.float64)
     counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]).double()
     mean = (counts @ values) / counts.sum(1)

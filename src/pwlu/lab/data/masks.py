@@ -1,4 +1,4 @@
-"""Masks as COCO writes them: polygons, or run lengths down the columns of an image, compressed or not."""
+"""Masks in COCO's formats: polygons, or run lengths down the columns of an image, compressed or not."""
 
 import math
 from typing import Any
@@ -13,17 +13,18 @@ try:
     from faster_coco_eval import mask as rle
     from faster_coco_eval.mask_api_new_cpp import toUncompressedRLE as uncompressed
 except ImportError:
-    raise UserError(f"detection needs one more package, COCO's tools: {install('train', 'detection')}") from None
+    raise UserError(f"detection needs the package faster-coco-eval: {install('train', 'detection')}") from None
 
-_FARTHEST = 10  # times the image: COCO's code needs memory for every pixel along a polygon, inside of the image or not
+# Polygons may reach this many image sizes from the origin: COCO's code uses memory for each pixel along a polygon.
+_MAX_REACH = 10
 
 
 def run_lengths(segmentation: Any, height: int, width: int) -> dict[str, Any] | None:
-    """A mask as compressed run lengths, from all that COCO knows; None if it is nothing of that, or not of this size."""
+    """Return a mask in any of COCO's formats as compressed run lengths; None if it is invalid or has another size."""
     try:
         if isinstance(segmentation, list):
             polygons = [polygon for polygon in segmentation if len(polygon) >= 6]  # three points
-            near = all(_within(polygon, _FARTHEST * max(height, width)) for polygon in polygons)
+            near = all(_within(polygon, _MAX_REACH * max(height, width)) for polygon in polygons)
             return rle.merge(rle.frPyObjects(polygons, height, width)) if polygons and near else None
         if segmentation["size"] != [height, width]:
             return None
@@ -31,9 +32,9 @@ def run_lengths(segmentation: Any, height: int, width: int) -> dict[str, Any] | 
             code = rle.frPyObjects(segmentation, height, width)
         else:
             code = {"size": [height, width], "counts": segmentation["counts"].encode()}
-        lengths = uncompressed([code])[0]["counts"]  # an error if one is negative, or they are more than the image
+        lengths = uncompressed([code])[0]["counts"]  # raises if a length is negative or the sum exceeds the image
         return code if sum(lengths) == height * width else None
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError):  # the last: compressed lengths that break off
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError):  # RuntimeError: truncated run lengths
         return None
 
 
@@ -42,25 +43,34 @@ def _within(polygon: list[float], most: float) -> bool:
 
 
 def area(code: dict[str, Any]) -> int:
-    """How many pixels are set."""
+    """Return the number of pixels of a mask."""
     return int(rle.area(code))
 
 
-def runs(codes: list[dict[str, Any]]) -> Tensor:
-    """Compressed masks of one size as :func:`painted` takes them: int64 (2, runs), far less than the masks.
+def encode_runs(codes: list[dict[str, Any]]) -> Tensor:
+    """Return compressed masks of one size as runs for :func:`decode_runs`: int64 (2, runs), much smaller than the masks.
 
-    The pixels of all objects are numbered through, those of an object down its columns. A run of pixels that are set is
-    (number of its first pixel - pixels set before it, its length): added to 0, 1, 2, ... this numbers all that are set.
+    Number the pixels of all objects consecutively, down the columns of each object. A run of mask pixels is stored as
+    (number of its first pixel - mask pixels before it, length). Repeat each first value by its length and add 0, 1, 2, ...:
+    this gives the numbers of all mask pixels.
     """
-    lengths = []  # of pixels that are not set, set, not set, ...: those of an object begin so, and are made to end set
+    lengths = []  # alternately outside and inside of the mask; an object starts outside and is padded to end inside
     for code in uncompressed(codes):
         lengths += code["counts"] + [0] * (len(code["counts"]) % 2)
     clear, length = torch.tensor(lengths, dtype=torch.int64).view(-1, 2).unbind(1)
     return torch.stack([clear.cumsum(0), length])
 
 
-def painted(runs: Tensor, pixels: int, objects: int, height: int, width: int) -> Tensor:
-    """Masks, uint8 (objects, height, width), of :func:`runs`, on their device. `pixels`: how many are set in all."""
+def decode_runs(runs: Tensor, pixels: int, objects: int, height: int, width: int) -> Tensor:
+    """Return the masks of :func:`encode_runs` on the device of `runs`, uint8 (objects, height, width).
+
+    Args:
+        runs: the result of :func:`encode_runs`.
+        pixels: the number of mask pixels of all objects together.
+        objects: the number of objects.
+        height: the height of the image.
+        width: the width of the image.
+    """
     shift, length = runs
     numbers = shift.repeat_interleave(length, output_size=pixels) + torch.arange(pixels, device=runs.device)
     masks = torch.zeros(objects, width, height, dtype=torch.uint8, device=runs.device)

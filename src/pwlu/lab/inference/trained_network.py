@@ -14,7 +14,7 @@ from pwlu.lab.recipes.experiment import run_name
 from pwlu.lab.recipes.settings import Settings, UserError
 from pwlu.lab.runs.divergence import described
 from pwlu.lab.runs.run_folder import RunFolder, no_run, tensors
-from pwlu.lab.training.trainer import put_activations
+from pwlu.lab.training.trainer import replace_activations
 
 WEIGHTS = "model.pt"
 
@@ -63,7 +63,7 @@ def load(path: Path) -> TrainedNetwork:
     try:
         classes, channels = (_sizes_of_detector if recipe.detects else _sizes_of_classifier)(recipe, settings, state)
         network, sample = _new(recipe, settings, classes, channels)
-        report = put_activations(network, sample, settings)
+        report = replace_activations(network, sample, settings)
         network.load_state_dict(state)
     except (LookupError, RuntimeError) as error:
         why = str(error).strip().splitlines()

@@ -1,8 +1,8 @@
-"""Mask R-CNN and RetinaNet on ResNets with feature pyramids, as torchvision has them, with new weights.
+"""Build torchvision's Mask R-CNN and RetinaNet on ResNets with feature pyramids, with new weights.
 
-Normalisation follows every convolution of the ResNet and of the feature pyramid, its two added levels P6 and P7 aside. It is
-batch normalisation that is trained with the rest, over all GPUs, in place of the frozen one of fine-tuned detectors. Heads have
-none, as in torchvision: those that run on five levels would mix statistics of levels that differ.
+A normalisation layer follows every convolution of the ResNet and of the feature pyramid, except for its extra levels P6 and P7.
+Batch norms are trained with the network and synchronised over all GPUs; fine-tuned detectors freeze them instead. Heads have
+no normalisation, as in torchvision: a head that runs on five levels would mix the different statistics of these levels.
 """
 
 from typing import Any
@@ -21,12 +21,12 @@ from pwlu.lab.models.mask_pasting import Transform
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import Settings
 
-SIZES = (32, 64, 128, 256, 512)  # of anchors, in pixels of the scaled image, from the finest level to the coarsest
+SIZES = (32, 64, 128, 256, 512)  # of anchors, in pixels of the resized image, from the finest level to the coarsest
 RATIOS = (0.5, 1.0, 2.0)
 
 
 def of_recipe(settings: Settings, classes: int) -> nn.Module:
-    """Return the detector of a recipe with new weights, and with its own activations."""
+    """Return the detector of a recipe with new weights and its original activations."""
     recipe = find(settings.recipe)
     return build(
         recipe.network,
@@ -40,7 +40,7 @@ def of_recipe(settings: Settings, classes: int) -> nn.Module:
 
 
 def sample(settings: Settings) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Return two images with an object each, for :func:`pwlu.convert_`: batch norm needs more than a map of one pixel."""
+    """Return two images with one object each, for :func:`pwlu.convert_`. Two, because batch norm needs several values."""
     pixels = settings.pixels
     inside = slice(pixels // 4, pixels // 2)
     mask = torch.zeros(1, pixels, pixels, dtype=torch.uint8)
@@ -51,21 +51,21 @@ def sample(settings: Settings) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
 
 
 def first_label(network: str) -> int:
-    """Return the label of the first class: Mask R-CNN has 0 for the background."""
+    """Return the label of the first class: 1 for Mask R-CNN, which uses 0 for the background, else 0."""
     return 1 if network.startswith("maskrcnn") else 0
 
 
 def build(network: str, classes: int, *, pixels: int, width: float, norm: str, anchors: float, detections: int) -> nn.Module:
-    """A detector with new weights.
+    """Return a detector with new weights.
 
     Args:
-        network: "maskrcnn_resnet50_fpn" and the like.
-        classes: kinds of objects. The labels of Mask R-CNN begin with 1, those of RetinaNet with 0.
-        pixels: to which the shorter side of images is scaled; the longer side gets 5/3 of that at most, as in 800 x 1333.
-        width: the number of channels everywhere, times this.
+        network: the name, such as "maskrcnn_resnet50_fpn".
+        classes: the number of classes. The labels of Mask R-CNN start at 1, those of RetinaNet at 0.
+        pixels: the shorter side of resized images. The longer side is at most 5/3 of it, as in 800 x 1333.
+        width: a factor on the number of channels of all layers.
         norm: "batch" or "group".
-        anchors: their size, times this.
-        detections: in an image, at most.
+        anchors: a factor on the sizes of anchors.
+        detections: the largest number of detections per image.
     """
     detector, body = network.removesuffix("_fpn").split("_")
     sizes = tuple(round(size * anchors) for size in SIZES)
@@ -87,16 +87,16 @@ def build(network: str, classes: int, *, pixels: int, width: float, norm: str, a
         mask_predictor=MaskRCNNPredictor(channels, channels, classes + 1),
         **common,
     )
-    given = model.transform
-    model.transform = Transform(**common, image_mean=given.image_mean, image_std=given.image_std)
+    original = model.transform
+    model.transform = Transform(**common, image_mean=original.image_mean, image_std=original.image_std)
     return model
 
 
 def _backbone(body: str, width: float, norm: str, p6_p7: bool) -> Any:
-    """The ResNet without its classifier, and a pyramid on its last four maps, or the last three with two more made of them."""
+    """Return a ResNet without its classifier, with a feature pyramid on its last four maps, or on three and P6 and P7."""
     resnet: Any = networks.build(body, 1, width=width, norm=norm)
-    of_blocks = [getattr(resnet, f"layer{k}")[-1] for k in range(1, 5)]
-    channels = [(block.conv3 if hasattr(block, "conv3") else block.conv2).out_channels for block in of_blocks]
+    last_blocks = [getattr(resnet, f"layer{k}")[-1] for k in range(1, 5)]
+    channels = [(block.conv3 if hasattr(block, "conv3") else block.conv2).out_channels for block in last_blocks]
     first, out = (2 if p6_p7 else 1), max(1, round(256 * width))
     return BackboneWithFPN(
         resnet,

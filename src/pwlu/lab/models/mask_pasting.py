@@ -1,7 +1,7 @@
-"""Masks of detected objects put into their images, all of an image at once.
+"""Paste the masks of detected objects into their image, all masks of an image at once.
 
-torchvision puts one after the other, and waits for the GPU to know the corners of each, of 400 in an image. The numbers are the
-same but for rounding.
+torchvision pastes one mask at a time and synchronises with the GPU for each, up to 400 times per image. The results are equal
+up to rounding.
 """
 
 import torch
@@ -11,13 +11,13 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 
 class Transform(GeneralizedRCNNTransform):
-    """What a detector of torchvision does to images before and to detections after, masks by :func:`paste`."""
+    """torchvision's pre- and postprocessing of a detector, with masks pasted by :func:`paste`."""
 
     def postprocess(
         self, result: list[dict[str, Tensor]], image_shapes: list[tuple[int, int]], original_image_sizes: list[tuple[int, int]]
     ) -> list[dict[str, Tensor]]:
-        """Detections in the original images."""
-        if self.training:  # there are none
+        """Return the detections in coordinates of the original images."""
+        if self.training:  # there are no detections
             return result
         masks = [found.pop("masks") for found in result]
         result = super().postprocess(result, image_shapes, original_image_sizes)
@@ -27,10 +27,10 @@ class Transform(GeneralizedRCNNTransform):
 
 
 def paste(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
-    """Masks (N, 1, M, M), stretched to their boxes (N, 4), in images of that height and width: (N, 1, height, width).
+    """Resize masks (N, 1, M, M) to their boxes (N, 4), in images of size (height, width). Return (N, 1, height, width).
 
-    Bilinear interpolation of a mask is R mask C^T: a row of R (height, M) has the weights of the mask's rows in a row of the
-    image, C (width, M) those of its columns.
+    Bilinear interpolation of a mask is R mask C^T. A row of R (height, M) has the weights of the mask's rows in one row of the
+    image; C (width, M) has those of its columns.
     """
     with torch.autocast(masks.device.type, enabled=False):
         masks, scale = expand_masks(masks.float(), padding=1)
@@ -41,10 +41,11 @@ def paste(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def _weights(first: Tensor, last: Tensor, cells: int, length: int) -> Tensor:
-    """Weights (N, length, cells) of a mask's cells in the pixels of a line, where it reaches from `first` to `last`, (N,).
+    """Return the interpolation weights (N, length, cells) of mask cells for the pixels of a line of the image.
 
-    Pixels outside of the box get what is left of its outermost cells, if anything: they are padding, and 0.
+    Mask n covers the pixels ``first[n]`` to ``last[n]``. Pixels just outside of the box may get weights of its outermost cells,
+    which are padding with the value 0.
     """
     pixel = torch.arange(length, device=first.device) - first[:, None]
-    place = (pixel + 0.5) * (cells / (last - first + 1))[:, None] - 0.5  # of a pixel's middle, in cells from that of the first
-    return (1 - (place[..., None] - torch.arange(cells, device=first.device)).abs()).clamp_(min=0)
+    position = (pixel + 0.5) * (cells / (last - first + 1))[:, None] - 0.5  # of pixel centres, in cells from the first centre
+    return (1 - (position[..., None] - torch.arange(cells, device=first.device)).abs()).clamp_(min=0)

@@ -1,4 +1,4 @@
-"""The architectures, as torchvision has them; narrower and for smaller images where a recipe says so."""
+"""Build torchvision's classification networks, narrower and for smaller images if a recipe asks for it."""
 
 import math
 from collections.abc import Callable
@@ -17,31 +17,34 @@ Norm = Callable[[int], nn.Module]
 
 
 def of_recipe(settings: Settings, classes: int, channels: int) -> nn.Module:
-    """Return the network of a recipe with new weights, and with its own activations."""
+    """Return the network of a recipe with new weights and its original activations."""
     recipe = find(settings.recipe)
     return build(recipe.network, classes, channels, width=settings.width, small=recipe.small, norm=settings.norm)
 
 
 def sample(settings: Settings, channels: int) -> Tensor:
-    """Return what such a network is called with, for :func:`pwlu.convert_`."""
+    """Return a sample input of the network, for :func:`pwlu.convert_`."""
     return torch.zeros(2, channels, settings.pixels, settings.pixels)
 
 
 def build(
     network: str, classes: int, channels: int = 3, *, width: float = 1.0, small: bool = False, norm: str = "batch"
 ) -> nn.Module:
-    """A network with new weights for images with so many channels.
+    """Return a network with new weights.
 
     Args:
-        width: the number of channels of every layer, times this.
-        small: for images of 32 pixels: what halves their size first does not.
+        network: the name, such as "resnet18".
+        classes: the number of classes.
+        channels: the number of channels of images.
+        width: a factor on the number of channels of all layers.
+        small: adapt the network to images of 32 pixels by removing the first reductions of resolution.
         norm: "batch", or "group" for group normalisation with up to 8 groups.
     """
     return _BUILDERS[network](network, classes, channels, width, small, normalisation(norm))
 
 
 def normalisation(norm: str) -> Norm:
-    """What makes a layer that normalises so many channels."""
+    """Return a function that makes a normalisation layer for a number of channels."""
     return nn.BatchNorm2d if norm == "batch" else _group_norm
 
 
@@ -50,7 +53,7 @@ def _group_norm(channels: int) -> nn.Module:
 
 
 def _convnet(_: str, classes: int, channels: int, width: float, small: bool, norm: Norm) -> nn.Module:
-    """Three convolutions, each with normalisation and ReLU, and a linear layer."""
+    """Return a network of three convolutions, each with normalisation and ReLU, and a linear layer."""
     layers: list[nn.Module] = []
     for out, stride in ((8, 1), (16, 2), (16, 2)):
         out = max(1, round(out * width))
@@ -63,7 +66,7 @@ def _resnet(name: str, classes: int, channels: int, width: float, small: bool, n
     model = torchvision.models.get_model(name, weights=None, num_classes=classes, norm_layer=norm)
     if width != 1:
         if name != "resnet18":
-            raise UserError(f"--width is not for {name}: leave it out, or take a resnet18")
+            raise UserError(f"--width does not work for {name}: leave it out, or choose a resnet18 recipe")
         model.inplanes = max(1, round(64 * width))
         for layer, (planes, stride) in enumerate(((64, 1), (128, 2), (256, 2), (512, 2)), start=1):
             setattr(model, f"layer{layer}", model._make_layer(BasicBlock, max(1, round(planes * width)), 2, stride))
@@ -74,28 +77,28 @@ def _resnet(name: str, classes: int, channels: int, width: float, small: bool, n
     if small:
         model.maxpool = nn.Identity()
     for module in model.modules():
-        if isinstance(module, nn.Conv2d):  # as torchvision does for its own
+        if isinstance(module, nn.Conv2d):  # torchvision's initialisation, also for the replaced layers
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     return model
 
 
 def _mobilenet(name: str, classes: int, channels: int, width: float, small: bool, norm: Norm) -> nn.Module:
-    # torchvision's MobileNet-V3 averages its statistics over 100 steps, too long for the short trainings of small images
-    own = {} if norm is nn.BatchNorm2d and not small else {"norm_layer": norm}
-    model = torchvision.models.get_model(name, weights=None, num_classes=classes, width_mult=width, **own)
-    return _adapted(model, channels, small)
+    # torchvision's MobileNet-V3 averages batch statistics over 100 steps, too many for the short training on small images.
+    options = {} if norm is nn.BatchNorm2d and not small else {"norm_layer": norm}
+    model = torchvision.models.get_model(name, weights=None, num_classes=classes, width_mult=width, **options)
+    return _adapt(model, channels, small)
 
 
 def _efficientnet_b0(_: str, classes: int, channels: int, width: float, small: bool, norm: Norm) -> nn.Module:
-    # expansion, kernel, stride, channels in and out, blocks; the last convolution has four times the channels before it
+    # expansion, kernel, stride, input and output channels, blocks; the last convolution multiplies the channels by four
     rows = [(1, 3, 1, 32, 16, 1), (6, 3, 2, 16, 24, 2), (6, 5, 2, 24, 40, 2), (6, 3, 2, 40, 80, 3)]
     rows += [(6, 5, 1, 80, 112, 3), (6, 5, 2, 112, 192, 4), (6, 3, 1, 192, 320, 1)]
     blocks: list[Any] = [MBConvConfig(*row, width_mult=width) for row in rows]
-    return _adapted(EfficientNet(blocks, dropout=0.2, num_classes=classes, norm_layer=norm), channels, small)
+    return _adapt(EfficientNet(blocks, dropout=0.2, num_classes=classes, norm_layer=norm), channels, small)
 
 
-def _adapted(model: nn.Module, channels: int, small: bool) -> nn.Module:
-    """The first two convolutions that halve the image do not, for small images."""
+def _adapt(model: nn.Module, channels: int, small: bool) -> nn.Module:
+    """Set the stride of the first two strided convolutions to 1, for small images."""
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     if small:
         for convolution in [c for c in convolutions if c.stride == (2, 2)][:2]:

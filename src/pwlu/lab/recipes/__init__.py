@@ -1,1 +1,1 @@
-"""Recipes as data: their settings, their names, and the metrics they report."""
+"""Recipes as data: their settings, their names, and the metrics that they report."""

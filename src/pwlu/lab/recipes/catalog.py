@@ -1,4 +1,4 @@
-"""The recipes: a row of data each."""
+"""The catalog of recipes. Each recipe is one row of data."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -10,15 +10,19 @@ from pwlu.text import nearest
 
 @dataclass(frozen=True)
 class Recipe:
-    """An architecture on a data set, with what trains it.
+    """An architecture, a data set, and the hyperparameters of training.
 
-    ``lr`` is the peak for ``batch`` images a step. ``small``: the strides of the first layers are made for 32-pixel images.
-    ``realign_epochs`` is the paper's T'. ``iterations``: steps of ``batch`` images, in place of epochs. ``schedule``: of the
-    learning rate after its rise, "cosine" or "steps". ``pau_lr``: the rate of PAU's parameters, chosen on held-out images,
-    times the common one, which is too much for them: powers up to x^5 make their gradients large.
-
-    Of detectors alone: ``anchors``, the size of anchors, times this: 1 for 32, 64, ..., 512 pixels; ``detections`` in an image,
-    at most.
+    Attributes:
+        lr: the peak learning rate for ``batch`` images per step.
+        warm_up: the fraction of the steps over which the learning rate rises.
+        small: use small strides in the first layers, for 32-pixel images.
+        realign_epochs: the length of Phase I, the paper's T'.
+        iterations: the number of steps of ``batch`` images, instead of ``epochs``; 0 to use epochs.
+        schedule: how the learning rate falls after the warm-up: "cosine" or "steps".
+        pau_lr: the factor on the learning rate of PAU's parameters, chosen on held-out images. A factor of 1 is too large for
+            them, because powers up to x^5 make their gradients large.
+        anchors: for detectors, the factor on the sizes of anchors, which are 32, 64, ..., 512 pixels at 1.
+        detections: for detectors, the largest number of detections per image.
     """
 
     data: str
@@ -43,33 +47,33 @@ class Recipe:
 
     @property
     def detects(self) -> bool:
-        """Whether it finds objects in images; if not, it says what an image shows."""
+        """Whether this recipe trains a detector. Otherwise it trains a classifier."""
         return self.data == "coco"
 
     @property
     def in_memory(self) -> bool:
-        """Whether its images have one size and are all in memory."""
+        """Whether all images have the same size and are kept in memory."""
         return self.data not in ("coco", "folder")
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What tables compare, in percent, under the names that result.json has."""
+        """The metrics that tables compare, in percent, by their names in result.json."""
         if not self.detects:
             return ("accuracy",)
         return ("box_ap", "mask_ap") if self.network.startswith("maskrcnn") else ("box_ap",)
 
 
 def _imagenet(network: str, epochs: int, weight_decay: float, lr: float, augmentation: str = "crop+flip") -> Recipe:
-    """The paper's: SGD with momentum 0.9, one-cycle cosine schedule, batch 1024, T' = 5 epochs.
+    """Return a recipe of the paper: SGD with momentum 0.9, one-cycle cosine schedule, batch size 1024, T' = 5 epochs.
 
-    The peak learning rate and the length of the rise are ours, for the paper does not give them: 0.1 for 256 images in ResNets,
-    half of that in the mobile networks, rising for a tenth of the steps.
+    The paper does not give the peak learning rate and the warm-up, so these are our choice. The rate is 0.1 per 256 images for
+    ResNets and half of that for mobile networks. It rises over a tenth of the steps.
     """
     return Recipe("folder", network, epochs, 1024, lr, weight_decay, augmentation)
 
 
 def _cifar(network: str, width: float, **values: Any) -> Recipe:
-    """Ours: T' is 7 % of the training, as 5 epochs are of the 100 in which the paper trains ResNets, and a little more."""
+    """Return a recipe of our own. T' is 7 % of training, a little more than the paper's 5 of 100 epochs for ResNets."""
     return Recipe(
         "cifar100",
         network,
@@ -104,9 +108,10 @@ def _imagenette(network: str, width: float) -> Recipe:
 
 
 def _coco(detector: str) -> Recipe:
-    """The paper's: 270k steps of 16 images, the rate divided by 10 for the last 60k and again for the last 20k, T' = 5 epochs.
+    """Return a recipe of the paper: 270k steps of 16 images, T' = 5 epochs.
 
-    The rise of the rate, 1000 steps, and the horizontal flip are ours. 37 epochs are what 270k steps are for its 118k images.
+    The learning rate is divided by 10 for the last 60k steps and again for the last 20k. The warm-up of 1000 steps and the
+    horizontal flip are our choice. On COCO's 118k images, 270k steps are 37 epochs.
     """
     return Recipe(
         "coco",
@@ -124,9 +129,9 @@ def _coco(detector: str) -> Recipe:
 
 
 def _objects(detector: str, **values: Any) -> Recipe:
-    """Ours, for small sets: ResNet-18, the one-cycle cosine schedule of the other small recipes.
+    """Return a recipe of our own for small data sets: ResNet-18 and the one-cycle cosine schedule of the other small recipes.
 
-    RetinaNet learns half as fast, for twice as long: on held-out nuclei it diverged at the rate of Mask R-CNN.
+    RetinaNet has half the learning rate and twice the epochs: on held-out nuclei it diverged at the rate of Mask R-CNN.
     """
     values = {"batch": 8, "lr": 0.02, "weight_decay": 1e-4, "realign_epochs": 3, "measure_every": 5} | values
     if detector == "retinanet":
@@ -163,7 +168,7 @@ RECIPES = {
 
 
 def find(name: str) -> Recipe:
-    """Return the recipe of that name, or an error that suggests the three nearest."""
+    """Return the recipe with this name, or raise an error that suggests the three closest names."""
     if name in RECIPES:
         return RECIPES[name]
     first, second, third = nearest(name, RECIPES, most=3, cutoff=0)
@@ -173,7 +178,7 @@ def find(name: str) -> Recipe:
 
 
 def settings(recipe: str, **changes: Any) -> Settings:
-    """The settings of a recipe, with changes; a change to None is none. Whoever asks for epochs does not ask for iterations."""
+    """Return the settings of a recipe with changes. A change to None is ignored, and ``epochs`` overrides the iterations."""
     row = {k: v for k, v in dataclasses.asdict(find(recipe)).items() if k in _SHARED}
     row["unit_lr"] = find(recipe).pau_lr if changes.get("activation") == "pau" else 1.0
     if changes.get("epochs") is not None:
@@ -184,30 +189,30 @@ def settings(recipe: str, **changes: Any) -> Settings:
 
 
 def _check_task(settings: Settings, recipe: Recipe) -> None:
-    """Raise if a setting is not for what the recipe trains."""
+    """Raise an error if a setting does not apply to the task of the recipe."""
     maskrcnn = recipe.network.startswith("maskrcnn")
     wrong = {
         f"--augmentation {settings.augmentation} is for classification: write flip or none": recipe.detects
         and settings.augmentation not in ("none", "flip"),
         "--label-smoothing is for classification: leave it out": recipe.detects and settings.label_smoothing,
-        "--compile is of no use for Mask R-CNN: it is compiled anew for every number of boxes, for many minutes, and then "
-        "given up. Leave it out": maskrcnn and settings.compile,
-        f"--pixels {settings.pixels} leaves nothing of the coarser maps of a detector: write 64 or more": recipe.detects
+        "--compile does not work for Mask R-CNN: torch recompiles it for every number of boxes, for many minutes, until it "
+        "reaches the recompilation limit. Leave it out": maskrcnn and settings.compile,
+        f"--pixels {settings.pixels} is too small for the coarsest feature maps of a detector: write 64 or more": recipe.detects
         and settings.pixels < 64,
         "--augmentation flip is for detection: write crop+flip": not recipe.detects and settings.augmentation == "flip",
         "--save-detections is for detection: leave it out": not recipe.detects and settings.save_detections,
-        "--augmentation autoaugment is for image files: use crop+flip": recipe.in_memory
+        "--augmentation autoaugment is for image files: write crop+flip": recipe.in_memory
         and settings.augmentation == "autoaugment",
-        f"the images of {recipe.data} have {recipe.pixels} pixels; leave --pixels out": recipe.in_memory
+        f"the images of {recipe.data} always have {recipe.pixels} pixels: leave out --pixels": recipe.in_memory
         and settings.pixels != recipe.pixels,
     }
-    for words, holds in wrong.items():
+    for message, holds in wrong.items():
         if holds:
-            raise UserError(words)
+            raise UserError(message)
 
 
 def total_steps(settings: Settings, steps_per_epoch: int) -> int:
-    """Of the optimizer: epochs, or as many as see the images of so many iterations of the recipe's batch."""
+    """Return the number of optimizer steps. With iterations, scale it so that any batch size sees the same number of images."""
     if not settings.iterations:
         return settings.epochs * steps_per_epoch
     return max(1, round(settings.iterations * find(settings.recipe).batch / settings.batch))

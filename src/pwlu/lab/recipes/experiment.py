@@ -1,4 +1,4 @@
-"""When two runs are the same experiment, and what an experiment is called."""
+"""Decide when two runs are the same experiment, and name experiments."""
 
 import hashlib
 import re
@@ -8,50 +8,51 @@ from typing import Any
 from pwlu.lab.recipes import catalog
 from pwlu.lab.recipes.settings import Settings
 
-_OF_PWLU = ("intervals", "init", "realign_epochs", "fix_init", "curvature")
-_OF_LEARNED = ("granularity", "unit_lr")
+_PWLU_SETTINGS = ("intervals", "init", "realign_epochs", "fix_init", "curvature")
+_LEARNED_SETTINGS = ("granularity", "unit_lr")
 _WITHOUT_PARAMETERS = ("relu", "swish", "silu", "gelu", "hardswish")
-_OF_ACTIVATIONS = ("activation", "intervals", "init", "fix_init", "curvature", *_OF_LEARNED)  # not T': it is a length of time
+# Without realign_epochs, which depends on the length of training.
+_ACTIVATION_SETTINGS = ("activation", "intervals", "init", "fix_init", "curvature", *_LEARNED_SETTINGS)
 
-_LONGEST = 160  # letters of a label: a name of a folder has at most 255, and others stand beside it
+_MAX_LABEL = 160  # characters; folder names have at most 255, and include the recipe and the seed as well
 
 
-def essential(settings: Settings) -> Settings:
-    """The same experiment, with every setting that plays no part in it as the recipe has it.
+def reset_unused(settings: Settings) -> Settings:
+    """Return the settings with the recipe's value for every setting that has no effect.
 
-    A ReLU has no intervals, so a network with ReLUs that was trained with ``--intervals 8`` need not be trained again.
+    For example, a ReLU has no intervals: a run of ReLU with ``--intervals 8`` is the same experiment as one without.
     """
-    idle: set[str] = set()
+    unused: set[str] = set()
     if settings.activation != "pwlu":
-        idle |= set(_OF_PWLU)
+        unused |= set(_PWLU_SETTINGS)
     elif settings.fix_init:
-        idle.add("realign_epochs")
+        unused.add("realign_epochs")
     if settings.activation in _WITHOUT_PARAMETERS:
-        idle |= set(_OF_LEARNED)
+        unused |= set(_LEARNED_SETTINGS)
     recipe = catalog.settings(settings.recipe, activation=settings.activation)
-    return settings.replace(**{name: getattr(recipe, name) for name in idle})
+    return settings.replace(**{name: getattr(recipe, name) for name in unused})
 
 
 def run_key(settings: Settings) -> Hashable:
-    """Equal for two runs of the same experiment with the same seed."""
-    return tuple(essential(settings).identity().items())
+    """Return a key that is equal for two runs of the same experiment with the same seed."""
+    return tuple(reset_unused(settings).identity().items())
 
 
 def experiment_key(settings: Settings) -> Hashable:
-    """Equal for two runs of the same experiment, whatever their seeds."""
+    """Return a key that is equal for two runs of the same experiment, whatever their seeds."""
     return run_key(settings.replace(seed=0))
 
 
 def differences(settings: Settings) -> dict[str, Any]:
-    """What differs from the recipe, other than activation and seed."""
+    """Return the settings that differ from the recipe, without activation and seed."""
     recipe = catalog.settings(settings.recipe, activation=settings.activation).identity()
-    named = essential(settings).identity().items()
+    named = reset_unused(settings).identity().items()
     return {name: value for name, value in named if value != recipe[name] and name not in ("recipe", "activation", "seed")}
 
 
 def label(settings: Settings) -> str:
-    """A name for the experiment that can be a folder's: ``relu``, ``pwlu-intervals-8``, ``pwlu-fix-init-10-layer``."""
-    return _fitting(spelled({"activation": settings.activation} | differences(settings)))
+    """Return a name of the experiment for folders: ``relu``, ``pwlu-intervals-8``, ``pwlu-fix-init-10-layer``."""
+    return _shorten(slug({"activation": settings.activation} | differences(settings)))
 
 
 def run_name(settings: Settings) -> str:
@@ -60,24 +61,24 @@ def run_name(settings: Settings) -> str:
 
 
 def method(settings: Settings) -> str:
-    """The label of what concerns activations alone, as if all else were as the recipe has it."""
+    """Return a name of the activation and its settings, without the other settings of the run."""
     named = {"activation": settings.activation} | differences(settings)
-    return spelled({name: value for name, value in named.items() if name in _OF_ACTIVATIONS})
+    return slug({name: value for name, value in named.items() if name in _ACTIVATION_SETTINGS})
 
 
-def spelled(changes: dict[str, Any]) -> str:
-    """Changes of settings in the characters that any file system takes: ``epochs-60-ema-0.999``."""
-    parts = [f"{name}-{short(value)}" for name, value in changes.items() if name not in ("activation", "granularity")]
+def slug(changes: dict[str, Any]) -> str:
+    """Return changes of settings in characters that every file system allows: ``epochs-60-ema-0.999``."""
+    parts = [f"{name}-{format_value(value)}" for name, value in changes.items() if name not in ("activation", "granularity")]
     parts = [changes["activation"], *parts] if "activation" in changes else parts
     parts += [changes["granularity"]] if "granularity" in changes else []
     return re.sub(r"[^\w.+-]", "_", "-".join(parts).replace("_", "-"))
 
 
-def _fitting(name: str) -> str:
-    """Return the same, or its beginning and a check sum of it, where it is too long for the name of a folder."""
-    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+def _shorten(name: str) -> str:
+    """Replace the end of a name that is too long for a folder by a checksum."""
+    return name if len(name) <= _MAX_LABEL else f"{name[: _MAX_LABEL - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
-def short(value: Any) -> str:
-    """A value as one would write it: 3 for 3.0."""
+def format_value(value: Any) -> str:
+    """Return a value as a user would type it: 3 for 3.0."""
     return str(value).removesuffix(".0")

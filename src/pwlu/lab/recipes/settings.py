@@ -1,4 +1,4 @@
-"""Everything that one run is made of, as data: what the command line may change, and what a run folder records."""
+"""The settings of a run: the flags of the command line, recorded in the run folder."""
 
 import dataclasses
 import math
@@ -8,13 +8,18 @@ from typing import Any
 
 
 class UserError(Exception):
-    """Something that the person at the keyboard can put right; shown without a traceback."""
+    """An error that the user can fix. The command line prints it without a traceback."""
 
 
-def _flag(default: Any, help: str, *, machine: bool = False, unit: bool = False, **options: Any) -> Any:
-    """A setting with its help.
+def _setting(default: Any, help: str, *, machine: bool = False, unit: bool = False, **options: Any) -> Any:
+    """Return a dataclass field for a setting.
 
-    `machine`: it says where and how fast a run is done, not what it computes. `unit`: it is about PWLUs.
+    Args:
+        default: None if the recipe sets it.
+        help: the help text of the flag: imperative, no full stop. The default is appended unless the text names it.
+        machine: whether the setting affects where and how fast a run computes, but not its result.
+        unit: whether the setting is about PWLUs.
+        options: further arguments of ``ArgumentParser.add_argument``, and ``flag`` for a flag with another name.
     """
     return dataclasses.field(default=default, metadata={"help": help, "machine": machine, "unit": unit, "options": options})
 
@@ -26,90 +31,116 @@ AUGMENTATIONS = ("none", "crop", "crop+flip", "autoaugment", "flip")
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. A field is a flag of ``pwlu train``; None in a flag's place means: as the recipe says."""
+    """The settings of one run. Every field but ``recipe`` is a flag of ``pwlu train``."""
 
     recipe: str
-    activation: str = _flag("pwlu", "relu, prelu, swish, apl, pau, frelu, pwlu, ...", flag="--act", metavar="NAME")
-    seed: int = _flag(0, "of weights, order and augmentation")
-    epochs: int = _flag(None, "passes over the training images")
-    iterations: int = _flag(
-        0, "steps of the recipe's batch, in place of epochs; with half the images in a batch there are twice as many steps"
+    activation: str = _setting(
+        "pwlu", "use this activation: relu, prelu, swish, apl, pau, frelu, pwlu, ...", flag="--act", metavar="NAME"
     )
-    batch: int = _flag(None, "images in a step of the optimizer, over all processes")
-    lr: float = _flag(None, "peak learning rate for the recipe's batch; it is scaled to the batch that is used")
-    weight_decay: float = _flag(None, "of the weights; parameters of activations have none")
-    norm_weight_decay: float = _flag(
-        None, "of normalisation's scale and shift (default: as weights); 0 keeps inputs where the bounds of PWLUs are"
+    seed: int = _setting(0, "seed the weights, the order of the images and the augmentation")
+    epochs: int = _setting(None, "pass N times over the training images")
+    iterations: int = _setting(
+        0,
+        "train on as many images as N steps of the recipe's batch size have, instead of --epochs (default: set by the recipe)",
     )
-    label_smoothing: float = _flag(None, "share of the label given to all classes")
-    augmentation: str = _flag(None, "of training images", choices=AUGMENTATIONS)
-    warm_up: float = _flag(None, "share of the steps in which the learning rate rises")
-    width: float = _flag(None, "channels of the network, times this")
-    pixels: int = _flag(None, "height and width of images; in detection the shorter of the two")
-    holdout: int = _flag(0, "measure on so many images taken out of the training set, not on the test set: to choose settings")
-    intervals: int = _flag(16, "N of each PWLU", unit=True)
-    granularity: str = _flag("channel", "one function a channel or a layer", choices=("channel", "layer"), unit=True)
-    init: str = _flag("relu", "what PWLUs start as; same = what stood there", metavar="NAME", unit=True)
-    realign_epochs: float = _flag(None, "T', the length of Phase I", unit=True)
-    fix_init: float = _flag(
-        0.0, "no Phase I: PWLUs start with bounds -X and X, and learn from the first step", metavar="X", unit=True
+    batch: int = _setting(None, "use N images per optimizer step, over all processes")
+    lr: float = _setting(None, "set the peak learning rate for the recipe's batch size; it is scaled in proportion to --batch")
+    weight_decay: float = _setting(None, "set the weight decay of weights; parameters of activations have none")
+    norm_weight_decay: float = _setting(
+        None,
+        "set the weight decay of normalisation layers; 0 keeps inputs aligned with the bounds of PWLUs "
+        "(default: as --weight-decay)",
     )
-    unit_lr: float = _flag(
+    label_smoothing: float = _setting(None, "spread this fraction of each label over all classes")
+    augmentation: str = _setting(None, "choose the augmentation of training images", choices=AUGMENTATIONS)
+    warm_up: float = _setting(None, "raise the learning rate to its peak over this fraction of the steps")
+    width: float = _setting(None, "multiply the number of channels of all layers by X")
+    pixels: int = _setting(None, "set the height and width of images; in detection, the shorter side")
+    holdout: int = _setting(
+        0,
+        "measure on N held-out training images instead of the test set, to choose settings (default: measure on the test set)",
+    )
+    intervals: int = _setting(16, "give each PWLU N intervals", unit=True)
+    granularity: str = _setting(
+        "channel", "learn one function per channel or per layer", choices=("channel", "layer"), unit=True
+    )
+    init: str = _setting(
+        "relu", "initialise PWLUs as this function; same: as the activations they replace", metavar="NAME", unit=True
+    )
+    realign_epochs: float = _setting(None, "set the length of Phase I in epochs, the paper's T'", unit=True)
+    fix_init: float = _setting(
+        0.0,
+        "skip Phase I: give PWLUs the bounds -X and X, and learn from the first step (default: train with Phase I)",
+        metavar="X",
+        unit=True,
+    )
+    unit_lr: float = _setting(
         1.0,
-        "learning rate of activations' parameters, times this (default: 1; pau: 0.0001 to 0.001, by recipe)",
+        "multiply the learning rate of activations' parameters by this (default: 1; for pau, the recipe's 0.0001 to 0.001)",
         metavar="FACTOR",
         unit=True,
     )
-    curvature: float = _flag(0.0, "penalty on the bends of PWLUs, times this; try 0.001", metavar="FACTOR", unit=True)
-    ema: float = _flag(0.0, "measure a moving average of the weights with this decay, such as 0.999", metavar="DECAY")
-    norm: str = _flag("batch", "normalisation", choices=("batch", "group"))
-    precision: str = _flag("float32", "of the computation; bf16 and fp16 by autocast", choices=PRECISIONS)
-    accumulate: int = _flag(1, "parts in which a process computes its share of a batch", machine=True, metavar="N")
-    compile: bool = _flag(False, "torch.compile the network", machine=True)
-    fuse_norms: str = _flag(
+    curvature: float = _setting(
+        0.0,
+        "add this multiple of the curvature of PWLUs to the loss, such as 0.001 (default: no penalty)",
+        metavar="FACTOR",
+        unit=True,
+    )
+    ema: float = _setting(
+        0.0,
+        "measure an exponential moving average of the weights with this decay, such as 0.999 (default: no average)",
+        metavar="DECAY",
+    )
+    norm: str = _setting("batch", "choose the normalisation layers", choices=("batch", "group"))
+    precision: str = _setting("float32", "compute in this precision; bf16 and fp16 use autocast", choices=PRECISIONS)
+    accumulate: int = _setting(
+        1, "accumulate gradients over N micro-batches per process and optimizer step", machine=True, metavar="N"
+    )
+    compile: bool = _setting(False, "compile the network with torch.compile", machine=True)
+    fuse_norms: str = _setting(
         "auto",
-        "batch norm, addition and PWLU in one pass; auto: where there are such places, but not with --compile, and on a CPU "
-        "not with --channels-last",
+        "run batch norm, addition and PWLU in one pass; auto: wherever possible, but not with --compile, and on a CPU not with "
+        "--channels-last",
         machine=True,
         choices=FUSE_NORMS,
     )
-    channels_last: bool = _flag(None, "memory layout of images (default: on a GPU)", machine=True)
-    data: str = _flag("data", "folder of the data set", machine=True, metavar="DIR")
-    device: str = _flag(None, "cpu, cuda, ... (default: cuda where there is one)", machine=True, metavar="NAME")
-    workers: int = _flag(None, "processes that read image files (default: one a core, at most 8)", machine=True, metavar="N")
-    measure_every: int = _flag(
-        1, "epochs from one measurement to the next (default: as the recipe says); the last is always measured", machine=True
+    channels_last: bool = _setting(None, "use the channels-last memory format (default: on for GPUs, else off)", machine=True)
+    data: str = _setting("data", "read the data set from DIR", machine=True, metavar="DIR")
+    device: str = _setting(
+        None, "compute on this device: cpu, cuda, ... (default: cuda if available)", machine=True, metavar="NAME"
     )
-    save_detections: bool = _flag(
-        False, "write what is detected at the end to detections.json, which pwlu evaluate reads", machine=True
+    workers: int = _setting(
+        None, "read image files in N processes (default: one per core, at most 8)", machine=True, metavar="N"
     )
-    snapshots: int = _flag(
-        20, "of the functions, spread over the run, at most one an epoch; 0: none. pwlu report shows them", machine=True
+    measure_every: int = _setting(1, "measure every N epochs and after the last one (default: set by the recipe)", machine=True)
+    save_detections: bool = _setting(False, "write the final detections to detections.json, for pwlu evaluate", machine=True)
+    snapshots: int = _setting(
+        20, "save the functions N times during the run, at most once per epoch, for pwlu report; 0: never", machine=True
     )
-    tensorboard: bool = _flag(
-        False, "write TensorBoard files into the run folder too: numbers, and pictures of the functions", machine=True
+    tensorboard: bool = _setting(
+        False, "write metrics and figures of the functions for TensorBoard into the run folder", machine=True
     )
 
     @property
-    def readers(self) -> int:
-        """``workers``, or what is meant where nothing is said."""
+    def worker_count(self) -> int:
+        """The number of worker processes: ``workers``, or the default if that is None."""
         return min(8, os.cpu_count() or 1) if self.workers is None else self.workers
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the settings as a dictionary for JSON."""
         return dataclasses.asdict(self)
 
     def identity(self) -> dict[str, Any]:
-        """What the result depends on, rounding aside: two runs with the same identity are the same experiment."""
+        """Return the settings that affect the result beyond rounding. Runs with the same identity are the same experiment."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.metadata.get("machine")}
 
     def replace(self, **changes: Any) -> "Settings":
-        """A copy with these changes, checked."""
+        """Return a copy with these changes, checked."""
         return check(dataclasses.replace(self, **changes))
 
 
 def check(settings: Settings) -> Settings:
-    """The same settings, or an error about the first that makes no sense."""
+    """Return the settings, or raise an error about the first invalid one."""
     rules = {
         "epochs": (settings.epochs >= 1, "at least 1"),
         "iterations": (settings.iterations >= 0, "at least 0"),
@@ -148,13 +179,13 @@ def check(settings: Settings) -> Settings:
     realigns = settings.activation == "pwlu" and not settings.fix_init and not settings.iterations
     if realigns and settings.realign_epochs >= settings.epochs:
         raise UserError(
-            f"Phase I of {settings.realign_epochs:g} epochs (--realign-epochs) leaves nothing of {settings.epochs} epochs for "
-            f"PWLUs to learn in. Write --realign-epochs {settings.epochs / 10:g}, or more --epochs"
+            f"Phase I must be shorter than training: --realign-epochs is {settings.realign_epochs:g}, --epochs is "
+            f"{settings.epochs}. Write --realign-epochs {settings.epochs / 10:g}, or more --epochs"
         )
     return settings
 
 
 def flag(name: str) -> str:
-    """The flag of the command line that changes this setting."""
+    """Return the command-line flag of a setting."""
     options = {f.name: f.metadata for f in dataclasses.fields(Settings)}[name].get("options", {})
     return options.get("flag", "--" + name.replace("_", "-"))

@@ -1,1 +1,1 @@
-"""What is trained for: classification and detection, each with batches, a loss and a measurement."""
+"""Tasks: classification and detection, each with batches, a loss and a measurement."""

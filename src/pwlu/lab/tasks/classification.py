@@ -1,4 +1,4 @@
-"""Image classification, as the loop sees a task: batches, a loss, a measurement."""
+"""The task of image classification: batches, a loss, a measurement."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -20,7 +20,7 @@ ALIGNMENT_IMAGES = 2048
 
 
 class Classification(ImageTask):
-    """A data set of images with labels. ``metric``: what a table compares, in percent; more is better."""
+    """Classification of images, measured by accuracy in percent."""
 
     metric = "accuracy"
     reported = ("test_loss",)
@@ -29,78 +29,79 @@ class Classification(ImageTask):
     def __init__(self, settings: Settings, processes: Processes) -> None:
         super().__init__(settings, processes)
         self.data = load(settings, processes.device)
-        self.cut(len(self.data.train))
-        if self.share < 2 and settings.norm == "batch":
+        self.plan_steps(len(self.data.train))
+        if self.micro_batch < 2 and settings.norm == "batch":
             parts = processes.count * settings.accumulate
             raise UserError(
-                f"a batch of {settings.batch} leaves 1 image for each of {parts} parts, too few for batch norm: write --batch "
-                f"{2 * parts} or more, or --norm group"
+                f"--batch {settings.batch} gives each of {parts} micro-batches 1 image, but batch norm needs at least 2: write "
+                f"--batch {2 * parts} or more, or --norm group"
             )
         self.measured_on, self.measured_images = self.data.measured_on, len(self.data.test)
 
     def network(self) -> nn.Module:
-        """The architecture with new weights, and with its own activations."""
+        """Return the network with new weights and its original activations."""
         return networks.of_recipe(self.settings, len(self.data.classes), self.data.channels)
 
     def sample(self) -> Tensor:
-        """What the network is called with, for :func:`pwlu.convert_`."""
+        """Return a sample input of the network, for :func:`pwlu.convert_`."""
         return networks.sample(self.settings, self.data.channels)
 
     def order(self, epoch: int) -> Tensor:
-        """Numbers of training images, (steps, batch)."""
+        """Return the indices of the training images of an epoch, (steps, batch)."""
         order = torch.randperm(len(self.data.train), generator=keyed_random.generator(self.settings.seed, epoch, 1))
         return order[: self.steps_per_epoch * self.settings.batch].view(self.steps_per_epoch, -1)
 
     def read(self, parts: list[Tensor], keys: tuple[int, ...]) -> Iterator[Batch]:
-        """Their images, in the type and layout of the network, and labels."""
+        """Yield images, in the type and layout of the network, and labels, for each tensor of indices."""
         for batch in self.data.train.batches(parts, keys):
-            yield self._prepared(*batch)
+            yield self._prepare(*batch)
 
-    def _prepared(self, images: Tensor, labels: Tensor) -> Batch:
+    def _prepare(self, images: Tensor, labels: Tensor) -> Batch:
         return images.to(self.dtype).contiguous(memory_format=self.layout), labels
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The mean loss, and the sums that an epoch adds up: loss, right answers, images."""
+        """Return the mean loss, and sums to accumulate over the epoch: loss, correct answers, images."""
         images, labels = batch
         outputs = model(images)
         loss = F.cross_entropy(outputs, labels, label_smoothing=self.settings.label_smoothing)
-        right = (outputs.detach().argmax(1) == labels).sum()
-        return loss, torch.stack([loss.detach().double() * len(labels), right.double(), right.new_tensor(len(labels)).double()])
+        correct = (outputs.detach().argmax(1) == labels).sum()
+        count = correct.new_tensor(len(labels))
+        return loss, torch.stack([loss.detach().double() * len(labels), correct.double(), count.double()])
 
     def summary(self, sums: Tensor) -> dict[str, float]:
-        """Training loss and accuracy of an epoch."""
-        loss, right, count = sums.tolist()
-        return {"loss": loss / max(count, 1), "train_accuracy": 100 * right / max(count, 1)}
+        """Return the training loss and accuracy of an epoch."""
+        loss, correct, count = sums.tolist()
+        return {"loss": loss / max(count, 1), "train_accuracy": 100 * correct / max(count, 1)}
 
     def test_batches(self) -> Iterator[Batch]:
-        """This process's share of the images to measure on, each once."""
+        """Yield this process's share of the images to measure on, each once."""
         indices = torch.arange(len(self.data.test))[self.processes.rank :: self.processes.count]
         if not len(indices):  # fewer images than processes
             return
-        for batch in self.data.test.batches(indices.split(max(self.share, 256))):
-            yield self._prepared(*batch)
+        for batch in self.data.test.batches(indices.split(max(self.micro_batch, 256))):
+            yield self._prepare(*batch)
 
     @torch.no_grad()
     def measure(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, float]:
-        """Loss and accuracy on the images to measure on, over all processes."""
+        """Return loss and accuracy on the images to measure on, over all processes."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.processes.device)
         model.eval()
         for images, labels in self.test_batches():
             with autocast:
                 outputs = model(images)
             losses = F.cross_entropy(outputs.double(), labels, reduction="sum")
-            right = (outputs.argmax(1) == labels).sum()
-            sums += torch.stack([losses, right.double(), right.new_tensor(len(labels)).double()])
+            correct = (outputs.argmax(1) == labels).sum()
+            sums += torch.stack([losses, correct.double(), correct.new_tensor(len(labels)).double()])
         model.train()
-        loss, right_answers, count = self.processes.all_reduce(sums).tolist()
-        return {"test_loss": loss / count, "accuracy": 100 * right_answers / count}
+        loss, total_correct, count = self.processes.all_reduce(sums).tolist()
+        return {"test_loss": loss / count, "accuracy": 100 * total_correct / count}
 
     def files(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, bytes]:
-        """None but those of every run."""
+        """Return no further files."""
         return {}
 
-    def some_images(self) -> Iterator[Tensor]:
-        """To see the inputs of activations."""
+    def alignment_inputs(self) -> Iterator[Tensor]:
+        """Yield inputs of the network on which to measure the alignment of PWLUs."""
         seen = 0
         for images, _ in self.test_batches():
             if seen >= ALIGNMENT_IMAGES:

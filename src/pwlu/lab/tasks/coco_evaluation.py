@@ -1,6 +1,6 @@
-"""COCO's average precision, of detections in COCO's results format.
+"""Compute COCO's average precision of detections in COCO's results format.
 
-The evaluator is faster-coco-eval: COCO's own, with its loops in C++.
+The evaluator is faster-coco-eval, which is COCO's evaluator with its loops in C++.
 
 A detection is ``{"image_id", "category_id", "score"}`` with ``"bbox": [x, y, width, height]``, ``"segmentation"`` or both.
 """
@@ -17,7 +17,7 @@ from faster_coco_eval import COCO, COCOeval_faster
 from faster_coco_eval import mask as rle
 from torch import Tensor
 
-from pwlu.lab.data.coco import Part, integer, numbers
+from pwlu.lab.data.coco import Annotations, integer, numbers
 from pwlu.lab.data.masks import run_lengths
 from pwlu.lab.recipes.settings import UserError
 from pwlu.text import counted
@@ -27,14 +27,18 @@ _FIELDS = {"box": "bbox", "mask": "segmentation"}
 
 
 def names(kind: str) -> list[str]:
-    """What is measured of "box" or "mask": the mean, at two thresholds, below 32 x 32 pixels, up to 96 x 96, above."""
+    """Return the names of the metrics for "box" or "mask".
+
+    They are the mean over thresholds, the values at two thresholds, and the means for objects below 32 x 32 pixels, up to
+    96 x 96, and above.
+    """
     return [f"{kind}_ap{name}" for name in ("", "50", "75", "_small", "_medium", "_large")]
 
 
 def detections(image_id: int, found: dict[str, Tensor], categories: list[int], first_label: int) -> list[dict[str, Any]]:
-    """What a detector of torchvision found in an image, ready for JSON.
+    """Return the output of a torchvision detector for one image in COCO's results format.
 
-    Boxes have two digits after the point and scores six: what is saved and evaluated elsewhere is what is evaluated here.
+    Boxes are rounded to two decimals and scores to six, so that saved detections evaluate to the same values.
     """
     left, top, right, bottom = found["boxes"].double().cpu().unbind(1)
     boxes = torch.stack([left, top, right - left, bottom - top], 1).tolist()
@@ -48,26 +52,26 @@ def detections(image_id: int, found: dict[str, Tensor], categories: list[int], f
         for box, label, score in zip(boxes, found["labels"].tolist(), found["scores"].double().tolist(), strict=True)
     ]
     if "masks" in found and rows:
-        # turned on the device: the evaluator wants an array (height, width, objects) whose first index varies fastest
+        # Transpose on the device: the evaluator expects (height, width, objects) in Fortran order.
         masks = (found["masks"][:, 0] > 0.5).byte().transpose(1, 2).contiguous().cpu().numpy().transpose(2, 1, 0)
         for row, code in zip(rows, rle.encode(np.asfortranarray(masks)), strict=True):
             row["segmentation"] = {"size": code["size"], "counts": code["counts"].decode()}
     return rows
 
 
-def average_precision(part: Part, rows: list[dict[str, Any]], kind: str, most: int) -> dict[str, float]:
-    """AP in percent, as COCO defines it: the mean over ten thresholds of overlap from 0.5 to 0.95, 101 recalls, all classes.
+def average_precision(part: Annotations, rows: list[dict[str, Any]], kind: str, most: int) -> dict[str, float]:
+    """Return COCO's AP in percent: the mean over ten IOU thresholds from 0.5 to 0.95, 101 recalls and all classes.
 
     Args:
-        part: what is to be found; detections in crowds count neither for nor against.
-        rows: what was found, in images of `part`, each image's once, with boxes or masks as `kind` says.
-        kind: "box" or "mask": whose overlap counts. Objects are small, medium or large by the areas in the annotation file.
-        most: so many detections of a class in an image, those with the best scores, count.
+        part: the annotations. Detections in crowds are ignored.
+        rows: the detections in images of `part`, with boxes or masks according to `kind`.
+        kind: "box" or "mask": which overlap counts. Objects are small, medium or large by the areas in the annotation file.
+        most: the number of detections per class and image that count, those with the highest scores.
 
     Returns:
-        By the :func:`names` of `kind`; nan where there is nothing of that size to be found.
+        The values by the :func:`names` of `kind`; nan if there are no objects of that size.
     """
-    evaluator = COCOeval_faster(_truth(part), _found(part, rows, kind), _KINDS[kind])
+    evaluator = COCOeval_faster(_ground_truth(part), _coco_detections(part, rows, kind), _KINDS[kind])
     evaluator.params.maxDets = [most]
     evaluator.evaluate()
     evaluator.accumulate()
@@ -78,12 +82,12 @@ def average_precision(part: Part, rows: list[dict[str, Any]], kind: str, most: i
 
 
 def _mean(precision: Any) -> float:
-    """-1 stands for classes that are not there."""
-    there = precision[precision > -1]
-    return 100 * float(there.mean()) if there.size else math.nan
+    """Return the mean in percent over the classes that occur; -1 marks the others."""
+    valid = precision[precision > -1]
+    return 100 * float(valid.mean()) if valid.size else math.nan
 
 
-def _truth(part: Part) -> Any:
+def _ground_truth(part: Annotations) -> Any:
     columns = (part.categories, part.boxes, part.areas, part.crowd.long())
     objects = list(zip(*(column.tolist() for column in columns), strict=True))
     annotations = []
@@ -95,7 +99,7 @@ def _truth(part: Part) -> Any:
     return _indexed(part, annotations)
 
 
-def _found(part: Part, rows: list[dict[str, Any]], kind: str) -> Any:
+def _coco_detections(part: Annotations, rows: list[dict[str, Any]], kind: str) -> Any:
     annotations = []
     for number, row in enumerate(rows, start=1):
         area = math.prod(row["bbox"][2:]) if kind == "box" else float(rle.area(row["segmentation"]))
@@ -103,7 +107,7 @@ def _found(part: Part, rows: list[dict[str, Any]], kind: str) -> Any:
     return _indexed(part, annotations)
 
 
-def _indexed(part: Part, annotations: list[dict[str, Any]]) -> Any:
+def _indexed(part: Annotations, annotations: list[dict[str, Any]]) -> Any:
     coco = COCO()
     sizes = part.sizes.tolist()
     coco.dataset = {
@@ -116,19 +120,19 @@ def _indexed(part: Part, annotations: list[dict[str, Any]]) -> Any:
 
 
 def saved(path: Path) -> tuple[list[Any], list[str]]:
-    """What a file of detections holds, and whether these are boxes, masks or both, to be :func:`checked`."""
+    """Read a file of detections. Return its rows, to be checked by :func:`checked`, and which of "box" and "mask" they have."""
     try:
         rows = json.loads(path.read_bytes())
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise ValueError("expected a list of detections")
     except (OSError, ValueError) as error:
-        raise _no_detections(path, error) from None
+        raise _invalid(path, error) from None
     kinds = [kind for kind, field in _FIELDS.items() if any(row.get(field) is not None for row in rows)]
     return rows, kinds or ["box"]
 
 
-def checked(path: Path, rows: list[Any], kinds: Sequence[str], part: Part) -> list[dict[str, Any]]:
-    """What was :func:`saved`, as :func:`average_precision` takes it, if it belongs to these images."""
+def checked(path: Path, rows: list[Any], kinds: Sequence[str], part: Annotations) -> list[dict[str, Any]]:
+    """Return the rows of :func:`saved` for :func:`average_precision`, or raise an error if they do not fit these images."""
     sizes = dict(zip(part.image_ids.tolist(), part.sizes.tolist(), strict=True))
     found = []
     for number, row in enumerate(rows, start=1):
@@ -137,25 +141,25 @@ def checked(path: Path, rows: list[Any], kinds: Sequence[str], part: Part) -> li
             image, category = detection["image_id"], detection["category_id"]
             if image not in sizes or category not in part.classes:
                 raise UserError(
-                    f"{path} has a detection of category {category} in image {image}, which the annotations do not have: is it "
-                    "of another data set?"
+                    f"{path} has a detection of category {category} in image {image}, which the annotations do not have. Write "
+                    "--data DIR with the data set of these detections"
                 )
             if "mask" in kinds:
                 detection["segmentation"] = _mask(row, *sizes[image])
         except ValueError as error:
-            raise _no_detections(path, f"in detection {number} of {len(rows)}, {error}") from None
+            raise _invalid(path, f"in detection {number} of {len(rows)}, {error}") from None
         found.append(detection)
     return found
 
 
-def _no_detections(path: Path, why: object) -> UserError:
-    return UserError(f"{path} does not hold detections in COCO's results format: {why}")
+def _invalid(path: Path, why: object) -> UserError:
+    return UserError(f"{path} does not contain detections in COCO's results format: {why}")
 
 
 def _detection(row: Any, kinds: Sequence[str]) -> dict[str, Any]:
     for name in ("image_id", "category_id", "score", *(_FIELDS[kind] for kind in kinds)):
         if row.get(name) is None:
-            raise ValueError(f"there is no {name}")
+            raise ValueError(f"{name} is missing")
     detection: dict[str, Any] = {"image_id": integer(row, "image_id"), "category_id": integer(row, "category_id")}
     (detection["score"],) = _numbers("score", [row["score"]], 1)
     if "box" in kinds:
@@ -177,7 +181,7 @@ def _mask(row: Any, height: int, width: int) -> dict[str, Any]:
     code = run_lengths(row["segmentation"], height, width)
     if code is None:
         raise ValueError(
-            f"segmentation is damaged, or not of an image of height {height} and width {width}: expected polygons, or run "
-            "lengths, as COCO writes them"
+            f"segmentation is damaged or does not fit the image of height {height} and width {width}: expected polygons or run "
+            "lengths in COCO's format"
         )
     return code

@@ -1,4 +1,4 @@
-"""Detection and instance segmentation, as the loop sees a task: batches, a loss, a measurement."""
+"""The task of detection and instance segmentation: batches, a loss, a measurement."""
 
 import json
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pwlu.lab.data import coco, keyed_random
-from pwlu.lab.data.datasets import held_out
-from pwlu.lab.data.detection_images import DetectionImages, Scene
+from pwlu.lab.data.datasets import split_holdout
+from pwlu.lab.data.detection_images import DetectionImages, Example
 from pwlu.lab.models import detectors
 from pwlu.lab.recipes.settings import Settings, UserError
 from pwlu.lab.runs.processes import Processes
@@ -20,19 +20,19 @@ from pwlu.lab.tasks import coco_evaluation
 from pwlu.lab.tasks.task import ImageTask
 from pwlu.text import counted
 
-# What torchvision's detectors return in training, each added to the loss with weight 1.
+# The losses that torchvision's detectors return in training. The total loss is their sum.
 LOSSES = {
     "maskrcnn": ("loss_classifier", "loss_box_reg", "loss_mask", "loss_objectness", "loss_rpn_box_reg"),
     "retinanet": ("classification", "bbox_regression"),
 }
 ALIGNMENT_BATCHES = 64
-UNREADABLE = "unreadable_measured_images"  # in metrics.jsonl and result.json, where there are some
+UNREADABLE = "unreadable_measured_images"  # in metrics.jsonl and result.json, if there are any
 
-Batch = tuple[list[Tensor], list[dict[str, Tensor]], int]  # images, what is in them, how many could not be read
+Batch = tuple[list[Tensor], list[dict[str, Tensor]], int]  # images, their objects, the number of unreadable images
 
 
 class Detection(ImageTask):
-    """A data set of images with boxes around objects, and masks. ``metric``: COCO's average precision of boxes, in percent."""
+    """Detection of objects by boxes and masks, measured by COCO's average precision in percent."""
 
     metric = "box_ap"
 
@@ -43,83 +43,83 @@ class Detection(ImageTask):
         train, test = coco.load(Path(settings.data), with_masks="mask" in self.kinds)
         self.measured_on = "validation images"
         if settings.holdout:
-            train, test = held_out(train, settings.holdout)
+            train, test = split_holdout(train, settings.holdout)
             self.measured_on = "held-out training images"
-            if not len(test.trained_on()):
-                raise UserError(f"there is no object in the images that --holdout {settings.holdout} takes: write more")
+            if not len(test.training_images()):
+                raise UserError(f"the images of --holdout {settings.holdout} have no objects: write a larger number")
         self.first_label = detectors.first_label(self.recipe.network)
         self.classes = train.classes
-        self.train, self.test = self._scenes(train), self._scenes(test)
-        self.used = train.trained_on()
-        self.cut(len(self.used))
+        self.train, self.test = self._images(train), self._images(test)
+        self.used = train.training_images()
+        self.plan_steps(len(self.used))
         self.measured_images = len(test)
         self.notes = self._notes()
-        self.rows: list[dict[str, Any]] | None = None  # what was detected in the last measurement
+        self.rows: list[dict[str, Any]] | None = None  # the detections of the last measurement
 
-    def _scenes(self, part: coco.Part) -> DetectionImages:
+    def _images(self, part: coco.Annotations) -> DetectionImages:
         s = self.settings
-        return DetectionImages(part, self.first_label, s.augmentation == "flip", self.processes.device, s.readers)
+        return DetectionImages(part, self.first_label, s.augmentation == "flip", self.processes.device, s.worker_count)
 
     def _notes(self) -> list[str]:
         names = ", ".join(list(self.classes.values())[:100])
         notes = [f"{counted(len(self.classes), 'class', 'classes')}: {names}"]
-        for name, scenes in (("training", self.train), ("measured on", self.test)):
-            unreadable = f", {counted(scenes.unreadable, 'image')} cannot be read" if scenes.unreadable else ""
-            notes.append(f"{name}: {scenes.part}{unreadable}")
+        for name, images in (("training", self.train), ("measured on", self.test)):
+            unreadable = f", {counted(images.unreadable, 'image')} cannot be read" if images.unreadable else ""
+            notes.append(f"{name}: {images.part}{unreadable}")
         return notes
 
     @property
     def reported(self) -> list[str]:
-        """What result.json has beside the metric."""
+        """The names of further values of :meth:`measure` for result.json."""
         names = [name for kind in self.kinds for name in coco_evaluation.names(kind) if name != self.metric]
         return [*names, UNREADABLE]
 
     # The network.
 
     def network(self) -> nn.Module:
-        """The detector with new weights, and with its own activations."""
+        """Return the detector with new weights and its original activations."""
         return detectors.of_recipe(self.settings, len(self.classes))
 
     def sample(self) -> Any:
-        """What the network is called with, for :func:`pwlu.convert_`."""
+        """Return a sample input of the detector, for :func:`pwlu.convert_`."""
         return detectors.sample(self.settings)
 
     # Training.
 
     def order(self, epoch: int) -> Tensor:
-        """Numbers of images, (steps, batch). Wide images come with wide ones and tall with tall, so that little is padding.
+        """Return the indices of the training images of an epoch, (steps, batch).
 
-        What is left of the two at the end comes together.
+        To save padding, a batch has only wide or only tall images. The last batches mix what is left of both.
         """
         batch = self.settings.batch
         order = self.used[torch.randperm(len(self.used), generator=keyed_random.generator(self.settings.seed, epoch, 1))]
         height, width = self.train.part.sizes[order].unbind(1)
-        alike: list[Tensor] = []
+        uniform: list[Tensor] = []
         rest: list[Tensor] = []
         for group in (height > width, height <= width):
             places = group.nonzero().flatten()
-            whole = len(places) // batch * batch
-            alike += places[:whole].view(-1, batch).unbind()
-            rest.append(places[whole:])
-        alike.sort(key=lambda places: int(places[-1]))
+            filled = len(places) // batch * batch
+            uniform += places[:filled].view(-1, batch).unbind()
+            rest.append(places[filled:])
+        uniform.sort(key=lambda places: int(places[-1]))
         left = torch.cat(rest)
         mixed = left[: len(left) // batch * batch].view(-1, batch).unbind()
-        return order[torch.stack([*alike, *mixed])]
+        return order[torch.stack([*uniform, *mixed])]
 
     def read(self, parts: list[Tensor], keys: tuple[int, ...]) -> Iterator[Batch]:
-        """Their images, and what is in them."""
-        for scenes in self.train.batches([part.tolist() for part in parts], keys):
-            yield self._prepared(scenes)
+        """Yield the images and their objects for each tensor of indices."""
+        for examples in self.train.batches([part.tolist() for part in parts], keys):
+            yield self._prepare(examples)
 
-    def _prepared(self, scenes: list[Scene]) -> Batch:
-        images = [image.to(self.dtype) / 255 for image, _, _ in scenes]
+    def _prepare(self, examples: list[Example]) -> Batch:
+        images = [image.to(self.dtype) / 255 for image, _, _ in examples]
         targets = [
-            {name: v.to(self.dtype) if v.is_floating_point() else v for name, v in target.items()} for _, target, _ in scenes
+            {name: v.to(self.dtype) if v.is_floating_point() else v for name, v in target.items()} for _, target, _ in examples
         ]
-        return images, targets, sum(not readable for _, _, readable in scenes)
+        return images, targets, sum(not readable for _, _, readable in examples)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The sum of the detector's losses, and the sums that an epoch adds up: losses, images, images that are unreadable."""
+        """Return the sum of the losses, and sums to accumulate over the epoch: losses, images, unreadable images."""
         images, targets, unreadable = batch
         parts = model(images, targets)
         each = torch.stack([parts[name] for name in LOSSES[self.detector]])
@@ -128,7 +128,7 @@ class Detection(ImageTask):
         return loss, torch.cat([sums, sums.new_tensor([len(images), unreadable])])
 
     def summary(self, sums: Tensor) -> dict[str, float]:
-        """Training losses of an epoch, and how many images could not be read."""
+        """Return the training losses of an epoch, and the number of unreadable images."""
         *losses, count, unreadable = sums.tolist()
         names = ("loss", *(f"loss_{name.removeprefix('loss_')}" for name in LOSSES[self.detector]))
         means = {name: value / max(count, 1) for name, value in zip(names, losses, strict=True)}
@@ -137,29 +137,29 @@ class Detection(ImageTask):
     # Measuring.
 
     def test_batches(self) -> Iterator[tuple[list[Tensor], list[int], int]]:
-        """This process's share of the images to measure on, each once, with their indices, and how many were unreadable.
+        """Yield this process's share of the images to measure on, each once, with indices and the number of unreadable ones.
 
-        Those that do not fit are passed over: what is in them is missed. Images of one size come together: with others of
-        another size they would be padded, and what is found in an image would depend on its company.
+        Skip images that are too long and narrow; their objects count as missed. A batch has images of one size only: images
+        of different sizes would be padded, and the detections in an image would depend on the others.
         """
         sizes = self.test.part.sizes.tolist()
         fitting = self.test.part.fits().nonzero().flatten().tolist()
         mine = sorted(fitting[self.processes.rank :: self.processes.count], key=lambda index: sizes[index])
         plan = []
-        for _, alike in groupby(mine, key=lambda index: sizes[index]):
-            indices = list(alike)
-            plan += [indices[k : k + self.share] for k in range(0, len(indices), self.share)]
-        for indices, scenes in zip(plan, self.test.batches(plan) if plan else (), strict=True):
-            images, _, unreadable = self._prepared(scenes)
+        for _, same_size in groupby(mine, key=lambda index: sizes[index]):
+            indices = list(same_size)
+            plan += [indices[k : k + self.micro_batch] for k in range(0, len(indices), self.micro_batch)]
+        for indices, examples in zip(plan, self.test.batches(plan) if plan else (), strict=True):
+            images, _, unreadable = self._prepare(examples)
             yield images, indices, unreadable
 
     @torch.no_grad()
     def measure(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, float]:
-        """COCO's average precisions on the images to measure on, over all processes. What is in unreadable images is missed."""
+        """Return COCO's average precisions over all processes. Objects in unreadable images count as missed."""
         part, rows, unreadable = self.test.part, list[dict[str, Any]](), 0
         model.eval()
-        for images, indices, black in self.test_batches():
-            unreadable += black
+        for images, indices, unreadable_here in self.test_batches():
+            unreadable += unreadable_here
             with autocast:
                 found = model(images)
             for index, each in zip(indices, found, strict=True):
@@ -176,15 +176,15 @@ class Detection(ImageTask):
         return json.loads(self.processes.broadcast_text(json.dumps(values)) or "")
 
     def files(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, bytes]:
-        """What was detected, if it is to be saved."""
+        """Return the detections if --save-detections is set."""
         if not self.settings.save_detections:
             return {}
-        if self.rows is None:  # the run was stopped after its last measurement
+        if self.rows is None:  # the run was resumed after its last measurement
             self.measure(model, autocast)
         return {"detections.json": json.dumps(self.rows).encode()}
 
-    def some_images(self) -> Iterator[tuple[list[Tensor]]]:
-        """To see the inputs of activations."""
+    def alignment_inputs(self) -> Iterator[tuple[list[Tensor]]]:
+        """Yield inputs of the detector on which to measure the alignment of PWLUs."""
         for number, (images, _, _) in enumerate(self.test_batches()):
             if number == ALIGNMENT_BATCHES:
                 return

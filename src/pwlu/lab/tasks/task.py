@@ -1,4 +1,4 @@
-"""What the loop needs to know of what is trained, and what tasks have in common."""
+"""The interface between the training loop and a task, and the code that tasks share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,16 @@ from pwlu.lab.runs.processes import Processes
 
 
 class Task(Protocol):
-    """Data, a network for it, a loss, a measurement.
+    """A data set, a network for it, a loss, and a measurement.
 
-    ``metric``: what a table compares, in percent; more is better. ``total_steps`` need not be a whole number of epochs.
+    Attributes:
+        metric: the main metric, in percent; larger is better.
+        measured_on: the kind of images to measure on, such as "test images".
+        measured_images: how many images are measured on.
+        steps_per_epoch: the number of optimizer steps per epoch.
+        total_steps: the number of optimizer steps of the run. It need not be a multiple of ``steps_per_epoch``.
+        dtype: the type of parameters and images.
+        layout: the memory format of images.
     """
 
     metric: str
@@ -29,58 +36,58 @@ class Task(Protocol):
 
     @property
     def reported(self) -> Sequence[str]:
-        """What result.json has beside the metric, of what :meth:`measure` says."""
+        """The names of further values of :meth:`measure` for result.json."""
 
     @property
     def notes(self) -> Sequence[str]:
-        """What is to be known of the data."""
+        """Lines that describe the data."""
 
     def network(self) -> nn.Module:
-        """The architecture with new weights, and with its own activations."""
+        """Return the network with new weights and its original activations."""
 
     def sample(self) -> Any:
-        """What the network is called with, for :func:`pwlu.convert_`."""
+        """Return a sample input of the network, for :func:`pwlu.convert_`."""
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Any]]:
-        """The steps of an epoch from `first_step` on: this process's parts of each batch."""
+        """Yield this process's micro-batches for each step of an epoch, from `first_step` on."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """The mean loss of a part of a batch, and sums that an epoch adds up."""
+        """Return the mean loss of a micro-batch, and sums to accumulate over the epoch."""
 
     def summary(self, sums: Tensor) -> dict[str, float]:
-        """What an epoch's sums say, the loss under the name "loss"."""
+        """Return the metrics of an epoch from its accumulated sums; the loss is named "loss"."""
 
     def measure(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, float]:
-        """The metric and more, over all processes, each image once."""
+        """Return the metric and further values, over all processes, each image counted once."""
 
     def files(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, bytes]:
-        """What the run folder gets at the end, by name. All processes are asked, the first is answered."""
+        """Return further files for the run folder at the end, by name. All ranks must call this; rank 0 writes the files."""
 
-    def some_images(self) -> Iterator[Any]:
-        """What the network is called with to see the inputs of its activations."""
+    def alignment_inputs(self) -> Iterator[Any]:
+        """Yield inputs of the network on which to measure the alignment of PWLUs."""
 
 
 class ImageTask(ABC):
-    """Of a :class:`Task`, what is the same for every data set of images: types, and which images come in which step."""
+    """The part of a :class:`Task` that all data sets of images share: types, and the images of each step."""
 
     def __init__(self, settings: Settings, processes: Processes) -> None:
         self.settings, self.processes, self.recipe = settings, processes, find(settings.recipe)
         self.dtype = torch.float64 if settings.precision == "float64" else torch.float32
         self.layout = torch.channels_last if settings.channels_last else torch.contiguous_format
 
-    def cut(self, images: int) -> None:
-        """Cut a training set of so many images into steps, and those into what one process takes in one forward pass."""
-        self.share = _share(self.settings, self.processes.count, images)
+    def plan_steps(self, images: int) -> None:
+        """Set the size of micro-batches and the number of steps for a training set of this many images."""
+        self.micro_batch = _micro_batch(self.settings, self.processes.count, images)
         self.steps_per_epoch = images // self.settings.batch
         self.total_steps = total_steps(self.settings, self.steps_per_epoch)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Any]]:
-        """The steps of an epoch from `first_step` on: this process's parts of each batch.
+        """Yield this process's micro-batches for each step of an epoch, from `first_step` on.
 
-        The order depends on seed and epoch alone, and the last images that do not fill a batch wait for another epoch.
+        The order depends only on seed and epoch. The last images of an epoch are dropped if they do not fill a batch.
         """
         last_step = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
-        parts = self.settings.accumulate, self.processes.count, self.share
+        parts = self.settings.accumulate, self.processes.count, self.micro_batch
         mine = self.order(epoch)[first_step:last_step].unflatten(1, parts)[:, :, self.processes.rank]
         batches = self.read(list(mine.flatten(0, 1)), (self.settings.seed, epoch, 2))
         for _ in range(len(mine)):
@@ -88,25 +95,27 @@ class ImageTask(ABC):
 
     @abstractmethod
     def order(self, epoch: int) -> Tensor:
-        """Numbers of training images, (steps, batch)."""
+        """Return the indices of the training images of an epoch, (steps, batch)."""
 
     @abstractmethod
     def read(self, parts: list[Tensor], keys: tuple[int, ...]) -> Iterator[Any]:
-        """For each part, numbers of training images, what :meth:`Task.loss` takes; augmented by draws from the keys."""
+        """Yield the input of :meth:`Task.loss` for each tensor of image indices, augmented by the random keys."""
 
 
-def _share(settings: Settings, processes: int, images: int) -> int:
-    """Images in one forward pass of one process, or an error if the batch cannot be shared so.
+def _micro_batch(settings: Settings, processes: int, images: int) -> int:
+    """Return the number of images per forward pass and process, or raise an error if the batch cannot be divided.
 
     Args:
-        images: in the training set.
+        settings: the settings of the run.
+        processes: the number of processes.
+        images: the number of images in the training set.
     """
     parts = processes * settings.accumulate
     if settings.batch % parts:
         raise UserError(
-            f"a batch of {settings.batch} cannot be shared by {processes} processes in {settings.accumulate} parts each. Write "
-            f"--batch {max(1, round(settings.batch / parts)) * parts}"
+            f"--batch {settings.batch} must be divisible by processes x --accumulate, {processes} x {settings.accumulate}. "
+            f"Write --batch {max(1, round(settings.batch / parts)) * parts}"
         )
     if settings.batch > images:
-        raise UserError(f"a batch of {settings.batch} is more than all {images} training images: write a smaller --batch")
+        raise UserError(f"--batch {settings.batch} must be at most the number of training images, {images}")
     return settings.batch // parts

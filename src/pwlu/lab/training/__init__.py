@@ -1,1 +1,1 @@
-"""The training loop, what it trains, and the summary it writes."""
+"""The training loop, the trainer that takes its steps, and the summary of a run."""

@@ -1,4 +1,4 @@
-"""The loop: epochs of steps, a measurement after each, checkpoints on the way, and the report at the end."""
+"""The training loop: epochs with measurements, checkpoints, and the report at the end."""
 
 import glob
 import math
@@ -25,10 +25,10 @@ from pwlu.lab.training.trainer import Trainer
 from pwlu.plotting.functions import plot_functions
 from pwlu.text import install
 
-SECONDS_BETWEEN_CHECKPOINTS = 600  # in an epoch that takes longer
-STEPS_BETWEEN_QUESTIONS = 50  # whether so many seconds have passed
-PICTURES = 5  # of the functions, for TensorBoard: drawing one takes a second or two
-_WORDS = {  # what of an epoch is said in its line; of what is known before it ends, on the bar too
+SECONDS_BETWEEN_CHECKPOINTS = 600  # within an epoch; each epoch ends with a checkpoint as well
+STEPS_BETWEEN_CLOCK_CHECKS = 50  # how often the ranks agree whether that time has passed
+FIGURES = 5  # of the functions per run, for TensorBoard; drawing one takes a second or two
+_FORMATS = {  # values in the line of an epoch, and on the progress bar if they are known during the epoch
     "loss": "loss {:.4f}",
     "train_accuracy": "train {:.2f} %",
     "accuracy": "test {:.2f} %",
@@ -39,43 +39,46 @@ _WORDS = {  # what of an epoch is said in its line; of what is known before it e
 }
 
 
-def begin(runs: Path, settings: Settings, processes: Processes, again: bool = False) -> Path:
-    """Make a run folder, the same for all processes, with the settings in it.
+def create_run(runs: Path, settings: Settings, processes: Processes, again: bool = False) -> Path:
+    """Create a run folder with the settings in it, and return its path on all processes.
 
     Args:
-        again: make one even if there is a run with the same settings, under a name with the next number.
+        runs: the folder of run folders.
+        settings: the settings of the run.
+        processes: the processes that train it.
+        again: create a folder with the next free number even if a run with the same settings exists.
     """
-    made, wrong = "", ""
+    created, message = "", ""
     if processes.is_main:
         try:
             if not again:
-                _refuse_a_second(runs, settings)
-            made = str(new_folder(runs, run_name(settings)))
-            RunFolder(Path(made)).write_json("config.json", settings.as_dict())
+                _refuse_duplicate(runs, settings)
+            created = str(new_folder(runs, run_name(settings)))
+            RunFolder(Path(created)).write_json("config.json", settings.as_dict())
         except UserError as error:
-            wrong = str(error)
-    if wrong := processes.broadcast_text(wrong) or "":  # else the others would wait for the first
-        raise UserError(wrong)
-    return Path(processes.broadcast_text(made) or "")
+            message = str(error)
+    if message := processes.broadcast_text(message) or "":  # raise on all ranks, otherwise the others would wait for rank 0
+        raise UserError(message)
+    return Path(processes.broadcast_text(created) or "")
 
 
-def _refuse_a_second(runs: Path, settings: Settings) -> None:
-    """Raise if a run with these settings was begun before."""
+def _refuse_duplicate(runs: Path, settings: Settings) -> None:
+    """Raise an error if a run with the same settings exists."""
     for path in sorted(runs.glob(f"{glob.escape(run_name(settings))}*")):
         folder = RunFolder(path)
         try:
             same = run_key(folder.settings()) == run_key(settings)
             done = len(folder.metrics())
-        except UserError:  # that one is none of ours
+        except UserError:  # not a run folder
             continue
         if same:
-            state = "is finished" if folder.finished else f"stands after {done} epochs"
-            go_on = f"look at it with pwlu report {path}" if folder.finished else f"go on with pwlu train --resume {path}"
-            raise UserError(f"{path} has the same settings and {state}: {go_on}, or begin anew with --again or another --seed")
+            state = "is finished" if folder.finished else f"stopped after {done} epochs"
+            advice = f"view it with pwlu report {path}" if folder.finished else f"continue it with pwlu train --resume {path}"
+            raise UserError(f"{path} has the same settings and {state}: {advice}, or train anew with --again or another --seed")
 
 
 def train(settings: Settings, path: Path, processes: Processes) -> dict[str, Any]:
-    """Train as the settings say, or go on with what lies in the run folder; return what result.json says."""
+    """Train a new run or resume the one in the run folder. Return the content of result.json."""
     folder = RunFolder(path)
     if settings.channels_last is None:
         settings = settings.replace(channels_last=processes.device.type == "cuda")
@@ -100,13 +103,13 @@ class _Loop:
         self.epochs = math.ceil(self.total / self.task.steps_per_epoch)
         self.number = 0  # of steps done
         self.sums = torch.zeros((), device=processes.device)
-        self.sound = torch.zeros((), dtype=torch.int64, device=processes.device)  # steps in which the sums were still finite
+        self.finite_steps = torch.zeros((), dtype=torch.int64, device=processes.device)  # of this epoch, with finite sums
         self.first_loss: float | None = None  # of the first step
         self.seconds = 0.0  # of training in this epoch
         self.saved_at = time.monotonic()
 
     def run(self) -> dict[str, Any]:
-        """To the end."""
+        """Train to the end, and return the result."""
         self._begin()
         title = f"{self.settings.recipe} {self.settings.activation}, seed {self.settings.seed}"
         self.board = self._tensorboard()
@@ -126,11 +129,11 @@ class _Loop:
         state = self.folder.load_checkpoint(self.processes.device)
         if state is not None:
             try:
-                self._go_on(state)
+                self._restore(state)
             except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
                 raise self.folder.unreadable(
                     f"the newest checkpoint of {self.folder.path} does not fit what config.json describes: {error!r:.200}",
-                    "Put back what was there, or start a new run without --resume",
+                    "Restore the original files, or start a new run without --resume",
                 ) from None
         if self.processes.is_main:
             if state is None:
@@ -143,22 +146,22 @@ class _Loop:
         known, done = self.last["step"] if self.last else 0, self.number
         if known != (done if done == self.total else done // self.task.steps_per_epoch * self.task.steps_per_epoch):
             raise UserError(
-                f"{self.folder.path / 'metrics.jsonl'} ends at step {known:,}, the newest checkpoint is of step {done:,}: "
+                f"{self.folder.path / 'metrics.jsonl'} ends at step {known:,}, but the newest checkpoint is of step {done:,}: "
                 "epochs are missing. Copy the file again from where it was trained, or start a new run without --resume"
             )
 
-    def _go_on(self, state: dict[str, Any]) -> None:
+    def _restore(self, state: dict[str, Any]) -> None:
         before = state.get("steps_per_epoch", self.task.steps_per_epoch)
         if before != self.task.steps_per_epoch:
             raise UserError(
-                f"{self.folder.path}: an epoch had {before:,} steps and would have {self.task.steps_per_epoch:,} now, for "
-                "the data set has other images than before. Put back what was there, or start a new run without --resume"
+                f"{self.folder.path}: the data set has changed. An epoch had {before:,} steps and would now have "
+                f"{self.task.steps_per_epoch:,}. Restore the original data, or start a new run without --resume"
             )
         self.trainer.load(state["trainer"])
         self.number, self.seconds = state["step"], state["seconds"]
         self.first_loss = state.get("first_loss")
-        self.sound += state.get("sound", self.number % self.task.steps_per_epoch)
-        if self.processes.is_main:  # the sums are those of all processes
+        self.finite_steps += state.get("sound", self.number % self.task.steps_per_epoch)
+        if self.processes.is_main:  # the saved sums are those of all processes
             self.sums = state["sums"]
 
     def _epoch(self, epoch: int) -> None:
@@ -166,45 +169,46 @@ class _Loop:
         shown = {}
         for batches in self.task.epoch(epoch, self.number % steps):
             self.sums = self.sums + self.trainer.step(self.number, batches)
-            self.sound += self.sums.isfinite().all()
+            self.finite_steps += self.sums.isfinite().all()
             self.number += 1
             if self.number == 1:
                 self.first_loss = self._summary()["loss"]
             now = time.monotonic()
-            if self.progress.bar is not None and self.number % 10 == 0:  # a look at the sums waits for the device
-                shown = self._shown(epoch, now - begin + self.seconds)
+            if self.progress.bar is not None and self.number % 10 == 0:  # not always, because reading the sums synchronises
+                shown = self._bar_values(epoch, now - begin + self.seconds)
             self.progress.step(**shown)
-            if self.number % STEPS_BETWEEN_QUESTIONS == 0 and self.number % steps and self._due():
+            if self.number % STEPS_BETWEEN_CLOCK_CHECKS == 0 and self.number % steps and self._checkpoint_due():
                 self._checkpoint(self.seconds + time.monotonic() - begin)
         row: dict[str, Any] = {"epoch": epoch + 1, "step": self.number} | _rounded(self._summary())
         if row["loss"] is None:
-            row["diverged_at"] = epoch * steps + min(self.processes.gather([self.sound.item()])) + 1
-        self.seconds += time.monotonic() - begin  # ._summary() has waited for the device
-        self.processes.broadcast(self.trainer.measured.buffers())  # on CPUs, each has batch statistics of its own
+            row["diverged_at"] = epoch * steps + min(self.processes.gather([self.finite_steps.item()])) + 1
+        self.seconds += time.monotonic() - begin  # _summary() has synchronised
+        self.processes.broadcast(self.trainer.measured.buffers())  # without SyncBatchNorm, ranks differ in batch statistics
         if (epoch + 1) % self.settings.measure_every == 0 or self.number == self.total or row["loss"] is None:
             row |= _rounded(self.task.measure(self.trainer.measured, self.trainer.autocast()))
         phases = self.trainer.phases
-        began_in = 1 if phases and epoch * steps < phases.realign_at else 2
-        row |= {"lr": self.trainer.schedule.get_last_lr()[0], "phase": began_in}
-        row |= _rounded({"seconds": self.seconds, "images_per_second": self._done() * self.settings.batch / self.seconds})
+        first_phase = 1 if phases and epoch * steps < phases.realign_at else 2
+        row |= {"lr": self.trainer.schedule.get_last_lr()[0], "phase": first_phase}
+        speed = self._steps_in_epoch() * self.settings.batch / self.seconds
+        row |= _rounded({"seconds": self.seconds, "images_per_second": speed})
         if self.processes.is_main:
             self.folder.add_metrics(row)
-            if self._turn(epoch, self.settings.snapshots):
+            if self._is_spaced(epoch, self.settings.snapshots):
                 self._snapshot()
-            self._tell(row)
-            if self.board is not None and self.trainer.units and self._turn(epoch, PICTURES):
+            self._report_epoch(row)
+            if self.board is not None and self.trainer.units and self._is_spaced(epoch, FIGURES):
                 self.board.add_figure("functions", plot_functions(self.trainer.measured), self.number)
         self.last = row
         self.sums, self.seconds = torch.zeros((), device=self.processes.device), 0.0
-        self.sound.zero_()
+        self.finite_steps.zero_()
         self._checkpoint(0.0)
 
     def _summary(self) -> dict[str, float]:
-        """Return what the sums of all processes say."""
+        """Return the summary of this epoch over all processes."""
         return self.task.summary(self.processes.all_reduce(self.sums.clone()))
 
-    def _due(self) -> bool:
-        """Whether it is time for a checkpoint in the middle of an epoch: the first process decides for all."""
+    def _checkpoint_due(self) -> bool:
+        """Return whether to write a checkpoint within the epoch. Rank 0 decides for all."""
         late = torch.tensor(float(self.processes.is_main and time.monotonic() - self.saved_at > SECONDS_BETWEEN_CHECKPOINTS))
         return bool(self.processes.all_reduce(late.to(self.processes.device)))
 
@@ -212,12 +216,13 @@ class _Loop:
         sums = self.processes.all_reduce(self.sums.clone())
         if self.processes.is_main:
             state = {"trainer": self.trainer.state(), "step": self.number, "sums": sums, "seconds": seconds}
-            state |= {"steps_per_epoch": self.task.steps_per_epoch, "first_loss": self.first_loss, "sound": self.sound.item()}
+            state |= {"steps_per_epoch": self.task.steps_per_epoch, "first_loss": self.first_loss}
+            state["sound"] = self.finite_steps.item()  # the name in checkpoints of all versions
             self.folder.save_checkpoint(self.number, state)
         self.saved_at = time.monotonic()
 
-    def _turn(self, epoch: int, times: int) -> bool:
-        """Whether this epoch ends with what is done so many times in a run, at even distances, the last time at its end."""
+    def _is_spaced(self, epoch: int, times: int) -> bool:
+        """Return whether this epoch is one of `times` evenly spaced epochs, of which the last epoch is one."""
         times = min(times, self.epochs)
         return (epoch + 1) * times // self.epochs > epoch * times // self.epochs
 
@@ -228,25 +233,25 @@ class _Loop:
     def _finite(self) -> bool:
         return self.last is None or self.last["loss"] is not None
 
-    # What people see.
+    # Progress.
 
-    def _shown(self, epoch: int, seconds: float) -> dict[str, Any]:
+    def _bar_values(self, epoch: int, seconds: float) -> dict[str, Any]:
         summary = self.task.summary(self.sums)
-        shown = {name: f"{value:.3g}" for name, value in summary.items() if name in _WORDS}
+        shown = {name: f"{value:.3g}" for name, value in summary.items() if name in _FORMATS}
         shown["phase"] = "I" if self.trainer.phase == 1 else "II"
-        speed = round(self._done() * self.settings.batch / seconds)
+        speed = round(self._steps_in_epoch() * self.settings.batch / seconds)
         return {"epoch": f"{epoch + 1}/{self.epochs}"} | shown | {"images/s": speed}
 
-    def _done(self) -> int:
-        """Steps in this epoch, at least one of which is done."""
+    def _steps_in_epoch(self) -> int:
+        """Return the number of steps done in this epoch, after the first."""
         return (self.number - 1) % self.task.steps_per_epoch + 1
 
-    def _tell(self, row: dict[str, Any]) -> None:
+    def _report_epoch(self, row: dict[str, Any]) -> None:
         if self.board is not None:
             for name, value in row.items():
                 if name not in ("epoch", "step") and value is not None:
                     self.board.add_scalar(name, value, row["step"])
-        text = ", ".join(words.format(row[name]) for name, words in _WORDS.items() if row.get(name) is not None)
+        text = ", ".join(form.format(row[name]) for name, form in _FORMATS.items() if row.get(name) is not None)
         phase = {1: "Phase I", 2: "Phase II"}[row["phase"]] + ", " if self.trainer.phases else ""
         speed = f"{row['images_per_second']:.0f} images/s, {self.progress.left()} left"
         self.progress.say(f"epoch {row['epoch']:3d}/{self.epochs}: {text}, {phase}{speed}")
@@ -265,16 +270,16 @@ class _Loop:
     def _end(self) -> dict[str, Any]:
         try:
             result = self._result(self.folder.metrics())
-        except (LookupError, TypeError, ValueError) as error:  # what others wrote into the file
+        except (LookupError, TypeError, ValueError) as error:  # another program changed the file
             path = self.folder.path / "metrics.jsonl"
-            raise UserError(f"{path} is damaged: there is no result to make of it ({error!r}). Start a new run") from None
+            raise UserError(f"{path} is damaged: it does not give a result ({error!r}). Start a new run") from None
         files = self.task.files(self.trainer.measured, self.trainer.autocast())
         if self.processes.is_main:
             for name, content in files.items():
                 self.folder.write(name, content)
             aligned = None
             if self.trainer.units:
-                aligned = alignment(self.trainer.measured, self.task.some_images(), histogram=True)
+                aligned = alignment(self.trainer.measured, self.task.alignment_inputs(), histogram=True)
                 self.folder.write("inputs.json", aligned.to_json().encode())
                 self.folder.write("alignment.json", without_histograms(aligned).to_json().encode())
                 self.folder.write_tensors("functions.pt", self.trainer.functions())
@@ -303,7 +308,7 @@ class _Loop:
 
 
 def _task(settings: Settings, processes: Processes) -> Task:
-    """Imported when it is wanted: each needs packages that the other does not."""
+    """Return the task of a recipe. Import it here, because each task needs packages that the other does not."""
     try:
         if find(settings.recipe).detects:
             from pwlu.lab.tasks.detection import Detection
@@ -317,5 +322,5 @@ def _task(settings: Settings, processes: Processes) -> Task:
 
 
 def _rounded(numbers: dict[str, float]) -> dict[str, float | None]:
-    """Seven digits. JSON has no word for what is not finite: None."""
+    """Round to seven digits, and replace numbers that are not finite by None, because JSON cannot represent them."""
     return {name: float(f"{value:.7g}") if math.isfinite(value) else None for name, value in numbers.items()}

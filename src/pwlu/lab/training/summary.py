@@ -1,4 +1,4 @@
-"""What a run leaves for people: a page of text and a picture."""
+"""Summarise a run for readers: report.md and functions.png."""
 
 import io
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from pwlu.lab.runs.divergence import described
 from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.plotting.functions import plot_functions
 
-_IN_A_ROW = 3  # layers whose pictures have the same axes
+_SAME_SCALE = 3  # layers; up to this many are drawn in one row with the same axes
 
 
 def write_report(
@@ -26,33 +26,33 @@ def write_report(
     *,
     notes: Sequence[str] = (),
 ) -> None:
-    """report.md and, if there are PWLUs, functions.png."""
+    """Write report.md and, if there are PWLUs, functions.png."""
     lines = [f"# {settings.recipe}, {settings.activation}, seed {settings.seed}", "", headline(result, settings.as_dict()), ""]
     if aligned is not None:
-        picture = io.BytesIO()
-        few = len(aligned) <= _IN_A_ROW  # next to each other, where sizes are compared
-        plot_functions(network, alignment=aligned, same_scale=few).savefig(picture, format="png", dpi=120)
-        folder.write("functions.png", picture.getvalue())
+        image = io.BytesIO()
+        same_scale = len(aligned) <= _SAME_SCALE
+        plot_functions(network, alignment=aligned, same_scale=same_scale).savefig(image, format="png", dpi=120)
+        folder.write("functions.png", image.getvalue())
         learned = "functions" if result["diverged"] else "learned functions"
         lines += [f"![the {learned}](functions.png)", ""]
     lines += (
         _table("result", result) + _table("setting", settings.as_dict()) + _table("made with", folder.json("environment.json"))
     )
     if notes:
-        lines += ["## The data", "", *(f"- {note}" for note in notes), ""]
-    lines += ["## Every activation site", "", "```", sites, "```", ""]
+        lines += ["## Data", "", *(f"- {note}" for note in notes), ""]
+    lines += ["## Activation sites", "", "```", sites, "```", ""]
     if aligned is not None:
         lines += ["## Bounds and inputs", "", "```", str(aligned), "```", ""]
     folder.write("report.md", "\n".join(lines).encode())
 
 
 def headline(result: dict[str, Any], config: dict[str, Any]) -> str:
-    """Return the result in one sentence; of a run that diverged, what happened and what to try."""
+    """Return the result in one sentence. For a diverged run, return what happened and what to try."""
     if result["diverged"]:
         return described(result, config)
     return (
         f"{format_metrics(result)} on {result['measured_images']:,} {result['measured_on']}, "
-        f"{result['parameters']:,} parameters, {result['seconds_per_epoch']:.3g} s an epoch"
+        f"{result['parameters']:,} parameters, {result['seconds_per_epoch']:.3g} s per epoch"
     )
 
 

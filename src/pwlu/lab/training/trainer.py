@@ -1,4 +1,4 @@
-"""What is trained: the network with its activations, and all that changes it."""
+"""The trainer: the network with its activations, the optimizer, the schedule and the learning phases."""
 
 import warnings
 from contextlib import nullcontext
@@ -22,18 +22,24 @@ from pwlu.learning.parameter_groups import split_parameters
 from pwlu.learning.two_phase import TwoPhase
 from pwlu.module import PWLU, units_of
 
-LEARNED = (PWLU, nn.PReLU, baselines.APL, baselines.PAU)  # activations whose parameters are those of functions
+LEARNED = (PWLU, nn.PReLU, baselines.APL, baselines.PAU)  # activations whose parameters describe functions
 
 
 class Trainer:
-    """Network, optimizer, schedule, phases, and the moving average of the weights, made from settings alone."""
+    """The network, optimizer, schedule, phases, and moving average of the weights of a run.
+
+    Args:
+        task: the task to train.
+        settings: the settings of the run.
+        processes: the processes that train it.
+    """
 
     def __init__(self, task: Any, settings: Settings, processes: Processes) -> None:
         self.task, self.settings, self.processes = task, settings, processes
         self.device_type = processes.device.type
-        torch.manual_seed(int(keyed_random.mixed(settings.seed, 3)))
+        torch.manual_seed(int(keyed_random.hash_keys(settings.seed, 3)))
         network = task.network()
-        self.report = put_activations(network, task.sample(), settings)
+        self.report = replace_activations(network, task.sample(), settings)
         if processes.count > 1 and self.device_type == "cuda":
             network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
         self.fuse_norms = _fuse_norms(network, task.sample(), settings, self.device_type)
@@ -47,7 +53,7 @@ class Trainer:
             self.parallel = DistributedDataParallel(network, [processes.device] if self.device_type == "cuda" else None)
         model = self.parallel or network
         self.model: Any = torch.compile(model) if settings.compile else model
-        self.optimizer = torch.optim.SGD(_groups(network, settings), momentum=0.9)
+        self.optimizer = torch.optim.SGD(_parameter_groups(network, settings), momentum=0.9)
         self.schedule = _schedule(self.optimizer, settings, task.total_steps)
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=settings.precision == "fp16")
         self.units = units_of(network)
@@ -56,34 +62,35 @@ class Trainer:
             realign_at = max(1, round(settings.realign_epochs * task.steps_per_epoch))
             if realign_at >= task.total_steps:
                 raise UserError(
-                    f"Phase I of {realign_at} steps (--realign-epochs {settings.realign_epochs:g}) leaves nothing of "
-                    f"{task.total_steps} steps for PWLUs to learn in. Write fewer --realign-epochs, or train for longer"
+                    f"Phase I must be shorter than training: --realign-epochs {settings.realign_epochs:g} is {realign_at} "
+                    f"steps, training has {task.total_steps}. Write fewer --realign-epochs, or train for longer"
                 )
             copies = [self.average.module] if self.average else []
             self.phases = TwoPhase(network, self.optimizer, realign_at, copies=copies)
 
     @property
     def measured(self) -> nn.Module:
-        """The network whose accuracy counts: the average, if one is kept."""
+        """The network to measure: the moving average if there is one, else the network."""
         return self.average.module if self.average else self.network
 
     @property
     def phase(self) -> int:
-        """1 while PWLUs stand still, else 2."""
+        """1 while the parameters of PWLUs are fixed, else 2."""
         return self.phases.phase if self.phases else 2
 
     def autocast(self) -> Any:
-        """The precision in which the network computes."""
+        """Return the context in which the network computes in the precision of the settings."""
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings.precision)
         return torch.autocast(self.device_type, dtype) if dtype else nullcontext()
 
     def step(self, number: int, batches: list[Any]) -> Tensor:
-        """One step of the optimizer, on one or several parts of a batch; returns the sums of the task."""
-        torch.manual_seed(int(keyed_random.mixed(self.settings.seed, 4, number, self.processes.rank)))  # for dropout
+        """Take an optimizer step on one or several micro-batches, and return the sums of the task."""
+        seed = keyed_random.hash_keys(self.settings.seed, 4, number, self.processes.rank)
+        torch.manual_seed(int(seed))  # for dropout
         sums = torch.zeros((), device=self.processes.device)
         for part, batch in enumerate(batches, start=1):
-            wait = self.parallel is not None and part < len(batches)
-            with self.parallel.no_sync() if wait else nullcontext():
+            postpone = self.parallel is not None and part < len(batches)  # all-reduce gradients with the last micro-batch
+            with self.parallel.no_sync() if postpone else nullcontext():
                 with self.autocast():
                     loss, each = self.task.loss(self.model, batch)
                 if self.settings.curvature and self.phase == 2:
@@ -92,7 +99,7 @@ class Trainer:
             sums = sums + each
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        with warnings.catch_warnings():  # that the optimizer did not step first, where fp16 overflowed
+        with warnings.catch_warnings():  # if fp16 overflowed, the scaler skipped the optimizer step, and torch warns
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self.schedule.step()
         self.optimizer.zero_grad()
@@ -101,7 +108,7 @@ class Trainer:
         return sums
 
     def state(self) -> dict[str, Any]:
-        """All that a checkpoint holds."""
+        """Return the state for a checkpoint."""
         parts: dict[str, Any] = {
             "network": self.network,
             "optimizer": self.optimizer,
@@ -113,7 +120,7 @@ class Trainer:
         return {name: part.state_dict() for name, part in parts.items()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
@@ -122,7 +129,7 @@ class Trainer:
             self.average.load_state_dict(state["average"])
 
     def functions(self) -> dict[str, dict[str, Tensor]]:
-        """The parameters of every PWLU, on the CPU."""
+        """Return the parameters of every PWLU, on the CPU."""
         return {
             name: {block: values.detach().cpu().clone() for block, values in unit.blocks()._asdict().items()}
             for name, unit in units_of(self.measured).items()
@@ -130,22 +137,22 @@ class Trainer:
 
 
 def _fuse_norms(network: nn.Module, sample: Any, settings: Settings, device: str) -> str:
-    """Let batch norms and PWLUs run in one pass, if the settings ask for it; return whether they do: on or off."""
-    # in channels_last on a CPU, both apart are as fast: docs/norms.md
+    """Fuse batch norms with the PWLUs behind them if the settings ask for it. Return "on" or "off": whether they are fused."""
+    # On a CPU, fused norms are no faster in channels_last: docs/norms.md.
     pays = device == "cuda" or (device == "cpu" and not settings.channels_last and bool(warm_up("cpu")))
     if settings.fuse_norms == "off" or (settings.fuse_norms == "auto" and (settings.compile or not pays)):
         return "off"
     try:
         fuse_norms_(network, sample)
-    except ValueError as error:  # there is no such place
+    except ValueError as error:  # nothing to fuse
         if settings.fuse_norms == "on":
             raise UserError(f"--fuse-norms on: {error}") from None
         return "off"
     return "on"
 
 
-def put_activations(network: nn.Module, sample: Tensor, settings: Settings) -> Any:
-    """Those that the settings name, in place of the network's own; returns the report of :func:`pwlu.convert_`."""
+def replace_activations(network: nn.Module, sample: Tensor, settings: Settings) -> Any:
+    """Replace the network's activations by those of the settings. Return the report of :func:`pwlu.convert_`."""
     bounds = (-settings.fix_init, settings.fix_init) if settings.fix_init else None
     options: dict[str, Any] = {}
     if settings.activation == "pwlu":
@@ -157,29 +164,29 @@ def put_activations(network: nn.Module, sample: Tensor, settings: Settings) -> A
 
 
 def _schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) -> Any:
-    """Of the learning rate: it rises for a share of the steps, then falls along a cosine, or in two steps.
+    """Return the learning rate schedule: a warm-up, then a cosine or two steps.
 
-    In two steps: it is divided by 10 for the last 2/9 of the training, and again for the last 2/27, which are the last 60k and
-    the last 20k of the paper's 270k iterations. There it rises in a straight line, from a thousandth.
+    With two steps, the warm-up is linear and starts at a thousandth of the peak. The rate is divided by 10 for the last 2/9 of
+    training, and again for the last 2/27: the last 60k and 20k of the paper's 270k iterations.
     """
     if find(settings.recipe).schedule == "cosine":
         return torch.optim.lr_scheduler.OneCycleLR(
             optimizer,
             [group["lr"] for group in optimizer.param_groups],
             total_steps=steps,
-            pct_start=max(0.0, settings.warm_up - 1e-9),  # torch divides by zero where the rise is of one step exactly
+            pct_start=max(0.0, settings.warm_up - 1e-9),  # torch divides by zero if the warm-up is exactly one step
             cycle_momentum=False,
         )
-    rise, last, very_last = settings.warm_up * steps, round(steps * 7 / 9), round(steps * 25 / 27)
+    warm_up, first_drop, second_drop = settings.warm_up * steps, round(steps * 7 / 9), round(steps * 25 / 27)
 
     def factor(step: int) -> float:
-        return min(1.0, 0.001 + step / rise if rise else 1.0) * 0.1 ** ((step >= last) + (step >= very_last))
+        return min(1.0, 0.001 + step / warm_up if warm_up else 1.0) * 0.1 ** ((step >= first_drop) + (step >= second_drop))
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def _groups(network: nn.Module, settings: Settings) -> list[dict[str, Any]]:
-    """Functions have no weight decay, which would pull them to one of no merit."""
+def _parameter_groups(network: nn.Module, settings: Settings) -> list[dict[str, Any]]:
+    """Return parameter groups without weight decay for learned functions, which it would pull towards zero."""
     functions = {id(p) for module in network.modules() if isinstance(module, LEARNED) for p in module.parameters()}
     lr = settings.lr * settings.batch / find(settings.recipe).batch
     return split_parameters(network, functions, lr, settings.weight_decay, settings.unit_lr, settings.norm_weight_decay)

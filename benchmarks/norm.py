@@ -119,9 +119,7 @@ def main() -> None:
         help="use these memory formats (default: channels_last)",
     )
     parser.add_argument("--rounds", type=int, default=20, help="measure each variant this many times (default: %(default)s)")
-    parser.add_argument(
-        "--output", type=Path, help="write results to this file (default: norm-DEVICE.csv in benchmarks/results)"
-    )
+    parser.add_argument("--output", type=Path, help="write results to this file (default: results/norm-DEVICE.csv)")
     options = parser.parse_args()
     if options.device == "cpu":
         keep_memory()

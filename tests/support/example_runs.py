@@ -5,7 +5,6 @@ import json
 from pwlu.analysis.alignment import Alignment, UnitAlignment
 from pwlu.lab.recipes import catalog
 
-LIGHT = ["alignment.json", "config.json", "environment.json", "functions.pt", "metrics.jsonl", "result.json"]  # what is kept
 ENVIRONMENT = {"pwlu": "0.1.0", "revision": "1a2b3c4d5e", "torch": "2.15.0", "device": "A GPU", "side_by_side": 1}
 RESULT = {
     "accuracy": 0.0,

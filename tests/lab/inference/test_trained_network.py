@@ -135,11 +135,11 @@ def test_not_a_run(run, tmp_path):
     here = run.parent
     assert refused(here / "nowhere") == f"there is no folder {here / 'nowhere'}. There is {run}"
     assert refused(tmp_path / "a" / "b") == (
-        f"there is no folder {tmp_path / 'a' / 'b'}. A run is what pwlu train makes, a folder with config.json and model.pt"
+        f"there is no folder {tmp_path / 'a' / 'b'}. pwlu train makes a run: a folder with config.json and model.pt"
     )
     assert refused(run / "model.pt") == f"{run / 'model.pt'} is a file. Write the folder of a run. There is {run}"
     assert refused(here) == f"{here} is not a run folder: it has no config.json, but {run.name}. There is {run}"
-    assert "it has no config.json, but nothing. A run is what pwlu train makes" in refused(tmp_path)
+    assert "it has no config.json, but nothing. pwlu train makes a run" in refused(tmp_path)
 
 
 def test_no_weights(copied):

@@ -15,7 +15,8 @@ from pwlu.lab.recipes.catalog import RECIPES, settings
 from pwlu.lab.recipes.experiment import run_name
 from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.environment import revision
-from pwlu.lab.runs.run_folder import KEPT, RunFolder, new_folder, no_run
+from pwlu.lab.runs.results import no_run
+from pwlu.lab.runs.run_folder import KEPT, RunFolder, new_folder
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +161,9 @@ def test_metrics_of_another_kind(tmp_path, line):
     """A line that was cut off is as if it were not there; a whole one that holds something else is an error."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 4, "loss": null}\n' + line + "\n")
-    expected = f'it must be the numbers of an epoch, such as {{"epoch": 1, "step": 98, "loss": 2.5}}, not {line}. Mend it or '
+    expected = (
+        f'it must be the numbers of an epoch, such as {{"epoch": 1, "step": 98, "loss": 2.5}}, not {line}. Correct it or '
+    )
     with pytest.raises(UserError, match=re.escape(f"line 2 of {path} is damaged: {expected}")):
         RunFolder(tmp_path).metrics()
     path.write_text('{"step": 4, "loss": null}\n{"step": 8, "lo')
@@ -179,7 +182,7 @@ def test_json_of_another_kind(tmp_path, content):
 
 def test_runs_near_what_is_no_run(tmp_path):
     """In the folder itself, or down to where results/ has them; beside what is absent, no further than the next folder."""
-    deep = tmp_path / "results" / "cifar100" / "resnet18" / "held-out" / "pwlu-seed0"
+    deep = tmp_path / "results" / "cifar100" / "resnet18" / "pwlu-seed0"
     shallow = tmp_path / "results" / "digits" / "relu-seed0"
     for path in (deep, shallow):
         path.mkdir(parents=True)
@@ -189,8 +192,15 @@ def test_runs_near_what_is_no_run(tmp_path):
     assert str(no_run(tmp_path / "results", "config.json", "model.pt")).endswith(f". There is {deep}")
     assert str(no_run(tmp_path / "results" / "digits" / "pwlu-seed0", "config.json")).endswith(f". There is {shallow}")
     assert str(no_run(tmp_path / "results" / "digit", "config.json")).endswith(
-        ". A run is what pwlu train makes, a folder with config.json"
+        ". pwlu train makes a run: a folder with config.json"
     )
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "runs.jsonl").write_text('{"run": "pwlu-seed0"}\n')
+    assert str(no_run(tmp_path / "other", "config.json")).endswith(f". There is {tmp_path / 'other' / 'pwlu-seed0'}")
+    assert str(no_run(tmp_path / "other" / "pwlu-seed1", "config.json")).endswith(
+        f". There is {tmp_path / 'other' / 'pwlu-seed0'}"
+    )
+    assert str(no_run(tmp_path / "other", "config.json", "model.pt")).endswith("a folder with config.json and model.pt")
 
 
 # Never overwritten.

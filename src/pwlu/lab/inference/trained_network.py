@@ -13,7 +13,8 @@ from pwlu.lab.recipes.catalog import Recipe, find
 from pwlu.lab.recipes.experiment import run_name
 from pwlu.lab.recipes.settings import Settings, UserError
 from pwlu.lab.runs.divergence import described
-from pwlu.lab.runs.run_folder import RunFolder, no_run, tensors
+from pwlu.lab.runs.results import no_run
+from pwlu.lab.runs.run_folder import RunFolder, tensors
 from pwlu.lab.training.trainer import put_activations
 
 WEIGHTS = "model.pt"

@@ -14,6 +14,7 @@ from pwlu.deferred_norm import Deferred
 from pwlu.initial_functions import InitialFunction, find_initial_function, fit_bounds, initial_parameters
 from pwlu.reference import Blocks
 from pwlu.statistics import InputStatistics
+from pwlu.version import __version__
 
 
 def _block(name: str, shape: str) -> property:
@@ -62,6 +63,7 @@ class PWLU(nn.Module):
         y = act(torch.randn(8, 64, 32, 32))  # equals relu(x) until it is trained
     """
 
+    _version = 1  # format of the state dict (torch stores it in the metadata) and of the pickle
     gradient_scale: Tensor | None
     left = _block("left", "(C,)")
     right = _block("right", "(C,)")
@@ -210,6 +212,9 @@ class PWLU(nn.Module):
         error_msgs: list[str],
     ) -> None:
         where = prefix or "the state"
+        if (number := local_metadata.get("version", self._version)) > self._version:
+            error_msgs.append(f"{where} was written {_by_a_later_version(number, self._version)}")
+            return
         if any(prefix + name in state_dict for name in ("inv_step", "slopes", "offsets")):
             error_msgs.append(
                 f"{where} holds a fused PWLU, this model an unfused one. The parameters cannot be had back "
@@ -228,12 +233,28 @@ class PWLU(nn.Module):
             return  # weights from before the conversion: the unit stays as it is, at its start
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_written_by": (self._version, __version__)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        number, release = state.pop("_written_by", (1, ""))
+        if number > self._version:
+            raise RuntimeError(f"PWLU: the pickle was written {_by_a_later_version(number, self._version, f', {release}')}")
+        super().__setstate__(state)
+
     def _at_start(self) -> bool:
         if self.weight.is_meta:
             return False
         return not self.statistics.steps and torch.equal(
             full_values(self.weight).cpu(), self.initial_weight().to(self.weight.dtype)
         )
+
+
+def _by_a_later_version(number: int, known: int, release: str = "") -> str:
+    return (
+        f"by a later version of pwlu{release}, in format {number} of a PWLU. This is pwlu {__version__}, which reads formats "
+        f"up to {known}: update it"
+    )
 
 
 def units_of(model: nn.Module) -> dict[str, PWLU]:

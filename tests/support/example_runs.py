@@ -35,7 +35,7 @@ def example_run(
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps({"epoch": e + 1, "step": e + 1}) + "\n" for e in range(epochs_done))
     )
-    (folder / "model.pt").write_bytes(b"weights")
+    (folder / "model.safetensors").write_bytes(b"weights")
     if settings.activation == "pwlu":
         (folder / "functions.pt").write_bytes(b"{}")
         unit = UnitAlignment("act", *[[0.0] * len(iou)] * 4, list(iou), *[[0] * len(iou)] * 3)

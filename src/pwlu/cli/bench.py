@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  pwlu bench runs/imagenet-resnet18-pwlu-seed0 --device cuda --no-compile\n"
         "On a CPU with other work to do, OMP_WAIT_POLICY=passive keeps threads that wait from taking its time."
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run, with config.json and model.pt")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run of pwlu train")
     parser.add_argument("--batch", type=int, metavar="N", help="images in a call (default: 8 on a CPU, 64 elsewhere)")
     parser.add_argument("--threads", type=int, metavar="N", help="of the CPU (default: as PyTorch likes, mostly one a core)")
     parser.add_argument("--rounds", type=int, default=30, metavar="N", help="measurements of each (default: 30)")
@@ -101,7 +101,7 @@ def _title(trained: "TrainedNetwork", batch: int) -> str:
     part = ", the backbone alone" if trained.detects else ""
     return (
         f"{trained.path}: {settings.recipe}{part}, {len(trained.sites)} {settings.activation}, "
-        f"batch of {batch}, images of {' x '.join(map(str, trained.shape))}, float32"
+        f"batch of {batch}, images of {' x '.join(map(str, trained.info.shape))}, float32"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pwlu.lab.runs.processes import Processes
+from pwlu.lab.runs.run_folder import FORMAT
 from pwlu.version import __version__
 
 SIDE_BY_SIDE = "PWLU_SIDE_BY_SIDE"  # set by `pwlu compare`: how many runs share the device, which their times depend on
@@ -20,6 +21,7 @@ def environment(processes: Processes) -> dict[str, Any]:
     cuda = processes.device.type == "cuda"
     return {
         "pwlu": __version__,
+        "format": FORMAT,
         "revision": revision(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -46,6 +46,7 @@ _KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {  # type of a setting -> its 
     float: ("a number", (int, float)),
     bool: ("true or false", (bool,)),
 }
+MODEL = "model.safetensors"
 KEPT = 2  # checkpoints: the last, and the one before it in case the last is damaged
 
 

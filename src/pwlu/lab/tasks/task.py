@@ -8,8 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from pwlu.conversion.conversion_report import Report
 from pwlu.lab.recipes.catalog import find, total_steps
 from pwlu.lab.recipes.settings import Settings, UserError
+from pwlu.lab.runs.network_info import NetworkInfo
 from pwlu.lab.runs.processes import Processes
 
 
@@ -55,6 +57,9 @@ class Task(Protocol):
 
     def files(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, bytes]:
         """What the run folder gets at the end, by name. All processes are asked, the first is answered."""
+
+    def network_info(self, report: Report) -> NetworkInfo:
+        """Return what the run folder says about the network, given the report of its conversion."""
 
     def some_images(self) -> Iterator[Any]:
         """What the network is called with to see the inputs of its activations."""

@@ -3,10 +3,9 @@
 The conversion is JSON in the file's metadata: every PWLU by name, and the calls that were rewritten. Nothing is pickled.
 """
 
-import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +14,10 @@ from torch import Tensor, nn
 from pwlu import checks, files, reference
 from pwlu.conversion import rewrite
 from pwlu.conversion.convert import check_unwrapped, put_, replaced
+from pwlu.conversion.safetensors_file import read_file, require_safetensors, tensors_to_bytes
 from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction, find_initial_function
 from pwlu.module import PWLU, require_units, units_of, unwrapped
-from pwlu.text import abbreviate, install
+from pwlu.text import abbreviate
 from pwlu.version import __version__
 
 FORMAT = 1  # of the conversion
@@ -50,38 +50,10 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 def serialise(model: nn.Module) -> bytes:
     """Return the contents of the file that :func:`save` writes."""
-    _safetensors("save")
+    require_safetensors("save")
     model = unwrapped(model)
     conversion = conversion_of(model)
     return tensors_to_bytes(model.state_dict(), conversion)
-
-
-def tensors_to_bytes(state: Mapping[str, Any], conversion: dict[str, Any] | None = None) -> bytes:
-    """Return a state dict as the contents of a safetensors file, with the conversion in its metadata.
-
-    Tensors that share memory are stored once.
-    """
-    tensors: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    for key, value in state.items():
-        if not isinstance(value, Tensor) or type(value).__name__ == "DTensor":
-            raise TypeError(
-                f"save: {key} is a {type(value).__name__}, but a safetensors file holds plain tensors only. For a sharded "
-                "model, gather the state dict by torch.distributed.checkpoint.state_dict.get_model_state_dict, load it into a "
-                "model that is not sharded, and save that one"
-            )
-        same = value.data_ptr(), value.dtype, value.shape, value.stride()
-        if value.numel() and first.setdefault(same, key) != key:
-            tied[key] = first[same]
-        else:
-            tensors[key] = value.detach().clone(memory_format=torch.contiguous_format)
-    metadata = {"format": "pt"}
-    if conversion is not None:
-        metadata["pwlu"] = json.dumps({**conversion, "tied": tied})
-    elif tied:
-        metadata["tied"] = json.dumps(tied)
-    return _safetensors("save").save(tensors, metadata)
 
 
 def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
@@ -106,7 +78,7 @@ def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
         model = torchvision.models.resnet18()
         pwlu.load_into(model, "model.safetensors")
     """
-    state, metadata = _read("load_into", path)
+    state, metadata = read_file("load_into", path)
     written = metadata.get("pwlu")
     if written is None:
         raise ValueError(
@@ -119,23 +91,6 @@ def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
     _put(model, units)
     model.load_state_dict(state, assign=any(value.is_meta for value in model.state_dict().values()))
     return [unit.name for unit in units]
-
-
-def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the state dict in a file that :func:`tensors_to_bytes` made, without its conversion."""
-    state, metadata = _read("read_tensors", path)
-    return state | {key: state[other] for key, other in json.loads(metadata.get("tied", "{}")).items()}
-
-
-def _read(caller: str, path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    _safetensors(caller)
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), "pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{caller}: {path} is not a safetensors file, or is damaged: {error}") from error
 
 
 def conversion_of(model: nn.Module) -> dict[str, Any]:
@@ -319,12 +274,3 @@ def _check_shapes(model: nn.Module, new: dict[str, PWLU], found: dict[str, tuple
             f"load_into: the file does not fit {type(model).__name__}: {abbreviate(wrong)}. Create the model as it was when it "
             "was saved"
         )
-
-
-@functools.cache
-def _safetensors(caller: str) -> Any:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError(f"{caller} needs the package safetensors ({error}): {install('save')}") from error
-    return safetensors.torch

@@ -15,7 +15,8 @@ from pwlu.analysis.shapes import Shapes, describe
 from pwlu.initial_functions import INITIAL_FUNCTIONS, initial_parameters
 from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.results import no_run
-from pwlu.lab.runs.run_folder import RunFolder, tensors
+from pwlu.lab.runs.run_folder import RunFolder
+from pwlu.lab.runs.tensor_files import tensors
 
 Functions = dict[str, dict[str, Tensor]]  # by unit and parameter, as functions.pt has them
 FILES = ("config.json", "environment.json", "metrics.jsonl", "result.json", "functions.pt", "alignment.json", "inputs.json")

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwlu.conversion.saving import load_into, read_tensors
+from pwlu.conversion.safetensors_file import read_tensors
+from pwlu.conversion.saving import load_into
 from pwlu.lab.models import detectors, networks
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.experiment import run_name

@@ -34,6 +34,7 @@ from pwlu.analysis.alignment import Alignment
 from pwlu.lab.recipes.settings import Settings, UserError, check
 from pwlu.lab.runs.locks import locked
 from pwlu.lab.runs.records import FILE, KEYS, find_record
+from pwlu.lab.runs.tensor_files import serialised, tensors
 from pwlu.text import parsed
 from pwlu.version import __version__
 
@@ -222,7 +223,7 @@ class RunFolder:
 
     def write_tensors(self, name: str, content: Any) -> None:
         """Write what ``torch.load(weights_only=True)`` reads."""
-        self.write(name, _serialised(content))
+        self.write(name, serialised(content))
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file completely or not at all. On a full disk, the error says which checkpoint is the last."""
@@ -285,7 +286,7 @@ class RunFolder:
 
     def save_checkpoint(self, step: int, state: dict[str, Any]) -> None:
         """Write one, then remove those that are no longer needed."""
-        content = _serialised(state)
+        content = serialised(state)
         self.write(f"checkpoints/step-{step:08d}-{_digest(content)}.pt", content)
         for old in self.checkpoints()[:-KEPT]:
             old.unlink()
@@ -316,25 +317,8 @@ def _row(line: bytes) -> dict[str, Any]:
     return row
 
 
-def tensors(file: Path | io.BytesIO, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return the dictionary that ``torch.save`` wrote to a file. Raise ValueError if there is none."""
-    try:
-        content = torch.load(file, map_location=device, weights_only=True)
-    except Exception as error:  # torch raises errors of ten types, with six lines on options of its own
-        raise ValueError((str(error).strip().splitlines() or ["it is empty"])[0]) from None
-    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise ValueError(f"expected a dictionary of names, not {type(content).__name__}")
-    return content
-
-
 def _release(version: Any) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d{1,9}", str(version))[:3])
-
-
-def _serialised(content: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()
 
 
 def _digest(content: bytes) -> str:

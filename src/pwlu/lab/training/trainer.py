@@ -12,7 +12,8 @@ from torch.optim import swa_utils
 from pwlu import baselines
 from pwlu.conversion.convert import convert_
 from pwlu.conversion.fuse_norms import fuse_norms_
-from pwlu.conversion.saving import serialise, tensors_to_bytes
+from pwlu.conversion.safetensors_file import tensors_to_bytes
+from pwlu.conversion.saving import serialise
 from pwlu.lab.data import keyed_random
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import Settings, UserError

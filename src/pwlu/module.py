@@ -70,7 +70,7 @@ class PWLU(nn.Module):
         y = act(torch.randn(8, 64, 32, 32))  # equals relu(x) before training
     """
 
-    _version = 1  # of the state dict: raise it when keys or their meaning change, and convert or refuse earlier ones
+    _version = 1  # format of the state dict (torch stores it in the metadata) and of the pickle
     gradient_scale: Tensor | None
     left = _block("left", "(C,)")
     right = _block("right", "(C,)")
@@ -257,11 +257,8 @@ class PWLU(nn.Module):
         error_msgs: list[str],
     ) -> None:
         where = prefix or "the state dict"
-        if (version := local_metadata.get("version", 1)) > self._version:
-            error_msgs.append(
-                f"{where} was saved by a later version of pwlu, in format {version} of a PWLU's state. This is pwlu "
-                f"{__version__}, which reads format {self._version}: update pwlu."
-            )
+        if (number := local_metadata.get("version", self._version)) > self._version:
+            error_msgs.append(f"{where} was written {_by_a_later_version(number, self._version)}")
             return
         if any(prefix + name in state_dict for name in ("inv_step", "slopes", "offsets")):
             error_msgs.append(
@@ -281,12 +278,28 @@ class PWLU(nn.Module):
             return  # weights from before the conversion: the unit keeps its initial function
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_written_by": (self._version, __version__)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        number, release = state.pop("_written_by", (1, ""))
+        if number > self._version:
+            raise RuntimeError(f"PWLU: the pickle was written {_by_a_later_version(number, self._version, f', {release}')}")
+        super().__setstate__(state)
+
     def _at_start(self) -> bool:
         if self.weight.is_meta:
             return False
         return not self.statistics.steps and torch.equal(
             full_values(self.weight).cpu(), self.initial_weight().to(self.weight.dtype)
         )
+
+
+def _by_a_later_version(number: int, known: int, release: str = "") -> str:
+    return (
+        f"by a later version of pwlu{release}, in format {number} of a PWLU. This is pwlu {__version__}, which reads formats "
+        f"up to {known}: update it"
+    )
 
 
 def units_of(model: nn.Module) -> dict[str, PWLU]:

@@ -135,6 +135,35 @@ def test_a_start_of_your_own(tmp_path):
     copy.deepcopy(fresh)
 
 
+def prelus():
+    return nn.Sequential(nn.Conv2d(3, 4, 1), nn.PReLU(4), nn.Conv2d(4, 4, 1), nn.PReLU(4))
+
+
+def test_starts_that_differ_between_channels(tmp_path):
+    """They are the same before and after realignment, for one model and for several units at a time."""
+    model, fresh = prelus(), prelus()
+    for place in (1, 3):
+        nn.init.uniform_(model[place].weight, -1, 1)
+    pwlu.convert_(model, X, kinds=["prelu"])
+    pwlu.save(model, tmp_path / "file")
+    pwlu.load_into(fresh, tmp_path / "file")
+    assert_the_same(fresh, model)
+    found, expected = (unit.init for unit in (fresh[1], model[1]))
+    assert found.channels == expected.channels == 4
+    x = torch.linspace(-9, 9, 7, dtype=torch.float64).expand(8, 7)
+    torch.testing.assert_close(found.function(x), expected.function(x), rtol=8 * 2.0**-53, atol=8 * 2.0**-53)
+    for each in (fresh, model):
+        for unit in units(each):
+            unit.statistics.running_mean.copy_(torch.linspace(-1, 1, 4))
+            unit.statistics.running_std.fill_(0.7)
+            unit.statistics.updates.fill_(1)
+        pwlu.realign_(each)
+    assert not torch.equal(model[1].heights[0], model[1].heights[1])
+    for a, b in zip(units(fresh), units(model), strict=True):
+        torch.testing.assert_close(a.weight, b.weight, rtol=2.0**-23, atol=2.0**-23)  # float64, rounded once
+    pwlu.save(fresh, tmp_path / "again")
+
+
 def test_other_types_and_the_meta_device(tmp_path):
     model = converted(network()).double()
     pwlu.save(model, tmp_path / "file")
@@ -254,7 +283,10 @@ class Edited(Block):
 
 
 ERRORS = {
-    "no place": (Another, r"load_into: Another has no place for 0.act. The file is of a Sequential: make the model as it was"),
+    "no place": (
+        Another,
+        r"load_into: Another has no place for 0.act. The file holds a Sequential: create the model as it was",
+    ),
     "shape": (wider, r"does not fit Sequential: 6.weight has the shape \(2, 4\), not \(3, 4\), 6.bias has the shape"),
     "source": (edited, "the source of Edited.forward is not what it was when the model was converted"),
 }
@@ -277,7 +309,10 @@ def set_of(row, key, value):
 
 
 FILES = {
-    "later": (lambda c: c.update(format=2, version="9.9"), "is of pwlu 9.9, and this is pwlu .*, which is older. Update it"),
+    "later": (
+        lambda c: c.update(format=2, version="9.9"),
+        "was written by a later version, pwlu 9.9, in format 2. This is pwlu ",
+    ),
     "no units": (lambda c: c.pop("units"), "the conversion in the file is damaged: KeyError"),
     "no version": (lambda c: c.pop("version"), "the conversion in the file is damaged: KeyError"),
     "channels": (set_of(0, "channels", "many"), "damaged: .*channels must be an integer"),
@@ -299,16 +334,16 @@ def test_damaged_files(tmp_path, file):
 
 def test_files_of_others(tmp_path):
     save_file({"a": torch.zeros(1)}, tmp_path / "file")
-    with pytest.raises(ValueError, match=r"does not say how its model was converted, so it is not of pwlu.save"):
+    with pytest.raises(ValueError, match=r"does not say how its model was converted, so pwlu.save did not write it"):
         pwlu.load_into(network(), tmp_path / "file")
     torch.save({}, tmp_path / "pickled")
-    with pytest.raises(ValueError, match="pickled is no safetensors file, or is damaged"):
+    with pytest.raises(ValueError, match="pickled is not a safetensors file, or is damaged"):
         pwlu.load_into(network(), tmp_path / "pickled")
     with pytest.raises(FileNotFoundError):
         pwlu.load_into(network(), tmp_path / "missing")
     pwlu.save(converted(), tmp_path / "whole")
     (tmp_path / "half").write_bytes((tmp_path / "whole").read_bytes()[:-100])
-    with pytest.raises(ValueError, match="half is no safetensors file, or is damaged"):
+    with pytest.raises(ValueError, match="half is not a safetensors file, or is damaged"):
         pwlu.load_into(network(), tmp_path / "half")
 
 

@@ -132,8 +132,14 @@ def learned(model):
     return model.eval()
 
 
+def plain(cls, folder, **options):
+    """Load as those do who do not know of pwlu."""
+    return cls.from_pretrained(folder, **options)
+
+
+@pytest.mark.parametrize("from_pretrained", [from_pretrained, plain])
 @pytest.mark.parametrize("cls", [ViTForImageClassification, AutoModelForImageClassification])
-def test_a_saved_model_keeps_its_units(tmp_path, cls):
+def test_a_saved_model_keeps_its_units(tmp_path, cls, from_pretrained):
     model = vit()
     pwlu.convert_(model, PIXELS, init="same")
     save_pretrained(learned(model), tmp_path)
@@ -148,7 +154,26 @@ def test_a_saved_model_keeps_its_units(tmp_path, cls):
     found.save_pretrained(tmp_path / "again")
     again = from_pretrained(cls, tmp_path / "again", dtype=torch.bfloat16)
     assert again.dtype == torch.bfloat16
+    Training(tmp_path / "training", trainer={"model": found})  # the Trainer refuses quantised models
     pwlu.restore_(found)
+
+
+def test_without_pwlu_it_is_not_silent(tmp_path):
+    model = vit()
+    pwlu.convert_(model, PIXELS, init="same")
+    save_pretrained(learned(model), tmp_path)
+    code = f"from transformers import ViTForImageClassification as V; V.from_pretrained({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Unknown quantization type, got pwlu" in done.stderr
+
+
+def test_a_model_that_is_quantised(tmp_path):
+    model = vit()
+    pwlu.convert_(model, PIXELS, init="same")
+    model.config.quantization_config = {"quant_method": "gptq"}
+    with pytest.raises(ValueError, match="save_pretrained: the model is quantised by gptq"):
+        save_pretrained(model, tmp_path)
 
 
 class Rewritten(PreTrainedModel):

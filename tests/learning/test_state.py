@@ -1,6 +1,7 @@
 """The state dict in every phase: always the same keys, and strict loading from any phase into any other."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -224,3 +225,34 @@ def test_units_that_begin_anew():
     for unit in units(model):
         unit.reset_parameters()
     assert phases.phase == 1
+
+
+# Version stamps.
+
+LATER = r"by a later version of pwlu.*, in format 2 of a PWLU. This is pwlu .*, which reads formats up to 1: update it"
+
+
+def test_a_state_dict_of_a_later_version(tmp_path, monkeypatch):
+    """torch keeps the number in the metadata of a state dict, also in a file."""
+    model = network()
+    with monkeypatch.context() as later:
+        later.setattr(pwlu.PWLU, "_version", 2)
+        torch.save(model.state_dict(), tmp_path / "state")
+    state = torch.load(tmp_path / "state", weights_only=True)
+    with pytest.raises(RuntimeError, match=rf"1\. was written {LATER}"):
+        model.load_state_dict(state)
+    model.load_state_dict(dict(state))  # without the metadata, as other tools write it
+
+
+def test_a_pickle_of_a_later_version(monkeypatch):
+    unit = pwlu.PWLU(3)
+    assert "_written_by" not in pickle.loads(pickle.dumps(unit)).__dict__
+    assert "_written_by" not in copy.deepcopy(unit).__dict__
+    state = unit.__getstate__()
+    del state["_written_by"]  # as pwlu 0.1.0 wrote them at first
+    pwlu.PWLU(3).__setstate__(state)
+    with monkeypatch.context() as later:
+        later.setattr(pwlu.PWLU, "_version", 2)
+        content = pickle.dumps(unit)
+    with pytest.raises(RuntimeError, match=rf"PWLU: the pickle was written {LATER}"):
+        pickle.loads(content)

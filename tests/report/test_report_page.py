@@ -391,12 +391,12 @@ def test_a_run_that_diverged(run, functions, capsys):
     [
         (
             "absent",
-            r"there is no folder .*absent\. A run is what pwlu train makes, a folder with config\.json and metrics\.jsonl",
+            r"there is no folder .*absent\. pwlu train makes a run: a folder with config\.json and metrics\.jsonl",
         ),
         ("runs/third", r"there is no folder .*third\. There is .*runs.first, .*runs.second$"),
-        ("file", r"file is a file\. Write the folder of a run\. A run is what pwlu train makes"),
-        ("empty", r"empty is not a run folder: it has no config\.json, but nothing\. A run is what pwlu train makes"),
-        ("other", r"other is not a run folder: it has no config\.json, but a, b, c, d, e, \.\.\.\. A run is"),
+        ("file", r"file is a file\. Write the folder of a run\. pwlu train makes a run"),
+        ("empty", r"empty is not a run folder: it has no config\.json, but nothing\. pwlu train makes a run"),
+        ("other", r"other is not a run folder: it has no config\.json, but a, b, c, d, e, \.\.\.\. pwlu train makes"),
         (
             "runs",
             r"runs is not a run folder: it has no config\.json, but first, second\. There is .*runs.first, .*runs.second$",

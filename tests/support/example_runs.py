@@ -5,7 +5,6 @@ import json
 from pwlu.analysis.alignment import Alignment, UnitAlignment
 from pwlu.lab.recipes import catalog
 
-LIGHT = ["alignment.json", "config.json", "environment.json", "functions.pt", "metrics.jsonl", "result.json"]  # what is kept
 ENVIRONMENT = {"pwlu": "0.1.0", "revision": "1a2b3c4d5e", "torch": "2.15.0", "device": "A GPU", "side_by_side": 1}
 RESULT = {
     "accuracy": 0.0,
@@ -36,7 +35,7 @@ def example_run(
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps({"epoch": e + 1, "step": e + 1}) + "\n" for e in range(epochs_done))
     )
-    (folder / "model.pt").write_bytes(b"weights")
+    (folder / "model.safetensors").write_bytes(b"weights")
     if settings.activation == "pwlu":
         (folder / "functions.pt").write_bytes(b"{}")
         unit = UnitAlignment("act", *[[0.0] * len(iou)] * 4, list(iou), *[[0] * len(iou)] * 3)

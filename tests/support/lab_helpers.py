@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
+from safetensors.torch import load_file
 
 import pwlu
 from pwlu.cli import main
@@ -97,11 +98,9 @@ def assert_same_run(found, expected):
     assert found.finished
     assert expected.finished
     assert without_times(found.metrics()) == without_times(expected.metrics())
-    for name in ("model.pt", "functions.pt"):
-        states = [torch.load(folder.path / name, weights_only=True) for folder in (found, expected)]
-        if name == "functions.pt":
-            states = [{(unit, key): p for unit, ps in state.items() for key, p in ps.items()} for state in states]
-        assert same_state(*states)
+    assert same_state(*(load_file(folder.path / "model.safetensors") for folder in (found, expected)))
+    states = [torch.load(folder.path / "functions.pt", weights_only=True) for folder in (found, expected)]
+    assert same_state(*({(unit, key): p for unit, ps in state.items() for key, p in ps.items()} for state in states))
 
 
 # Processes.

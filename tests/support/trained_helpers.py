@@ -10,5 +10,6 @@ def folder_of(task, path):
     path.mkdir()
     folder, trainer = RunFolder(path), trainer_of(task)
     folder.write_json("config.json", task.settings.as_dict())
-    folder.write_tensors("model.pt", trainer.measured.state_dict())
+    folder.write("model.safetensors", trainer.serialised())
+    task.network_info(trainer.report).write(folder)
     return trainer

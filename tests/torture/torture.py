@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 import torture_models
+from safetensors.torch import load_file
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("support", "kernels")]
 from helpers import DTYPES, assert_within, implementations, oracle, parameter_dtype, unit, wild_values
@@ -199,7 +200,7 @@ def _train(arguments, seconds=None):
 
 def _result(runs):
     found = next(iter(runs.glob("*/result.json")), None)
-    return torch.load(found.with_name("model.pt"), weights_only=True) if found else {}
+    return load_file(found.with_name("model.safetensors")) if found else {}
 
 
 # All of it.

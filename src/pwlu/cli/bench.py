@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  pwlu bench runs/imagenet-resnet18-pwlu-seed0 --device cuda --no-compile\n"
         "On a CPU shared with other programs, set OMP_WAIT_POLICY=passive: waiting threads then do not occupy a core."
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="read this finished run: a folder with config.json and model.pt")
+    parser.add_argument("run", type=Path, metavar="RUN", help="read this finished run, a folder that pwlu train wrote")
     parser.add_argument("--batch", type=int, metavar="N", help="use N images per call (default: 8 on a CPU, 64 elsewhere)")
     parser.add_argument(
         "--threads", type=int, metavar="N", help="use N CPU threads (default: PyTorch's choice, usually one per core)"
@@ -104,7 +104,7 @@ def _title(trained: "TrainedNetwork", batch: int) -> str:
     part = ", backbone only" if trained.detects else ""
     return (
         f"{trained.path}: {settings.recipe}{part}, {len(trained.sites)} {settings.activation}, "
-        f"batch of {batch}, images of {' x '.join(map(str, trained.shape))}, float32"
+        f"batch of {batch}, images of {' x '.join(map(str, trained.info.shape))}, float32"
     )
 
 

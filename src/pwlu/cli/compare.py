@@ -164,7 +164,7 @@ def _update_page(options: argparse.Namespace) -> int:
 
 
 def _show(comparisons: list[Comparison], results: Path) -> None:
-    from pwlu.lab.runs.results import find_runs, place
+    from pwlu.lab.runs.results import find_runs
 
     runs, _ = find_runs(results)
     tables = [Table(compared, runs) for compared in comparisons]
@@ -173,7 +173,7 @@ def _show(comparisons: list[Comparison], results: Path) -> None:
         text = f"# {compared.recipe}: {compared.stem}\n\n{table.markdown()}\n"
         print(f"\n{text}")
         if table.measured:
-            folder = place(results, next(iter(compared.experiments.values())))
+            folder = results / compared.recipe
             folder.mkdir(parents=True, exist_ok=True)
             stem = folder / compared.stem
             drawn = _draw([table], Path(f"{stem}.png"))

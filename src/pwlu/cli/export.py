@@ -15,7 +15,6 @@ from pwlu.text import install
 from pwlu.version import __version__
 
 if TYPE_CHECKING:
-    from pwlu.lab.inference.preprocessing import Preprocessing
     from pwlu.lab.inference.trained_network import TrainedNetwork
 
 SUFFIXES = {".onnx": "standard ONNX operators, for ONNX Runtime and others", ".pt2": "for torch.export.load"}
@@ -34,11 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "examples:\n"
         "  pwlu export runs/digits-pwlu-seed0 model.onnx\n"
         "  pwlu export runs/digits-pwlu-seed0 model.onnx --simplify 0.01\n"
-        "  pwlu export runs/cifar100-resnet18-pwlu-seed0 model.pt2 --data DIR\n"
+        "  pwlu export runs/cifar100-resnet18-pwlu-seed0 model.pt2\n"
         "  pwlu export runs/nuclei-maskrcnn_resnet18_fpn-pwlu-seed0 backbone.onnx --backbone"
     )
     kinds = "; ".join(f"{suffix}: {what}" for suffix, what in SUFFIXES.items())
-    parser.add_argument("run", type=Path, metavar="RUN", help="read this finished run: a folder with config.json and model.pt")
+    parser.add_argument("run", type=Path, metavar="RUN", help="read this finished run, a folder that pwlu train wrote")
     parser.add_argument("file", type=Path, metavar="FILE", help=f"write this file; its suffix selects the format: {kinds}")
     parser.add_argument(
         "--simplify",
@@ -58,12 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="export only the backbone of a detector: the ResNet with its feature pyramid (default: off)",
     )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="DIR",
-        help="read class names and pixel means from this data set (default: the data set of the run)",
-    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -80,27 +73,23 @@ def _export(options: argparse.Namespace) -> str:
     _check(options)
     try:
         from pwlu.lab.inference import shipping
-        from pwlu.lab.inference.preprocessing import preprocessing
         from pwlu.lab.inference.trained_network import load
 
         trained = load(options.run)
     except ImportError as error:
         raise UserError(f"loading a run needs more packages ({error}): {install('train', 'onnx')}") from None
     trained = _select(trained, options.backbone)
-    expected = preprocessing(trained, options.data)
     lines = [_simplify(trained, options.simplify)] if options.simplify is not None else []
     onnx = {name: value for name in ("opset", "form") if (value := getattr(options, name)) is not None}
     try:
         if options.file.suffix == ".onnx":
-            lines.append(
-                shipping.write_onnx(trained.network, trained.sample(2), options.file, _metadata(trained, expected), **onnx)
-            )
+            lines.append(shipping.write_onnx(trained.network, trained.sample(2), options.file, _metadata(trained), **onnx))
         else:
-            lines.append(shipping.write_pt2(trained.network, trained.sample(2), options.file, _metadata(trained, expected)))
+            lines.append(shipping.write_pt2(trained.network, trained.sample(2), options.file, _metadata(trained)))
     except (ImportError, RuntimeError, ValueError, OSError) as error:
         raise UserError(str(error)) from None
     return "\n".join(
-        [*lines, f"input: float32, batch x {' x '.join(map(str, trained.shape))}: {expected}", _output(trained, expected)]
+        [*lines, f"input: float32, batch x {' x '.join(map(str, trained.info.shape))}: {trained.info}", _output(trained)]
     )
 
 
@@ -140,26 +129,26 @@ def _simplify(trained: "TrainedNetwork", tolerance: float) -> str:
         raise UserError(f"--simplify {tolerance:g}: {error}") from None
 
 
-def _metadata(trained: "TrainedNetwork", expected: "Preprocessing") -> dict[str, str]:
+def _metadata(trained: "TrainedNetwork") -> dict[str, str]:
     """Return the metadata that a program needs to use the file."""
     settings, folder = trained.settings, RunFolder(trained.path)
-    known = {name: json.dumps(values) for name in ("mean", "std") if (values := getattr(expected, name))}
-    if expected.names:
-        known["class_names"] = json.dumps(expected.names, ensure_ascii=False)
-    if folder.finished:
-        known["result"] = json.dumps(folder.json("result.json"))
+    result = {"result": json.dumps(folder.json("result.json"))} if folder.finished else {}
     return {
         "pwlu": __version__,
         "recipe": settings.recipe,
         "activation": settings.activation,
         "seed": str(settings.seed),
-        "input": str(expected),
-        "classes": str(trained.classes),
-    } | known
+        "input": str(trained.info),
+        "mean": json.dumps(trained.info.mean),
+        "std": json.dumps(trained.info.std),
+        "classes": str(len(trained.info.classes)),
+        "class_names": json.dumps(trained.info.classes, ensure_ascii=False),
+    } | result
 
 
-def _output(trained: "TrainedNetwork", expected: "Preprocessing") -> str:
+def _output(trained: "TrainedNetwork") -> str:
+    classes = trained.info.classes
     if trained.detects:
-        return f"output: the maps of the feature pyramid, for a detector of {trained.classes} classes"
-    names = f": {', '.join(expected.names[:10])}{', ...' if len(expected.names) > 10 else ''}" if expected.names else ""
-    return f"output: batch x {trained.classes}, one score per class before softmax{names}"
+        return f"output: the maps of the feature pyramid, for a detector of {len(classes)} classes"
+    names = f"{', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}"
+    return f"output: batch x {len(classes)}, one score per class before softmax: {names}"

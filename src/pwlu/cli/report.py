@@ -45,12 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the page, and print what it cannot show."""
+    from pwlu.lab.runs.records import FILE as RECORDS
+    from pwlu.lab.runs.run_folder import RunFolder
     from pwlu.report.page import page
     from pwlu.report.run_data import read_run_data
     from pwlu.report.side_by_side import compared
 
     output = options.output or options.runs[0] / NAME
     try:
+        if options.output is None and not output.parent.is_dir() and RunFolder(options.runs[0]).has("config.json"):
+            raise UserError(f"{options.runs[0]} has no folder, only a line of {RECORDS}. Write -o FILE for the page")
         if output.is_dir():
             raise UserError(f"-o must be a file, not the folder {output}. Write -o {output / NAME}")
         runs, baseline = ([read_run_data(path) for path in paths] for paths in (options.runs, options.baseline))

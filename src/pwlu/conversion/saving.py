@@ -1,9 +1,8 @@
-"""Saving a converted model, and loading it into one that was not converted: weights and conversion in one safetensors file.
+"""Save a converted model, and load it into one that was not converted: weights and conversion in one safetensors file.
 
 The conversion is JSON in the file's metadata: every PWLU by name, and the calls that were rewritten. Nothing is pickled.
 """
 
-import functools
 import json
 import os
 from collections.abc import Sequence
@@ -12,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pwlu import checks, reference
+from pwlu import checks, files, reference
 from pwlu.conversion import rewrite
 from pwlu.conversion.convert import check_unwrapped
 from pwlu.conversion.replacing import put_, replaced
-from pwlu.files import atomic_write
+from pwlu.conversion.safetensors_file import read_file, require_safetensors, tensors_to_bytes
 from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction, find_initial_function
 from pwlu.module import PWLU, require_units, units_of, unwrapped
-from pwlu.text import abbreviate, install
+from pwlu.text import abbreviate
 from pwlu.version import __version__
 
 FORMAT = 1  # of the conversion
@@ -28,71 +27,82 @@ FORMAT = 1  # of the conversion
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write the weights of a model with PWLUs, and how it was converted, to a safetensors file.
 
-    :func:`load_into` reads it. The weights have their usual names, so other tools read them as well. Only PWLUs can be put
-    back: save before :func:`pwlu.fuse_` and :func:`pwlu.simplify_`, and call these after loading.
+    :func:`load_into` reads the file. The weights have their usual names, so other tools can read them as well. The metadata
+    holds the format and the version of pwlu that wrote it: an older version refuses a format that it does not know.
+
+    Args:
+        model: a model that :func:`pwlu.convert_` converted to PWLUs, or that contains PWLUs of your own. Save it before
+            :func:`pwlu.fuse_` and :func:`pwlu.simplify_`, and call these after loading.
+        path: the file. An existing file is replaced once the new one is complete.
+
+    Raises:
+        ValueError: if the model has no PWLU, or has other activations that :func:`pwlu.convert_` put there.
+        TypeError: if the state dict holds anything but plain tensors, as that of a sharded model does.
+        ImportError: if safetensors is not installed.
+
+    Example::
+
+        pwlu.convert_(model, sample)
+        ...  # train
+        pwlu.save(model, "model.safetensors")
     """
-    safetensors = _safetensors("save")
+    files.write(path, serialise(model))
+
+
+def serialise(model: nn.Module) -> bytes:
+    """Return the contents of the file that :func:`save` writes."""
+    require_safetensors("save")
     model = unwrapped(model)
     conversion = conversion_of(model)
-    tensors: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    for key, value in model.state_dict().items():
-        if not isinstance(value, Tensor) or type(value).__name__ == "DTensor":
-            raise TypeError(
-                f"save: {key} is a {type(value).__name__}, and a safetensors file has plain tensors alone. Of a sharded model, "
-                "load what torch.distributed.checkpoint.state_dict.get_model_state_dict gathers into a plain one, and save that"
-            )
-        same = value.data_ptr(), value.dtype, value.shape, value.stride()
-        if value.numel() and first.setdefault(same, key) != key:
-            tied[key] = first[same]
-        else:
-            tensors[key] = value.detach().clone(memory_format=torch.contiguous_format)
-    written = json.dumps({**conversion, "tied": tied})
-    with atomic_write(path) as partial:
-        safetensors.save_file(tensors, str(partial), {"format": "pt", "pwlu": written})
+    return tensors_to_bytes(model.state_dict(), conversion)
 
 
 def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
-    """Convert a model as the one in the file was, without a sample, and load its weights; return the names of PWLUs put in.
+    """Convert a model as the model in the file was converted, and load its weights.
 
-    The model is what :func:`save`'s was before its conversion, or after it. All names and shapes are checked before anything is
-    changed.
+    No sample is needed. Names and shapes are checked before anything is changed.
+
+    Args:
+        model: the model as it was before its conversion, or after it.
+        path: a file that :func:`save` wrote.
+
+    Returns:
+        The names of the PWLUs that were put in.
+
+    Raises:
+        ValueError: if the file was not written by :func:`save`, was written in a later format, is damaged, or does not fit
+            the model.
+        ImportError: if safetensors is not installed.
+
+    Example::
+
+        model = torchvision.models.resnet18()
+        pwlu.load_into(model, "model.safetensors")
     """
-    _safetensors("load_into")
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), "pt") as file:
-            written = (file.metadata() or {}).get("pwlu")
-            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-            state = {key: file.get_tensor(key) for key in shapes} if written else {}
-    except SafetensorError as error:
-        raise ValueError(f"load_into: {path} is no safetensors file, or is damaged: {error}") from error
+    state, metadata = read_file("load_into", path)
+    written = metadata.get("pwlu")
     if written is None:
         raise ValueError(
-            f"load_into: {path} does not say how its model was converted, so it is not of pwlu.save. Convert the model as "
-            "then, and write model.load_state_dict(safetensors.torch.load_file(path))"
+            f"load_into: {path} does not say how its model was converted, so pwlu.save did not write it. Convert the model in "
+            "the same way as before, then write model.load_state_dict(safetensors.torch.load_file(path))"
         )
     units = _units("load_into", model, conversion := _parsed("load_into", written))
-    for key, other in conversion.get("tied", {}).items():
-        if other in state:  # else it will be missing
-            state[key], shapes[key] = state[other], shapes[other]
-    _check_shapes(model, {unit.name: unit.module for unit in units}, shapes)
+    state |= {key: state[other] for key, other in conversion.get("tied", {}).items() if other in state}
+    _check_shapes(model, {unit.name: unit.module for unit in units}, {key: tuple(value.shape) for key, value in state.items()})
     _put(model, units)
     model.load_state_dict(state, assign=any(value.is_meta for value in model.state_dict().values()))
     return [unit.name for unit in units]
 
 
 def conversion_of(model: nn.Module) -> dict[str, Any]:
-    """Return how a model was converted, in what JSON has: :func:`convert_as_` does the same to another."""
+    """Return how a model was converted, as a dictionary for JSON. :func:`convert_as_` converts another model in that way."""
     units = require_units("save", model)
     strange = [name for name, module in (replaced(model) | units).items() if type(module) is not PWLU]
     if strange:
         kinds = ", ".join(sorted({type(model.get_submodule(name)).__name__ for name in strange}))
         raise ValueError(
             f"save: {abbreviate(strange)} ({kinds}) is no PWLU. Save before pwlu.fuse_ and pwlu.simplify_, and call these "
-            "after loading; for other activations save model.state_dict(), and convert with the same to= before it is loaded"
+            "after loading. For other activations, save model.state_dict(), and convert with the same to= before loading it"
         )
     edits = {
         f"{name}.{edit.child}" if name else edit.child: edit
@@ -104,8 +114,12 @@ def conversion_of(model: nn.Module) -> dict[str, Any]:
 
 
 def convert_as_(model: nn.Module, conversion: dict[str, Any]) -> list[str]:
-    """Convert a model as another was, with :func:`conversion_of` of that; return the names of PWLUs put in."""
-    units = _units("convert_as_", model, conversion)
+    """Convert a model as another was converted; return the names of the PWLUs that were put in.
+
+    Args:
+        conversion: what :func:`conversion_of` returned for the other model.
+    """
+    units = _units("convert_as_", model, _checked("convert_as_", conversion))
     _put(model, units)
     return [unit.name for unit in units]
 
@@ -120,7 +134,7 @@ def _row(name: str, unit: PWLU, edit: rewrite.Edit | None) -> dict[str, Any]:
     start = find_initial_function(unit.init)
     if INITIAL_FUNCTIONS.get(start.name) == start:
         init: Any = start.name
-    else:  # a function of the user's: its lines between the knots
+    else:  # a function of the user, or one that differs between channels: store its lines between the knots
         rows = torch.cat(
             [block.reshape(unit.channels, -1) for block in reference.unpack(unit.initial_weight(), unit.intervals)], 1
         )
@@ -139,30 +153,44 @@ def _row(name: str, unit: PWLU, edit: rewrite.Edit | None) -> dict[str, Any]:
 
 
 class _Lines:
-    """A start of which only its lines are known: left, right, heights and slopes per channel, or one for all channels."""
+    """An initial function known by its lines only: left, right, heights and slopes, per channel or for all channels."""
 
     def __init__(self, rows: list[list[float]]) -> None:
         table = torch.tensor(rows, dtype=torch.float64, device="cpu")
         self.blocks = table[:, 0], table[:, 1], table[:, 2:-2], table[:, -2], table[:, -1]
 
     def __call__(self, x: Tensor) -> Tensor:
-        left, right, heights, left_slope, right_slope = (block.to(x.device) for block in self.blocks)
+        repeats = len(x) // len(self.blocks[0]) if len(self.blocks[0]) > 1 else 1  # x may be of several units
+        left, right, heights, left_slope, right_slope = (
+            block.to(x.device).repeat(repeats, *[1] * (block.ndim - 1)) for block in self.blocks
+        )
         return reference.forward(x, left, right, heights, left_slope, right_slope, channel_dim=0)
 
 
 def _parsed(caller: str, written: str) -> dict[str, Any]:
     try:
         conversion = json.loads(written)
-        later, version = conversion["format"] > FORMAT, conversion["version"]
+    except ValueError as error:
+        raise ValueError(f"{caller}: the conversion in the file is damaged: {error!r}") from error
+    return _checked(caller, conversion)
+
+
+def _checked(caller: str, conversion: Any) -> dict[str, Any]:
+    """Return the conversion; raise ValueError if a later version wrote it in a format that this version does not know."""
+    try:
+        number, version = int(conversion["format"]), conversion["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{caller}: the conversion in the file is damaged: {error!r}") from error
-    if later:
-        raise ValueError(f"{caller}: the file is of pwlu {version}, and this is pwlu {__version__}, which is older. Update it")
+    if number > FORMAT:
+        raise ValueError(
+            f"{caller}: the file was written by a later version, pwlu {version}, in format {number}. This is pwlu "
+            f"{__version__}, which reads formats up to {FORMAT}: update it to read that file"
+        )
     return conversion
 
 
 def _units(caller: str, model: nn.Module, conversion: dict[str, Any]) -> list[_Unit]:
-    """Return what is to be put into the model; raise ValueError, before anything is changed, if that is impossible."""
+    """Return the PWLUs to put into the model. Raise ValueError, before anything is changed, if they do not fit."""
     check_unwrapped(caller, model)
     there = units_of(model)
     try:
@@ -177,8 +205,8 @@ def _units(caller: str, model: nn.Module, conversion: dict[str, Any]) -> list[_U
             module = None
         if module is None or (unit.edit is None) != (key in module._modules):
             raise ValueError(
-                f"{caller}: {type(model).__name__} has no place for {unit.name}. The file is of a {conversion.get('model')}: "
-                "make the model as it was before its conversion"
+                f"{caller}: {type(model).__name__} has no place for {unit.name}. The file holds a {conversion.get('model')}: "
+                "create the model as it was before its conversion"
             )
         if unit.edit is not None:
             edits = sorted(other.edit for other in made if other.edit and other.name.rpartition(".")[0] == owner)
@@ -199,7 +227,7 @@ def _made(row: dict[str, Any], model: nn.Module, again: bool) -> _Unit:
     dtype = getattr(torch, row["dtype"])
     if dtype not in checks.FLOATS:
         raise ValueError(f"{dtype} is no type of a PWLU")
-    # Bounds as they were: the constructor would fit them to the start once more.
+    # The constructor would fit the bounds to the initial function once more, so they are set afterwards.
     device = None if tensor is None else tensor.device
     unit = PWLU(row["channels"], row["intervals"], init="identity", channel_dim=row["channel_dim"], device=device, dtype=dtype)
     left, right = row["bounds"]
@@ -208,10 +236,10 @@ def _made(row: dict[str, Any], model: nn.Module, again: bool) -> _Unit:
     unit.init = (
         find_initial_function(init).name
         if isinstance(init, str)
-        else InitialFunction(_Lines(init["lines"]), name=str(init["name"]))
+        else InitialFunction(_Lines(init["lines"]), name=str(init["name"]), channels=len(init["lines"]))
     )
     unit.reset_parameters()
-    edit = None if again else row["edit"]  # where there is a PWLU, its call was rewritten already
+    edit = None if again else row["edit"]  # the call of an existing PWLU was rewritten already
     if edit is not None:
         method, (line, column), child, of_tensor, digest = edit
         edit = rewrite.Edit(str(method), (int(line), int(column)), str(child), bool(of_tensor), str(digest))
@@ -225,7 +253,7 @@ def _put(model: nn.Module, units: Sequence[_Unit]) -> None:
 
 
 def _check_shapes(model: nn.Module, new: dict[str, PWLU], found: dict[str, tuple[int, ...]]) -> None:
-    everywhere: dict[str, PWLU] = {}  # the owner of a new child may have several names
+    everywhere: dict[str, PWLU] = {}  # the parent of a new PWLU may have several names
     names = list(model.named_modules(remove_duplicate=False))
     for name, unit in new.items():
         owner, _, key = name.rpartition(".")
@@ -244,15 +272,6 @@ def _check_shapes(model: nn.Module, new: dict[str, PWLU], found: dict[str, tuple
     ]
     if wrong:
         raise ValueError(
-            f"load_into: the file does not fit {type(model).__name__}: {abbreviate(wrong)}. Make the model as it was when it "
+            f"load_into: the file does not fit {type(model).__name__}: {abbreviate(wrong)}. Create the model as it was when it "
             "was saved"
         )
-
-
-@functools.cache
-def _safetensors(caller: str) -> Any:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError(f"{caller} needs the package safetensors ({error}): {install('save')}") from error
-    return safetensors.torch

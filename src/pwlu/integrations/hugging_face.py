@@ -7,11 +7,11 @@
 
 Where the Trainer is given an optimizer (``optimizers=``) made of :func:`pwlu.parameter_groups`, the callback alone is enough.
 
-Saved models keep their PWLUs: the conversion is in ``config.json``, and :func:`from_pretrained` makes it again before weights
-are loaded.
+Saved models keep their PWLUs: the conversion is in ``config.json``, and ``from_pretrained`` repeats it before it loads weights.
+That of transformers does so too, once this module is imported.
 
     save_pretrained(model, "folder")
-    model = from_pretrained(ViTForImageClassification, "folder")
+    model = from_pretrained(ViTForImageClassification, "folder")  # or ViTForImageClassification.from_pretrained("folder")
 """
 
 import contextlib
@@ -23,7 +23,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from pwlu.conversion.saving import conversion_of, convert_as_
 from pwlu.learning.two_phase import TwoPhase
 from pwlu.module import units_of
 from pwlu.text import install
@@ -34,6 +33,8 @@ except ImportError as error:
     raise ImportError(
         f"pwlu.integrations.hugging_face needs the package transformers, which could not be imported: {install('transformers')}"
     ) from error
+
+from pwlu.integrations.hugging_face_loading import record, recorded
 
 
 def save_pretrained(model: Any, folder: str | os.PathLike[str], **options: Any) -> None:
@@ -46,9 +47,10 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], **options: Any) 
 
 
 def from_pretrained(cls: Any, name: str | os.PathLike[str], **options: Any) -> Any:
-    """Return ``cls.from_pretrained(name)`` with its PWLUs: converted as it was when it was saved, before weights are loaded.
+    """Return ``cls.from_pretrained(name)``, or raise an error if the model was saved without its conversion.
 
-    What the PWLUs saw since the last step of the optimizer is not kept.
+    Once this module is imported, ``cls.from_pretrained`` itself converts the model before it loads the weights. What the PWLUs
+    saw since the last step of the optimizer is not kept.
 
     Args:
         cls: a model class of transformers, or one of its Auto classes.
@@ -58,30 +60,17 @@ def from_pretrained(cls: Any, name: str | os.PathLike[str], **options: Any) -> A
     shared = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "subfolder")
     config = options.pop("config", None)
     config = config or AutoConfig.from_pretrained(name, **{key: options[key] for key in shared if key in options})
-    conversion = getattr(config, "pwlu", None)
-    if conversion is None:
+    if not recorded(config):
         raise ValueError(
             f"from_pretrained: {name} does not say how its model was converted. Save it by "
             "pwlu.integrations.hugging_face.save_pretrained(model, folder), or train it with a TwoPhaseCallback"
         )
-    if hasattr(cls, "_model_mapping"):  # an Auto class
-        found = cls._model_mapping[type(config)]
-        names = getattr(config, "architectures", None) or []
-        several = found if isinstance(found, (list, tuple)) else [found]
-        cls = next((each for each in several if each.__name__ in names), several[0])
-
-    def init(self: Any, *arguments: Any, **keywords: Any) -> None:
-        cls.__init__(self, *arguments, **keywords)
-        self.__class__ = cls
-        convert_as_(self, conversion)
-
-    made = type(cls.__name__, (cls,), {"__init__": init, "__module__": cls.__module__, "__doc__": cls.__doc__})
-    return made.from_pretrained(name, config=config, **options)  # type: ignore[attr-defined]
+    return cls.from_pretrained(name, config=config, **options)
 
 
 def _record(model: Any) -> None:
     if hasattr(model, "config"):  # the Trainer takes models without one, too
-        model.config.pwlu = conversion_of(model)
+        record(model)
 
 
 class TwoPhaseCallback(TrainerCallback):

@@ -14,7 +14,9 @@ from pwlu.analysis.curves import curves_of
 from pwlu.analysis.shapes import Shapes, describe
 from pwlu.initial_functions import INITIAL_FUNCTIONS, initial_parameters
 from pwlu.lab.recipes.settings import UserError
-from pwlu.lab.runs.run_folder import RunFolder, no_run, tensors
+from pwlu.lab.runs.results import no_run
+from pwlu.lab.runs.run_folder import RunFolder
+from pwlu.lab.runs.tensor_files import tensors
 
 Functions = dict[str, dict[str, Tensor]]  # by unit and parameter, as functions.pt has them
 FILES = ("config.json", "environment.json", "metrics.jsonl", "result.json", "functions.pt", "alignment.json", "inputs.json")
@@ -92,12 +94,13 @@ class RunData:
 
 def read_run_data(path: Path) -> RunData:
     """Read a run folder, finished or not, or what ``pwlu compare`` keeps of one."""
-    if not any((path / name).exists() for name in (*FILES, "snapshots")):
-        raise no_run(path, "config.json", "metrics.jsonl")
     folder, notes = RunFolder(path), list[str]()
+    if not any(folder.has(name) for name in (*FILES, "snapshots")):
+        raise no_run(path, "config.json", "metrics.jsonl")
+    folder.check_format()
 
     def found(name: str, read: Callable[[str], Any]) -> Any:
-        if not (path / name).exists():
+        if not folder.has(name):
             return None
         try:
             return read(name)
@@ -189,14 +192,14 @@ def _starts(run: RunData) -> dict[str, str]:
 
 def _missing(run: RunData) -> list[str]:
     """What the page cannot show, a sentence each."""
-    notes, config, path = [], run.config, run.path
+    notes, config, folder = [], run.config, RunFolder(run.path)
     learned = config.get("activation", "pwlu") == "pwlu"
 
     def without(name: str, consequence: str) -> str:
-        there = (path / name).exists()  # then another note says what is wrong with it
+        there = folder.has(name)  # then another note says what is wrong with it
         return consequence[0].upper() + consequence[1:] if there else f"There is no {name}: {consequence}"
 
-    if not RunFolder(path).finished:
+    if not folder.finished:
         done = f"{run.progress} epochs are done" if run.metrics else "it has no result.json"
         notes.append(f"The run is not finished: {done}.")
     if not config:

@@ -11,6 +11,7 @@ from example_runs import example_run
 
 import pwlu
 from pwlu.cli import main
+from pwlu.lab.runs.records import read_records
 from pwlu.lab.runs.run_folder import RunFolder
 
 COMMAND = ["compare", "digits", "--acts", "relu,pwlu", "--seeds", "1", "--epochs", "2", "--realign-epochs", "1"]
@@ -40,8 +41,7 @@ def test_two_processes(tmp_path, monkeypatch, capsys):
         folder = RunFolder(tmp_path / "runs" / name)
         assert folder.finished
         assert folder.json("environment.json")["processes"] == 2
-    kept = sorted(path.name for path in (tmp_path / "results" / "digits").iterdir() if path.is_dir())
-    assert [name.partition("-")[0] for name in kept] == ["pwlu", "relu"]
+    assert {name.partition("-")[0] for name in read_records(tmp_path / "results" / "digits")[0]} == {"pwlu", "relu"}
     monkeypatch.chdir(tmp_path)
     assert main([*COMMAND, "--dry-run"]) == 0
     assert "2 runs: 2 finished, 0 stopped, 0 missing" in capsys.readouterr().out

@@ -6,13 +6,16 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from lab_helpers import NAME, one_thread, same_state, short_run, task_of, write_cifar, write_images
+from lab_helpers import NAME, one_thread, same_state, short_run, task_of, train, write_cifar, write_images
+from safetensors.torch import load_file
 from torch import nn
 from trained_helpers import folder_of
 
-from pwlu.lab.inference.preprocessing import preprocessing
+import pwlu
 from pwlu.lab.inference.trained_network import load
+from pwlu.lab.models import networks
 from pwlu.lab.recipes.settings import UserError
+from pwlu.lab.runs.results import keep, read_run
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,7 @@ def copied(run, tmp_path):
 def test_it_measures_as_the_run_did(flags, run, tmp_path):
     path = short_run(tmp_path, *flags.split()).path if flags else run
     trained = load(path)
-    assert (trained.shape, trained.classes) == ((1, 8, 8), 10)
+    assert (trained.info.shape, trained.info.classes) == ((1, 8, 8), tuple("0123456789"))
     assert trained.sites == dict.fromkeys(("2", "5", "8"), "ReLU()")
     assert not any(module.training for module in trained.network.modules())
     with one_thread():
@@ -43,7 +46,7 @@ def test_float64_is_rounded(tmp_path):
     path = short_run(tmp_path, "--precision", "float64").path
     state = load(path).network.state_dict()
     assert {tensor.dtype for tensor in state.values() if tensor.is_floating_point()} == {torch.float32}
-    saved = torch.load(path / "model.pt", weights_only=True)
+    saved = load_file(path / "model.safetensors")
     assert same_state(state, {name: t.float() if t.is_floating_point() else t for name, t in saved.items()})
 
 
@@ -53,7 +56,7 @@ def test_every_architecture(network, tmp_path):
     trainer = folder_of(task_of(recipe, data=str(write_cifar(tmp_path)), batch=4, width=0.25), tmp_path / "run")
     trained = load(tmp_path / "run")
     assert same_state(trained.network.state_dict(), trainer.measured.state_dict())
-    assert (trained.shape, trained.classes) == ((3, 32, 32), 100)
+    assert (trained.info.shape, len(trained.info.classes)) == ((3, 32, 32), 100)
     assert list(trained.sites) == [site.name for site in trainer.report.converted]
     x = trained.sample(2)
     with one_thread(), torch.no_grad():
@@ -67,59 +70,45 @@ def test_detectors(detector, tmp_path):
     trainer = folder_of(task, tmp_path / "run")
     trained = load(tmp_path / "run")
     assert same_state(trained.network.state_dict(), trainer.measured.state_dict())
-    assert (trained.shape, trained.classes, trained.detects) == ((3, 96, 96), 2, True)
+    assert (trained.info.shape, len(trained.info.classes), trained.detects) == ((3, 96, 96), 2, True)
     backbone = trained.backbone()
     assert 0 < len(backbone.sites) < len(trained.sites)
     assert all(type(backbone.network.get_submodule(name)).__name__ == "PWLU" for name in backbone.sites)
     assert backbone.network(backbone.sample(2))["0"].shape[0] == 2
 
 
-# What an input is.
+# What an input is: the data set need not be there any more.
 
 
 def test_the_numbers_of_digits(run):
-    trained = load(run)
-    found, data = preprocessing(trained), task_of().data
+    found, data = load(run).info, task_of().data
     x = data.test.images[:7] / 255
     mean, std = (torch.tensor(values)[:, None, None] for values in (found.mean, found.std))
     (expected, _) = next(data.test.batches([torch.arange(7)]))
     torch.testing.assert_close((x - mean) / std, expected, rtol=8 * 2.0**-24, atol=8 * 2.0**-24)
-    assert found.names == tuple("0123456789")
+    assert found.classes == tuple("0123456789")
     assert "scikit-learn's numbers times 15/255, pixels from 0 to 1, minus 0.286, divided by 0.3532" in str(found)
 
 
 def test_the_numbers_of_image_files(tmp_path):
     task = task_of("imagenette/resnet18", data=str(write_images(tmp_path)), width=0.1, pixels=28, batch=4, workers=0)
     folder_of(task, tmp_path / "run")
-    trained = load(tmp_path / "run")
-    found = preprocessing(trained)
-    assert torch.equal(torch.tensor(found.mean)[:, None, None] * 255, task.data.train.mean)
-    assert torch.equal(torch.tensor(found.std)[:, None, None] * 255, task.data.train.std)
-    assert found.names == ("cat", "dog", "eel")
-    assert "shorter side scaled to 32, the 28 x 28 in the middle" in str(found)
     shutil.rmtree(tmp_path / "train")
-    assert preprocessing(trained).mean == found.mean
-    assert preprocessing(trained).names == ()
-    with pytest.raises(UserError, match=r"there are no classes at .*train"):
-        preprocessing(trained, tmp_path)
+    found = load(tmp_path / "run").info
+    for values, expected in ((found.mean, task.data.train.mean), (found.std, task.data.train.std)):
+        torch.testing.assert_close(torch.tensor(values)[:, None, None] * 255, expected, rtol=4 * 2.0**-24, atol=0)
+    assert found.classes == ("cat", "dog", "eel")
+    assert "shorter side scaled to 32, the 28 x 28 in the middle" in str(found)
 
 
-def test_a_data_set_that_is_gone_or_another(tmp_path):
+def test_the_numbers_of_cifar(tmp_path):
     data = write_cifar(tmp_path / "data")
-    folder_of(task_of("cifar100/resnet18", data=str(data), batch=4, width=0.1), tmp_path / "run")
-    trained = load(tmp_path / "run")
-    known = preprocessing(trained)
-    assert len(known.mean) == len(known.std) == 3
-    assert known.names[7] == "kind 7"
-    moved = data.rename(tmp_path / "moved")
-    assert preprocessing(trained, moved) == known
-    text = str(preprocessing(trained))
-    assert "minus the mean of the training pixels, divided by their standard deviation (CIFAR-100 is not at " in text
-    assert text.endswith("write --data DIR for the numbers)")
-    folder_of(task_of("imagenette/resnet18", data=str(write_images(tmp_path / "x")), width=0.1, batch=4), tmp_path / "three")
-    (tmp_path / "other" / "train" / "cat").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"other has 1 classes, the network has 3\. Is it another data set\?"):
-        preprocessing(load(tmp_path / "three"), tmp_path / "other")
+    task = task_of("cifar100/resnet18", data=str(data), batch=4, width=0.1, holdout=3)
+    folder_of(task, tmp_path / "run")
+    shutil.rmtree(data)
+    found = load(tmp_path / "run").info
+    assert [255 * value for value in found.mean] == pytest.approx(task.data.train.mean.tolist())
+    assert found.classes[7] == "kind 7"
 
 
 # What is no run, or half of one.
@@ -135,17 +124,18 @@ def test_not_a_run(run, tmp_path):
     here = run.parent
     assert refused(here / "nowhere") == f"there is no folder {here / 'nowhere'}. There is {run}"
     assert refused(tmp_path / "a" / "b") == (
-        f"there is no folder {tmp_path / 'a' / 'b'}. A run is what pwlu train makes, a folder with config.json and model.pt"
+        f"there is no folder {tmp_path / 'a' / 'b'}. pwlu train makes a run: a folder with config.json and model.safetensors"
     )
-    assert refused(run / "model.pt") == f"{run / 'model.pt'} is a file. Write the folder of a run. There is {run}"
+    assert refused(run / "network.json") == f"{run / 'network.json'} is a file. Write the folder of a run. There is {run}"
     assert refused(here) == f"{here} is not a run folder: it has no config.json, but {run.name}. There is {run}"
-    assert "it has no config.json, but nothing. A run is what pwlu train makes" in refused(tmp_path)
+    assert "it has no config.json, but nothing. pwlu train makes a run" in refused(tmp_path)
 
 
-def test_no_weights(copied):
-    (copied / "model.pt").unlink()
+@pytest.mark.parametrize("name", ["model.safetensors", "network.json"])
+def test_no_weights(copied, name):
+    (copied / name).unlink()
     text = refused(copied)
-    assert "has the results of a run but not its weights, model.pt, as those in results/ do" in text
+    assert f"has the results of a run but no {name}, like the runs in results/" in text
     assert f"such as runs/{NAME.format('')}" in text
     (copied / "result.json").unlink()
     assert refused(copied) == f"{copied} is not finished: it stands after 3 epochs. Go on with pwlu train --resume {copied}"
@@ -153,11 +143,41 @@ def test_no_weights(copied):
     assert "it stands before the end of its first epoch. Go on with" in refused(copied)
 
 
+def test_a_run_in_results(run, tmp_path):
+    assert "has the results of a run but no model.safetensors" in refused(keep(read_run(run), tmp_path))
+
+
+def test_a_run_of_an_earlier_version(run, copied):
+    """What the error says to do brings its network back."""
+    (copied / "network.json").unlink()
+    (copied / "model.safetensors").rename(copied / "model.pt")
+    text = refused(copied)
+    assert text.startswith(f"{copied} was written by an earlier version of pwlu: it has model.pt but no model.safetensors. ")
+    assert f"Remove {copied / 'result.json'}, then write pwlu train --resume {copied}: that saves" in text
+    (copied / "result.json").unlink()
+    assert train("--resume", copied) == 0
+    assert same_state(load(copied).network.state_dict(), load(run).network.state_dict())
+
+
+@pytest.mark.parametrize("flags", [["--fuse-norms", "on"], ["--act", "prelu"], ["--act", "apl"], ["--act", "pau"]])
+def test_other_runs(flags, tmp_path):
+    path = short_run(tmp_path, *flags).path
+    assert same_state(load(path).network.state_dict(), load_file(path / "model.safetensors"))
+
+
+def test_it_is_what_save_writes(run):
+    """So load_into reads it without anything of the lab."""
+    trained = load(run)
+    network = networks.build("convnet", 10, 1)
+    assert pwlu.load_into(network, run / "model.safetensors") == ["2", "5", "8"]
+    assert same_state(network.state_dict(), trained.network.state_dict())
+
+
 @pytest.mark.parametrize("content", [b"", b"no weights", "half"])
 def test_damaged_weights(content, copied):
-    path = copied / "model.pt"
+    path = copied / "model.safetensors"
     path.write_bytes(path.read_bytes()[:3000] if content == "half" else content)
-    assert refused(copied).startswith(f"{path} is damaged: ")
+    assert refused(copied).startswith(f"{path} is damaged, or does not hold the weights")
 
 
 def test_damaged_settings(copied):
@@ -171,7 +191,7 @@ def test_damaged_settings(copied):
     assert refused(copied).endswith(again)
 
 
-@pytest.mark.parametrize("change", [{"intervals": 8}, {"width": 2.0}, {"activation": "relu"}, {"recipe": "cifar100/resnet18"}])
+@pytest.mark.parametrize("change", [{"width": 2.0}, {"activation": "relu"}, {"recipe": "cifar100/resnet18"}])
 def test_settings_of_another_network(change, copied):
     config = json.loads((copied / "config.json").read_text()) | change
     (copied / "config.json").write_text(json.dumps(config))
@@ -179,9 +199,9 @@ def test_settings_of_another_network(change, copied):
 
 
 def test_a_run_that_diverged(copied):
-    state = torch.load(copied / "model.pt", weights_only=True)
-    nn.init.constant_(state["11.bias"], float("nan"))
-    torch.save(state, copied / "model.pt")
+    trained = load(copied).network
+    nn.init.constant_(trained[11].bias, float("nan"))
+    pwlu.save(trained, copied / "model.safetensors")
     assert "are not all finite. Train again, with a smaller --lr" in refused(copied)
     result = json.loads((copied / "result.json").read_text()) | {"diverged": True, "diverged_at_epoch": 2}
     (copied / "result.json").write_text(json.dumps(result))

@@ -129,7 +129,7 @@ class Full:
         ("metrics.jsonl", None, errno.ENOSPC),  # a line of the first epoch
         ("checkpoints/step-00000014", 7, errno.ENOSPC),
         ("checkpoints/step-00000014", 7, errno.EACCES),
-        ("model.pt", 21, errno.ENOSPC),
+        ("model.safetensors", 21, errno.ENOSPC),
         ("result.json", 21, errno.EROFS),
     ],
 )

@@ -8,11 +8,12 @@ import shutil
 import pytest
 import torch
 from lab_helpers import short_run, train
+from safetensors.torch import save
 
 import pwlu
 from pwlu.analysis.alignment import Alignment
 from pwlu.cli import main
-from pwlu.lab.runs.run_folder import RunFolder
+from pwlu.lab.runs.run_folder import FORMAT, RunFolder
 from pwlu.text import parsed
 
 
@@ -90,16 +91,37 @@ def test_epochs_without_their_numbers(stopped, capsys):
 @pytest.mark.parametrize(
     ("content", "wrong"),
     [
-        ([1], "is damaged: expected a dictionary of names, not list"),
-        ({5: torch.zeros(2)}, "is damaged: expected a dictionary of names, not dict"),
-        ({"weight": "heavy"}, "does not hold weights: weight must be tensors"),
-        ({}, "does not hold the weights of the network that config.json describes"),
+        (b"", "is not a safetensors file, or is damaged"),
+        (b"\x08\0\0\0\0\0\0\0[1, 2, 3", "is not a safetensors file, or is damaged"),
+        (save({"weight": torch.zeros(2)}), "does not say how its model was converted"),
+        (save({}, {"pwlu": '{"format": 1, "version": "0.1.0", "units": []}'}), "is missing"),
+        (save({}, {"pwlu": '{"format": 9, "version": "7.0", "units": []}'}), "was written by a later version, pwlu 7.0"),
+        (save({}, {"pwlu": '{"format": 1, "version": "0.1.0", "units": 5}'}), "the conversion in the file is damaged"),
     ],
 )
 def test_weights_that_are_none(run, tmp_path, capsys, content, wrong):
-    torch.save(content, run / "model.pt")
+    (run / "model.safetensors").write_bytes(content)
     assert main(["export", str(run), str(tmp_path / "model.pt2")]) == 2
-    assert f"{run / 'model.pt'} {wrong}" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert f"{run / 'model.safetensors'} is damaged, or does not hold the weights of the network" in text
+    assert wrong in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"shape": [1, 8]}, "ValueError"),
+        ({"shape": [0, 8, 8]}, "the shape must be three sizes above 0"),
+        ({"mean": ["dark"]}, "ValueError"),
+        ({"sites": []}, "AttributeError"),
+        ({"classes": None}, "TypeError"),
+    ],
+)
+def test_a_network_that_is_none(run, tmp_path, capsys, changes, wrong):
+    changed(run / "network.json", **changes)
+    assert main(["export", str(run), str(tmp_path / "model.pt2")]) == 2
+    text = capsys.readouterr().err
+    assert f"{run / 'network.json'} does not describe a network: {wrong}" in text or wrong in text
 
 
 @pytest.mark.parametrize("content", [[1], 3, {}, {"trainer": {}}, {"trainer": 3, "step": 21, "seconds": 1.0}, b"junk", b""])
@@ -257,6 +279,21 @@ def test_a_run_of_no_later_version(stopped, capsys, version):
         changed(stopped / "environment.json", pwlu=version)
     assert train("--resume", stopped) == 2
     assert f"colour is no setting of pwlu {pwlu.__version__}. Copy it again" in capsys.readouterr().err
+
+
+def test_a_run_in_a_later_format(stopped, tmp_path, capsys):
+    """Every command says so, whatever it could read of it."""
+    changed(stopped / "environment.json", pwlu="0.9.0", format=FORMAT + 1)
+    expected = f"{stopped} was written by a later version, pwlu 0.9.0, in format {FORMAT + 1} of run folders. This is pwlu "
+    folders = ["--runs", str(tmp_path), "--results", str(tmp_path / "results")]
+    for arguments, status in (
+        (["train", "--resume", stopped], 2),
+        (["export", stopped, tmp_path / "model.pt2"], 2),
+        (["report", stopped], 2),
+        (["compare", "digits", "--acts", "pwlu", "--dry-run", *folders], 0),
+    ):
+        assert main([str(each) for each in arguments]) == status
+        assert expected in capsys.readouterr().err
 
 
 def test_a_later_version_that_fits(stopped, capsys):

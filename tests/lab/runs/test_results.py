@@ -1,51 +1,129 @@
 """Run folders: how they are found, what is said about damaged ones, and what is kept of them."""
 
+import errno
 import json
 import re
+import subprocess
+import sys
 
 import pytest
-from example_runs import LIGHT, example_run, files_in
+from example_runs import example_run, files_in
 
-from pwlu.lab.runs import results
+from pwlu import files
+from pwlu.cli import main
 from pwlu.lab.runs.results import find_runs, keep, read_run
+from pwlu.lab.runs.run_folder import RunFolder
 
 
-def test_light_files_are_kept(tmp_path):
-    example_run(tmp_path / "runs" / "a", 70.0, granularity="layer", seed=2, data="/of/this/machine", device="cuda:1")
+def test_a_line_per_run(tmp_path):
+    """It says all that the folder said, but for what is the machine's."""
+    example_run(
+        tmp_path / "runs" / "a", 70.0, granularity="layer", seed=2, data="/of/this/machine", device="cuda:1", iou=(0.1, 0.4)
+    )
     run = read_run(tmp_path / "runs" / "a")
     kept = keep(run, tmp_path / "results")
     assert kept == tmp_path / "results" / "cifar100" / "resnet18" / "pwlu-layer-seed2"
-    assert files_in(kept) == [name for name in LIGHT if name != "functions.pt"]  # which are those of seed 0
-    assert (kept / "result.json").read_bytes() == (run.path / "result.json").read_bytes()
-    config = json.loads((kept / "config.json").read_text())
-    assert set(config) == set(run.settings.identity())
-    assert "machine" not in (kept / "config.json").read_text()
+    assert not kept.exists()  # functions are those of seed 0
+    file = kept.parent / "runs.jsonl"
+    (record,) = map(json.loads, file.read_text().splitlines())
+    assert record["run"] == "pwlu-layer-seed2"
+    assert set(record["settings"]) == set(run.settings.identity())
+    assert "machine" not in file.read_text()
     again = read_run(kept)
     assert again.settings == run.settings.replace(data="data", device=None)
-    assert (again.result, again.environment) == (run.result, run.environment)
-    config["epochs"] = 31  # as if the recipe had been another then
-    (kept / "config.json").write_text(json.dumps(config))
-    assert keep(run, tmp_path / "results").name == "pwlu-layer-seed2-2"
-    assert sorted(path.name for path in kept.parent.iterdir()) == ["pwlu-layer-seed2", "pwlu-layer-seed2-2"]
+    assert (again.result, again.environment, again.epochs, again.iou) == (run.result, run.environment, 2, 0.25)
+    assert RunFolder(kept).metrics() == RunFolder(run.path).metrics()
+    assert find_runs(tmp_path / "results") == ([again], [])
 
 
-def test_held_out_runs_are_kept_apart(tmp_path):
+def test_two_experiments_of_one_name(tmp_path):
+    """As if the recipe had been another when the first was made; a folder of an older version has its name, too."""
+    example_run(tmp_path / "a", 70.0, seed=2)
+    example_run(tmp_path / "results" / "cifar100" / "resnet18" / "pwlu-seed2-2", 70.0)
+    run = read_run(tmp_path / "a")
+    assert [keep(run, tmp_path / "results").name for _ in range(3)] == ["pwlu-seed2", "pwlu-seed2-3", "pwlu-seed2-4"]
+
+
+def test_functions_of_seed_0(tmp_path):
+    example_run(tmp_path / "a", 70.0, iou=(0.5,))
+    kept = keep(read_run(tmp_path / "a"), tmp_path / "results")
+    assert files_in(kept) == ["alignment.json", "functions.pt"]
+    assert all((kept / name).read_bytes() == (tmp_path / "a" / name).read_bytes() for name in files_in(kept))
+    runs, complaints = find_runs(tmp_path / "results")
+    assert ([run.path for run in runs], complaints) == ([kept], [])
+
+
+def test_held_out_runs_have_another_name(tmp_path):
     example_run(tmp_path / "a", 70.0, holdout=5000)
     kept = keep(read_run(tmp_path / "a"), tmp_path / "results")
-    assert kept == tmp_path / "results" / "cifar100" / "resnet18" / "held-out" / "pwlu-holdout-5000-seed0"
+    assert kept == tmp_path / "results" / "cifar100" / "resnet18" / "pwlu-holdout-5000-seed0"
 
 
-def test_a_copy_is_complete_or_not_there(tmp_path, monkeypatch):
-    example_run(tmp_path / "a", 70.0)
+def test_a_full_disk_leaves_the_other_lines(tmp_path, monkeypatch):
+    for seed in (1, 2):
+        example_run(tmp_path / "runs" / str(seed), 70.0, seed=seed)
+    kept = keep(read_run(tmp_path / "runs" / "1"), tmp_path / "results")
 
     def full_disk(*_):
-        assert find_runs(tmp_path / "results") == ([], [])
-        raise OSError("no space")
+        raise OSError(errno.ENOSPC, "no space")
 
-    monkeypatch.setattr(results.shutil, "copyfile", full_disk)
-    with pytest.raises(OSError, match="no space"):
-        keep(read_run(tmp_path / "a"), tmp_path / "results")
-    assert files_in(tmp_path / "results") == []
+    monkeypatch.setattr(files.os, "fsync", full_disk)
+    with pytest.raises(files.CannotWrite, match=r"no space left on the disk for .*runs\.jsonl"):
+        keep(read_run(tmp_path / "runs" / "2"), tmp_path / "results")
+    runs, complaints = find_runs(tmp_path / "results")
+    assert ([run.path for run in runs], complaints) == ([kept], [])
+
+
+def test_two_processes_add_lines(tmp_path):
+    """None is lost."""
+    for seed in range(6):
+        example_run(tmp_path / "runs" / str(seed), 70.0, seed=seed)
+    code = "import sys; from pathlib import Path; from pwlu.lab.runs.results import keep, read_run\n"
+    code += "for k in sys.argv[1:]: keep(read_run(Path('runs') / k), Path('results'))"
+    parts = [subprocess.Popen([sys.executable, "-c", code, *seeds], cwd=tmp_path) for seeds in ("024", "135")]
+    assert [part.wait(100) for part in parts] == [0, 0]
+    runs, complaints = find_runs(tmp_path / "results")
+    assert sorted(run.settings.seed for run in runs) == list(range(6))
+    assert not complaints
+
+
+def test_lines_that_cannot_be_read(tmp_path):
+    """Each is named; the others count."""
+    example_run(tmp_path / "runs" / "a", 70.0)
+    kept = keep(read_run(tmp_path / "runs" / "a"), tmp_path / "results")
+    file = kept.parent / "runs.jsonl"
+    good = json.loads(file.read_text())
+    lines = ["{", "[]", json.dumps(good | {"run": "../a"}), json.dumps(good), json.dumps({"run": "bare"})]
+    lines += [json.dumps(good | {"run": "b", "result": {"accuracy": "high"}}), json.dumps(good | {"run": "c", "metrics": [3]})]
+    file.write_text("\n".join([json.dumps(good), *lines]))  # and no end of the last line
+    runs, complaints = find_runs(tmp_path / "results")
+    assert [run.path for run in runs] == [kept]
+    expected = [
+        rf"line 2 of {file} is damaged: ",
+        rf'line 3 of {file} is damaged: expected {{"run": "pwlu-seed0", ...}}',
+        rf"line 4 of {file} is damaged: expected ",
+        rf"line 5 of {file} is damaged: pwlu-seed0 is the name of an earlier line",
+        rf"'settings' of bare in {file} is damaged: expected {{...}}, not null",
+        rf"'result' of b in {file} is damaged: accuracy must be a number, not 'high'",
+        rf"line 1 of 'metrics' of c in {file} is damaged: it must be the numbers of an epoch",
+    ]
+    assert len(complaints) == len(expected)
+    for complaint, text in zip(complaints, expected, strict=True):
+        assert text in complaint
+    example_run(tmp_path / "runs" / "b", 71.0, seed=1)
+    keep(read_run(tmp_path / "runs" / "b"), tmp_path / "results")
+    assert [run.settings.seed for run in find_runs(tmp_path / "results")[0]] == [0, 1]
+
+
+def test_reports_of_lines(tmp_path, capsys):
+    for seed in (0, 1):
+        example_run(tmp_path / "runs" / str(seed), 70.0 + seed, seed=seed, activation="relu")
+        keep(read_run(tmp_path / "runs" / str(seed)), tmp_path / "results")
+    folder = tmp_path / "results" / "cifar100" / "resnet18"
+    assert main(["report", str(folder / "relu-seed0"), str(folder / "relu-seed1"), "-o", str(tmp_path / "page.html")]) == 0
+    assert "70.50 ± 0.71" in (tmp_path / "page.html").read_text()
+    assert main(["report", str(folder / "relu-seed0")]) == 2
+    assert "relu-seed0 has no folder, only a line of runs.jsonl. Write -o FILE for the page" in capsys.readouterr().err
 
 
 def test_what_is_not_known_of_a_setting_is_as_the_recipe_has_it(tmp_path):

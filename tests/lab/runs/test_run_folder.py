@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from lab_helpers import SHORT, STEPS_AN_EPOCH, short_run, train
+from safetensors.torch import load_file
 
 from pwlu import reference
 from pwlu.analysis.alignment import Alignment
@@ -15,7 +16,8 @@ from pwlu.lab.recipes.catalog import RECIPES, settings
 from pwlu.lab.recipes.experiment import run_name
 from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.environment import revision
-from pwlu.lab.runs.run_folder import KEPT, RunFolder, new_folder, no_run
+from pwlu.lab.runs.results import no_run
+from pwlu.lab.runs.run_folder import FORMAT, KEPT, RunFolder, new_folder
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,9 @@ def test_contents(finished):
     names = {str(p.relative_to(finished.path)) for p in finished.path.rglob("*") if p.is_file()}
     steps = [k * STEPS_AN_EPOCH for k in range(4)]
     expected = {"config.json", "environment.json", "metrics.jsonl", "result.json", "report.md", "functions.png"}
-    expected |= {"model.pt", "functions.pt", "alignment.json", "inputs.json"} | {f"snapshots/step-{s:08d}.pt" for s in steps}
+    expected |= {"model.safetensors", "network.json", "functions.pt", "alignment.json", "inputs.json"} | {
+        f"snapshots/step-{s:08d}.pt" for s in steps
+    }
     checkpoints = {name for name in names if name.startswith("checkpoints/")}
     assert names - checkpoints == expected
     found = [re.fullmatch(r"checkpoints/step-(\d{8})-[0-9a-f]{8}\.pt", name)[1] for name in sorted(checkpoints)]
@@ -55,6 +59,7 @@ def test_environment(finished):
     assert found["revision"] == revision()
     assert found["python"]
     assert found["pwlu"]
+    assert found["format"] == FORMAT
     assert found["torchvision"]
     assert found["device"]
     assert (found["threads"], found["processes"], found["side_by_side"]) == (1, 1, 1)
@@ -109,7 +114,7 @@ def test_functions_and_snapshots(finished):
     """Of all units, before, on the way and after; those in Phase I are all the same."""
     steps = sorted((finished.path / "snapshots").iterdir())
     snapshots = [loaded(path) for path in steps]
-    model, functions = loaded(finished.path / "model.pt"), loaded(finished.path / "functions.pt")
+    model, functions = load_file(finished.path / "model.safetensors"), loaded(finished.path / "functions.pt")
     assert set(functions) == {"2", "5", "8"}
     for unit, parameters in functions.items():
         assert set(parameters) == {"left", "right", "heights", "left_slope", "right_slope"}
@@ -160,7 +165,9 @@ def test_metrics_of_another_kind(tmp_path, line):
     """A line that was cut off is as if it were not there; a whole one that holds something else is an error."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 4, "loss": null}\n' + line + "\n")
-    expected = f'it must be the numbers of an epoch, such as {{"epoch": 1, "step": 98, "loss": 2.5}}, not {line}. Mend it or '
+    expected = (
+        f'it must be the numbers of an epoch, such as {{"epoch": 1, "step": 98, "loss": 2.5}}, not {line}. Correct it or '
+    )
     with pytest.raises(UserError, match=re.escape(f"line 2 of {path} is damaged: {expected}")):
         RunFolder(tmp_path).metrics()
     path.write_text('{"step": 4, "loss": null}\n{"step": 8, "lo')
@@ -179,17 +186,26 @@ def test_json_of_another_kind(tmp_path, content):
 
 def test_runs_near_what_is_no_run(tmp_path):
     """In the folder itself, or down to where results/ has them; beside what is absent, no further than the next folder."""
-    deep = tmp_path / "results" / "cifar100" / "resnet18" / "held-out" / "pwlu-seed0"
+    deep = tmp_path / "results" / "cifar100" / "resnet18" / "pwlu-seed0"
     shallow = tmp_path / "results" / "digits" / "relu-seed0"
     for path in (deep, shallow):
         path.mkdir(parents=True)
         (path / "config.json").touch()
-    (deep / "model.pt").touch()
+    (deep / "model.safetensors").touch()
     assert str(no_run(tmp_path / "results", "config.json")).endswith(f"but cifar100, digits. There is {shallow}")
-    assert str(no_run(tmp_path / "results", "config.json", "model.pt")).endswith(f". There is {deep}")
+    assert str(no_run(tmp_path / "results", "config.json", "model.safetensors")).endswith(f". There is {deep}")
     assert str(no_run(tmp_path / "results" / "digits" / "pwlu-seed0", "config.json")).endswith(f". There is {shallow}")
     assert str(no_run(tmp_path / "results" / "digit", "config.json")).endswith(
-        ". A run is what pwlu train makes, a folder with config.json"
+        ". pwlu train makes a run: a folder with config.json"
+    )
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "runs.jsonl").write_text('{"run": "pwlu-seed0"}\n')
+    assert str(no_run(tmp_path / "other", "config.json")).endswith(f". There is {tmp_path / 'other' / 'pwlu-seed0'}")
+    assert str(no_run(tmp_path / "other" / "pwlu-seed1", "config.json")).endswith(
+        f". There is {tmp_path / 'other' / 'pwlu-seed0'}"
+    )
+    assert str(no_run(tmp_path / "other", "config.json", "model.safetensors")).endswith(
+        "a folder with config.json and model.safetensors"
     )
 
 
@@ -211,7 +227,8 @@ def test_by_the_command(tmp_path):
     assert (first.path.name, second.path.name) == names
     assert not (first.path / "functions.png").exists()
     assert not (first.path / "snapshots").exists()
-    assert torch.equal(loaded(first.path / "model.pt")["0.weight"], loaded(second.path / "model.pt")["0.weight"])
+    states = [load_file(folder.path / "model.safetensors") for folder in (first, second)]
+    assert torch.equal(states[0]["0.weight"], states[1]["0.weight"])
 
 
 def test_the_same_command_twice(tmp_path, capsys):

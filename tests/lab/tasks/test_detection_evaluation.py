@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from detection_helpers import MASK, WIDE, code, decoded, detection, read_part, square, task_of, write_objects, write_part
 from lab_helpers import one_thread, start, trainer_of
+from safetensors.torch import load_file
 
 from pwlu.lab.data import coco
 from pwlu.lab.runs.run_folder import RunFolder
@@ -151,7 +152,7 @@ def test_two_processes_measure_as_one(objects, tmp_path_factory):
     (path,) = runs.iterdir()
     task = task_of(MASK, objects)
     network = trainer_of(task).network
-    network.load_state_dict(torch.load(path / "model.pt", weights_only=True))
+    network.load_state_dict(load_file(path / "model.safetensors"))
     with one_thread():
         measured = task.measure(network, torch.no_grad())
     found = json.loads((path / "detections.json").read_text())

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from lab_helpers import after, batches_of, short_run, take_steps, task_of, trainer_of
+from safetensors.torch import load_file
 from torch import nn
 
 from pwlu.deferred_norm import DeferredNorm
@@ -101,7 +102,7 @@ def test_compiled(tmp_path, monkeypatch):
     for row, expected in zip(folder.metrics(), plain.metrics(), strict=True):
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-6)  # metrics have seven digits
         assert row["accuracy"] == expected["accuracy"]
-    states = [torch.load(f.path / "model.pt", weights_only=True) for f in (folder, plain)]
+    states = [load_file(f.path / "model.safetensors") for f in (folder, plain)]
     assert states[0].keys() == states[1].keys()  # no trace of the compiler in their names
 
 

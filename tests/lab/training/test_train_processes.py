@@ -16,6 +16,7 @@ from lab_helpers import (
     without_times,
 )
 from networks import assert_equal_to_rounding, bounds_of_rounding
+from safetensors.torch import load_file
 from torch import nn
 
 from pwlu.baselines import FReLU
@@ -120,7 +121,7 @@ def test_two_processes_do_what_one_does(two, tmp_path):
         return take_steps(trainer, STEPS, lambda number: before_step(trainer.network)).network.state_dict()
 
     bounds = bounds_of_rounding(run, 128 * 64)
-    states = [torch.load(folder.path / "model.pt", weights_only=True) for folder in (found, expected)]
+    states = [load_file(folder.path / "model.safetensors") for folder in (found, expected)]
     assert_equal_to_rounding(*states, bounds)
     assert 0 < bounds["2.weight"] < 1e-8 * states[0]["2.weight"].abs().max()  # the bounds say something
     for row, other in zip(without_times(found.metrics()), without_times(expected.metrics()), strict=True):
@@ -138,7 +139,7 @@ def test_batch_norm(two):
     rows = folder.metrics()
     assert rows[-1]["loss"] < rows[0]["loss"]
     trainer = trainer_of(task_of(batch=128))
-    trainer.network.load_state_dict(torch.load(folder.path / "model.pt", weights_only=True))
+    trainer.network.load_state_dict(load_file(folder.path / "model.safetensors"))
     measured = trainer.task.measure(trainer.network, torch.no_grad())
     assert measured["accuracy"] == pytest.approx(rows[-1]["accuracy"], rel=1e-6)
     assert measured["test_loss"] == pytest.approx(rows[-1]["test_loss"], rel=1e-5)

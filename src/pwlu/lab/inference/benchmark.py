@@ -1,4 +1,4 @@
-"""How fast a trained network is, beside the same network with ReLU: in PyTorch, compiled, and in ONNX Runtime."""
+"""Time a trained network beside the same network with ReLU: in PyTorch, compiled, and in ONNX Runtime."""
 
 import copy
 import tempfile
@@ -23,16 +23,16 @@ from pwlu.lab.runs.progress import Progress
 from pwlu.module import units_of
 
 ONNX_RUNTIME = "ONNX Runtime"
-SECONDS = 0.01  # that a measurement should take at least: small networks are called several times in one
+SECONDS = 0.01  # shortest time of a measurement: small networks are called several times in one
 MOST_CALLS = 50
 
 
 @dataclass
 class Contender:
-    """A way to run the network. ``call`` is None where it cannot be run here, and ``why`` says why and what to do.
+    """One way to run the network. ``call`` is None if it cannot run here; ``why`` then says why and what to do.
 
-    ``times``: p20, p50 and p80 of the milliseconds of a call. ``of_relu``: the median, divided by that of ReLU in the same
-    runtime; None where that could not be timed.
+    ``times``: p20, p50 and p80 of the milliseconds per call. ``of_relu``: the median divided by the median of ReLU in the same
+    runtime; None if ReLU could not be timed.
     """
 
     runtime: str
@@ -44,15 +44,15 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """For a table."""
+        """The name in a table."""
         return f"{self.runtime}, {self.activation}"
 
 
 def with_relu(trained: TrainedNetwork) -> nn.Module:
-    """A copy with ReLU at every place where the run put its activation, and with its weights.
+    """Return a copy with the same weights and with ReLU in place of every activation that the run put in.
 
-    In place, as the authors of networks have their modules, for anything else would make ReLU look slower than it is; where
-    they call a function, the input may be wanted again.
+    The ReLUs work in place, as those of published networks do: otherwise ReLU would look slower than it is. Where the network
+    calls a function such as F.relu, its input may be needed again, so that ReLU is not in place.
     """
     network = copy.deepcopy(trained.network)
     for name, was in trained.sites.items():
@@ -63,16 +63,16 @@ def with_relu(trained: TrainedNetwork) -> nn.Module:
 def measured(
     trained: TrainedNetwork, device: torch.device, batch: int, rounds: int, compiled: bool
 ) -> tuple[list[Contender], int]:
-    """Time all ways to run the network, in turns; return them, and how many calls a measurement was.
+    """Time all ways to run the network, by turns. Return them, and the number of calls per measurement.
 
     Args:
-        trained: the network, which takes tensors.
+        trained: a network that takes tensors.
         device: where to run it.
-        batch: images in a call.
-        rounds: measurements of each.
-        compiled: whether torch.compile is one of the ways.
+        batch: number of images per call.
+        rounds: number of measurements of each way.
+        compiled: whether to time torch.compile, too.
     """
-    layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format  # as pwlu train has it
+    layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format  # as in pwlu train
     x = trained.sample(batch).to(device).contiguous(memory_format=layout)
     networks = {
         name: network.to(device=device, memory_format=layout)  # type: ignore[call-overload]
@@ -83,7 +83,7 @@ def measured(
         found = _made_ready(networks, x, compiled, Path(folder))
         able = {contender.name: contender.call for contender in found if contender.call is not None}
         inner = _calls(next(iter(able.values())), wait)
-        # apart from each other, for threads of the one that wait for work take time from those of the other
+        # separately: idle threads of one runtime take time from the threads of the other
         others = {name: call for name, call in able.items() if name.startswith(ONNX_RUNTIME)}
         of_torch = {name: call for name, call in able.items() if name not in others}
         parts = [part for part in (of_torch, others) if part]
@@ -101,7 +101,7 @@ def measured(
 
 
 def _networks(trained: TrainedNetwork) -> dict[str, nn.Module]:
-    """ReLU first, what one would ship last."""
+    """Return the networks to time by name: ReLU first, the one to deploy last."""
     networks = {BASELINE: with_relu(trained)}
     if trained.settings.activation == "relu":
         return networks
@@ -117,7 +117,7 @@ def _networks(trained: TrainedNetwork) -> dict[str, nn.Module]:
 def _made_ready(networks: dict[str, nn.Module], x: Tensor, compiled: bool, folder: Path) -> list[Contender]:
     names = list(networks)
     shipped = list(dict.fromkeys((BASELINE, names[-1])))
-    written = names[:2]  # what is fused is written from the network it was made of, with which the file is compared
+    written = names[:2]  # write_onnx fuses the network itself, and compares the file with it
     found = [Contender("PyTorch", name, partial(network, x)) for name, network in networks.items()]
     with closing(Progress("made ready", len(shipped) * compiled + len(written), unit="way")) as progress:
         for name in shipped if compiled else ():
@@ -130,14 +130,14 @@ def _made_ready(networks: dict[str, nn.Module], x: Tensor, compiled: bool, folde
 
 
 def _tried(runtime: str, name: str, make: Callable[[], Callable[[], Any]]) -> Contender:
-    """Whatever keeps one of them from running, the others run."""
+    """Return a contender; if it cannot be made, one that says why. The others run all the same."""
     try:
         return Contender(runtime, name, make())
     except (ImportError, UserError) as error:
         return Contender(runtime, name, why=str(error))
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        return Contender(runtime, name, why=f"it failed: {type(error).__name__}: {lines[0][:160]}")
+        return Contender(runtime, name, why=f"failed with {type(error).__name__}: {lines[0][:160]}")
 
 
 def _compiled(network: nn.Module, x: Tensor) -> Callable[[], Any]:
@@ -148,15 +148,15 @@ def _compiled(network: nn.Module, x: Tensor) -> Callable[[], Any]:
 
 def _in_onnx_runtime(network: nn.Module, x: Tensor, file: Path) -> Callable[[], Any]:
     if x.device.type != "cpu":
-        raise UserError("timed on the CPU alone: write --device cpu")
+        raise UserError("ONNX Runtime is timed on the CPU only: write --device cpu")
     sample = torch.cat([x, x])[:2].clone()
-    with torch.inference_mode(False):  # of tensors made in that mode torch.export makes no graph
+    with torch.inference_mode(False):  # torch.export cannot trace tensors made in inference mode
         write_onnx(network, sample.clone(), file, {})
     return partial(session(file, torch.get_num_threads()), x)
 
 
 def _calls(call: Callable[[], Any], wait: Callable[[], None] | None) -> int:
-    """So many calls take long enough to be timed."""
+    """Return how many calls take long enough for one measurement."""
     for _ in range(3):
         begin = time.perf_counter()
         call()

@@ -1,4 +1,4 @@
-"""Files that run where pwlu is not installed, each of them loaded again and compared with the network before it appears."""
+"""Write files that run without pwlu. Each is loaded again and compared with the network before it gets its name."""
 
 import copy
 import importlib
@@ -23,23 +23,25 @@ from pwlu.deploy.onnx_forms import FASTEST
 from pwlu.module import units_of
 from pwlu.text import install
 
-OPSET = 18  # the oldest that torch writes by itself
-METADATA = "metadata.json"  # in a .pt2
-_OF_TORCH_2_11 = r"`isinstance\(treespec, LeafSpec\)`|The given buffer is not writable"  # it warns of itself
+OPSET = 18  # the oldest that torch writes without a conversion
+METADATA = "metadata.json"  # extra file in a .pt2
+_OF_TORCH_2_11 = r"`isinstance\(treespec, LeafSpec\)`|The given buffer is not writable"  # its own warnings
 
 
 def write_onnx(
     network: nn.Module, sample: Tensor, path: Path, metadata: Mapping[str, str], *, opset: int = OPSET, form: str = FASTEST
 ) -> str:
-    """Write standard operators of ONNX, any batch, batch norm folded into convolutions; return what was found, in words.
+    """Write a network with standard ONNX operators, and return a description of the file.
+
+    The file takes any batch size. Batch norms are folded into convolutions.
 
     Args:
-        network: in evaluation mode, with PWLUs or without.
+        network: in evaluation mode, with or without PWLUs.
         sample: (batch, C, H, W), with a batch of at least 2.
-        path: of the file.
-        metadata: its metadata_props.
-        opset: version of the operators.
-        form: in which PWLUs are written, see :func:`pwlu.export_onnx`.
+        path: the file.
+        metadata: the ``metadata_props`` of the file.
+        opset: version of the ONNX operators.
+        form: how a PWLU is written, see :func:`pwlu.export_onnx`.
     """
     if units_of(network):
         text = str(export_onnx(network, sample, path, form=form, opset=opset, metadata=metadata))
@@ -51,10 +53,10 @@ def write_onnx(
 
 
 def session(file: Path, threads: int = 0) -> Callable[[Tensor], list[Any]]:
-    """An ONNX file of one input as a function, on so many threads of the CPU; 0 is as ONNX Runtime likes."""
+    """Return a function that runs an ONNX file with one input, on so many CPU threads; 0 lets ONNX Runtime choose."""
     runtime = importlib.import_module("onnxruntime")
     options = runtime.SessionOptions()
-    options.log_severity_level = 3  # errors alone
+    options.log_severity_level = 3  # errors only
     options.intra_op_num_threads = threads
     loaded = runtime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     name = loaded.get_inputs()[0].name
@@ -62,14 +64,15 @@ def session(file: Path, threads: int = 0) -> Callable[[Tensor], list[Any]]:
 
 
 def write_pt2(network: nn.Module, sample: Tensor, path: Path, metadata: Mapping[str, str]) -> str:
-    """Write what ``torch.export.load`` reads: aten operators alone, any batch, batch norm folded; return what was found.
+    """Write a file for ``torch.export.load`` with aten operators only, and return a description of it.
 
-    Args as for :func:`write_onnx`. The metadata is JSON in the extra file ``metadata.json``.
+    The file takes any batch size. Batch norms are folded into convolutions. The arguments are those of :func:`write_onnx`. The
+    metadata is JSON in the extra file ``metadata.json``.
     """
     written = copy.deepcopy(network)
     if units_of(written):
         fuse_(written)
-    content = io.BytesIO()  # torch would end the process where the disk is full
+    content = io.BytesIO()  # given a path, torch aborts the process on a full disk
     with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", _OF_TORCH_2_11)
         folded = fold_batch_norm_(written, sample)
@@ -84,9 +87,10 @@ def write_pt2(network: nn.Module, sample: Tensor, path: Path, metadata: Mapping[
 
 
 def fold_batch_norm_(model: nn.Module, sample: Tensor) -> int:
-    """Fold every batch norm that follows a convolution, and nothing else does, into its weights, in place; return how many.
+    """Fold every batch norm into the convolution before it, in place; return how many were folded.
 
-    Which follows which is seen in the graph that torch.export makes of the model, whatever its modules are called.
+    A batch norm is folded if nothing else uses the output of the convolution. The graph of torch.export shows which module
+    follows which.
     """
     program = torch.export.export(model, (sample,))
     parameters = program.graph_signature.inputs_to_parameters
@@ -95,7 +99,7 @@ def fold_batch_norm_(model: nn.Module, sample: Tensor) -> int:
         if norm.target != torch.ops.aten.batch_norm.default or norm.args[0].target != torch.ops.aten.conv2d.default:
             continue
         convolution = norm.args[0]
-        weights = (convolution.args[1], norm.args[1])  # that occur once: a layer may run on several maps
+        weights = (convolution.args[1], norm.args[1])  # used only once each: a layer may run on several maps
         if len(convolution.users) > 1 or any(weight is None or len(weight.users) > 1 for weight in weights):
             continue
         names = [parameters[weight.name].rpartition(".")[0] for weight in weights]
@@ -107,7 +111,7 @@ def fold_batch_norm_(model: nn.Module, sample: Tensor) -> int:
 
 
 def _write_plain(network: nn.Module, sample: Tensor, path: Path, opset: int, metadata: Mapping[str, str]) -> str:
-    """A network that needs nothing of pwlu."""
+    """Write a network without PWLUs."""
     try:
         onnx, runtime = importlib.import_module("onnx"), importlib.import_module("onnxruntime")
         importlib.import_module("onnxscript")
@@ -133,12 +137,12 @@ def _write_plain(network: nn.Module, sample: Tensor, path: Path, opset: int, met
 
 
 def _compared(network: nn.Module, run: Callable[[Tensor], Any], sample: Tensor) -> str:
-    """Run both on random batches of several sizes."""
+    """Run both on random batches of several sizes; raise an error if rounding does not explain the difference."""
     inputs = Inputs.of(sample)
     found = agreement(network, lambda drawn: tree_leaves(run(*drawn.tensors)), inputs, any_batch=True, terms=2, tolerance=None)
     if not found.difference <= found.tolerance:
         raise RuntimeError(
-            f"what was to be written differs from the network by {found.difference:.3g}, and rounding explains "
+            f"the exported network differs from the original by {found.difference:.3g}, but rounding explains only "
             f"{found.tolerance:.3g}. Nothing was written"
         )
     return f"on random batches of {', '.join(map(str, found.batches))}: {found.largest}"

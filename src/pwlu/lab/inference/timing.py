@@ -1,4 +1,4 @@
-"""Timing side by side: calls in turns, so that a slow moment of the machine meets them all, and percentiles."""
+"""Time several functions by turns, so that a slow moment of the machine affects all of them."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -14,17 +14,17 @@ def interleaved(
     after_round: Callable[[], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Milliseconds of every call, in turns, so that a slow moment of the machine meets them all.
+    """Return the milliseconds per call of every function, measured by turns.
 
-    Each is called once more just before, untimed, so that it does not suffer from what its neighbour left in the caches.
+    Each function is called once just before its measurement, so that the caches hold its data and not its neighbour's.
 
     Args:
-        calls: by name.
-        rounds: measurements of each.
-        inner: calls in a measurement.
-        wait: until the device has done what it was asked for.
-        after_round: for a progress bar.
-        clock: returns seconds; ``time.process_time`` leaves out what other programs on a busy machine take.
+        calls: the functions by name.
+        rounds: number of measurements of each function.
+        inner: number of calls per measurement.
+        wait: waits until the device has finished its work.
+        after_round: called after each round, such as for a progress bar.
+        clock: returns seconds; ``time.process_time`` excludes the time of other programs on a busy machine.
     """
     for call in calls.values():
         for _ in range(3):
@@ -47,6 +47,6 @@ def interleaved(
 
 
 def percentiles(times: list[float]) -> dict[str, float]:
-    """p20, p50 and p80."""
+    """Return the percentiles p20, p50 and p80."""
     ordered = sorted(times)
     return {f"p{p}_ms": ordered[min(len(ordered) - 1, len(ordered) * p // 100)] for p in (20, 50, 80)}

@@ -1,4 +1,4 @@
-"""The network of a finished run, made again from its folder alone: config.json says how, model.pt has the weights."""
+"""The network of a finished run, built again from its folder: no data set is needed."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -8,122 +8,107 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pwlu.conversion.safetensors_file import read_tensors
+from pwlu.conversion.saving import load_into
 from pwlu.lab.models import detectors, networks
-from pwlu.lab.recipes.catalog import Recipe, find
+from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.experiment import run_name
 from pwlu.lab.recipes.settings import Settings, UserError
+from pwlu.lab.runs import network_info
 from pwlu.lab.runs.divergence import described
-from pwlu.lab.runs.run_folder import RunFolder, no_run, tensors
+from pwlu.lab.runs.network_info import NetworkInfo, read_network_info
+from pwlu.lab.runs.results import no_run
+from pwlu.lab.runs.run_folder import MODEL, RunFolder
 from pwlu.lab.training.trainer import replace_activations
 
-WEIGHTS = "model.pt"
+_MODEL_OF_FORMAT_1 = "model.pt"
 
 
 @dataclass(frozen=True)
 class TrainedNetwork:
-    """A trained network: on the CPU, in float32, in evaluation mode.
-
-    ``shape``: of an image, (C, H, W). ``classes``: how many. ``sites``: the names of the activations that the run put in, with
-    what stood there before, as :class:`pwlu.conversion.conversion_report.Site` has it.
-    """
+    """A trained network on the CPU, in float32, in evaluation mode. ``info`` describes its input, classes and activations."""
 
     path: Path
     settings: Settings
     network: nn.Module
-    shape: tuple[int, int, int]
-    classes: int
-    sites: dict[str, str]
+    info: NetworkInfo
 
     @property
     def detects(self) -> bool:
-        """Whether it is a detector, which is called with a list of images, not with a tensor."""
+        """Whether it is a detector, which takes a list of images instead of a tensor."""
         return find(self.settings.recipe).detects
 
+    @property
+    def sites(self) -> dict[str, str]:
+        """The name of every activation that the run put in, with what it replaced."""
+        return self.info.sites
+
     def sample(self, batch: int) -> Tensor:
-        """Random numbers in the place of normalised images, (batch, C, H, W)."""
-        return torch.randn(batch, *self.shape, generator=torch.Generator().manual_seed(0))
+        """Return random numbers in place of normalised images, (batch, C, H, W)."""
+        return torch.randn(batch, *self.info.shape, generator=torch.Generator().manual_seed(0))
 
     def backbone(self) -> "TrainedNetwork":
-        """Of a detector: the ResNet with its feature pyramid, which makes a dictionary of maps from a tensor of images."""
+        """Return the ResNet of a detector with its feature pyramid. It maps a tensor of images to a dictionary of maps."""
         own = "backbone."
         sites = {name.removeprefix(own): was for name, was in self.sites.items() if name.startswith(own)}
-        return dataclasses.replace(self, network=self.network.get_submodule("backbone"), sites=sites)
+        info = dataclasses.replace(self.info, sites=sites)
+        return dataclasses.replace(self, network=self.network.get_submodule("backbone"), info=info)
 
 
 def load(path: Path) -> TrainedNetwork:
-    """The network of the run in that folder, or an error that says what is there instead, and what would do."""
-    if not (path / "config.json").exists():
-        raise no_run(path, "config.json", WEIGHTS)
+    """Return the network of a run. Raise an error that says what is missing or wrong, and what to do.
+
+    Args:
+        path: the run folder.
+    """
     folder = RunFolder(path)
+    if not folder.has("config.json"):
+        raise no_run(path, "config.json", MODEL)
     settings = folder.settings()
     if folder.finished and (result := folder.result()).get("diverged"):
         raise UserError(f"{path} has no trained network. {described(result, settings.as_dict())}")
-    state = _weights(folder, settings)
-    recipe = find(settings.recipe)
+    if missing := next((name for name in (MODEL, network_info.FILE) if not folder.has(name)), None):
+        raise UserError(_without(missing, folder, settings))
+    info = read_network_info(folder)
+    network, sample = _new(settings, info)
     try:
-        classes, channels = (_sizes_of_detector if recipe.detects else _sizes_of_classifier)(recipe, settings, state)
-        network, sample = _new(recipe, settings, classes, channels)
-        report = replace_activations(network, sample, settings)
-        network.load_state_dict(state)
-    except (LookupError, RuntimeError) as error:
-        why = str(error).strip().splitlines()
+        if settings.activation == "pwlu":
+            load_into(network, path / MODEL)
+        else:
+            replace_activations(network, sample, settings)
+            network.load_state_dict(read_tensors(path / MODEL))
+    except (LookupError, RuntimeError, ValueError) as error:
+        why = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
         raise folder.unreadable(
-            f"{folder.path / WEIGHTS} does not hold the weights of the network that config.json describes, {recipe.network} "
-            f"with {settings.activation}: {' '.join(line.strip() for line in why[:2])}"
+            f"{path / MODEL} is damaged, or does not hold the weights of the network that config.json describes, "
+            f"{find(settings.recipe).network} with {settings.activation}: {why}"
         ) from None
-    sites = {site.name: site.was for site in report.converted}
-    return TrainedNetwork(folder.path, settings, network.eval(), (channels, settings.pixels, settings.pixels), classes, sites)
+    if not all(bool(tensor.isfinite().all()) for tensor in network.state_dict().values()):
+        raise UserError(f"the weights in {path / MODEL} are not all finite. Train again, with a smaller --lr")
+    return TrainedNetwork(path, settings, network.float().eval(), info)
 
 
-def _new(recipe: Recipe, settings: Settings, classes: int, channels: int) -> tuple[nn.Module, Any]:
-    """Return the network as it was before training, and what it was called with to find its activations."""
-    if recipe.detects:
+def _new(settings: Settings, info: NetworkInfo) -> tuple[nn.Module, Any]:
+    """Return the network as it was before its conversion, and a sample to convert it with."""
+    classes, channels = len(info.classes), info.shape[0]
+    if find(settings.recipe).detects:
         return detectors.of_recipe(settings, classes), detectors.sample(settings)
     return networks.of_recipe(settings, classes, channels), networks.sample(settings, channels)
 
 
-# What the weights say.
-
-
-def _weights(folder: RunFolder, settings: Settings) -> dict[str, Tensor]:
-    path = folder.path / WEIGHTS
-    if not path.exists():
-        raise UserError(_without_weights(folder, settings))
-    try:
-        state = tensors(path)
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}. Copy it again from where it was trained, or train again") from None
-    if strange := [name for name, value in state.items() if not isinstance(value, Tensor)]:
-        raise UserError(f"{path} does not hold weights: {', '.join(strange[:5])} must be tensors")
-    if not all(bool(tensor.isfinite().all()) for tensor in state.values()):
-        raise UserError(f"the weights in {path} are not all finite. Train again, with a smaller --lr")
-    return state
-
-
-def _without_weights(folder: RunFolder, settings: Settings) -> str:
+def _without(missing: str, folder: RunFolder, settings: Settings) -> str:
+    path = folder.path
+    if (path / _MODEL_OF_FORMAT_1).exists():
+        return (
+            f"{path} was written by an earlier version of pwlu: it has {_MODEL_OF_FORMAT_1} but no {missing}. "
+            f"Remove {path / 'result.json'}, then write pwlu train --resume {path}: "
+            "that saves the last checkpoint in the new format, without training"
+        )
     if folder.finished:
         return (
-            f"{folder.path} has the results of a run but not its weights, {WEIGHTS}, as those in results/ do. Write the folder "
-            f"that pwlu train made, such as runs/{run_name(settings)}"
+            f"{path} has the results of a run but no {missing}, like the runs in results/. Write the folder that pwlu train "
+            f"made, such as runs/{run_name(settings)}"
         )
     rows = folder.metrics()
     epochs = f"after {len(rows)} epochs" if rows else "before the end of its first epoch"
-    return f"{folder.path} is not finished: it stands {epochs}. Go on with pwlu train --resume {folder.path}"
-
-
-def _sizes_of_classifier(recipe: Recipe, settings: Settings, state: dict[str, Tensor]) -> tuple[int, int]:
-    """Classes and channels of an image: what the last layer makes, and what the first one takes."""
-    with torch.device("meta"):
-        layers = networks.of_recipe(settings, 1, 3).named_modules()
-        kinds = {name: type(module) for name, module in layers}
-    first = next(name for name, kind in kinds.items() if kind is nn.Conv2d)
-    last = next(name for name, kind in reversed(kinds.items()) if kind is nn.Linear)
-    return state[f"{last}.weight"].shape[0], state[f"{first}.weight"].shape[1]
-
-
-def _sizes_of_detector(recipe: Recipe, _: Settings, state: dict[str, Tensor]) -> tuple[int, int]:
-    """Mask R-CNN has a class more, for the background; RetinaNet has all of them for each anchor, and 4 edges likewise."""
-    if recipe.network.startswith("maskrcnn"):
-        return state["roi_heads.box_predictor.cls_score.bias"].numel() - 1, 3
-    edges = state["head.regression_head.bbox_reg.bias"].numel()
-    return 4 * state["head.classification_head.cls_logits.bias"].numel() // edges, 3
+    return f"{path} is not finished: it stands {epochs}. Go on with pwlu train --resume {path}"

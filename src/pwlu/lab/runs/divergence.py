@@ -1,4 +1,7 @@
-"""A training that diverged: when, and what to try. The command line, report.md and the page say it in the same words."""
+"""Decide whether a training diverged, and say when it did and what to try.
+
+The command line, report.md and the HTML page use the same words.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -6,36 +9,36 @@ from typing import Any
 
 from pwlu.lab.recipes.catalog import RECIPES
 
-STATUS = 3  # what `pwlu train` exits with
-_BLOWN_UP = 10.0  # a network that has learned nothing has about the loss of the first step; this many times that is no noise
+STATUS = 3  # exit status of `pwlu train`
+_BLOWN_UP = 10.0  # times the loss of the first step, which a network that learned nothing has: more is not noise
 
 
 def divergence(rows: Sequence[Mapping[str, Any]], first_loss: float | None) -> dict[str, Any]:
-    """Return what result.json says of it: ``diverged``, and if so ``diverged_at_epoch`` and ``diverged_at_step``.
+    """Return the entries of result.json: ``diverged``, and if it is true ``diverged_at_epoch`` and ``diverged_at_step``.
 
-    A run diverged if its loss is not finite, or if it ends at a loss far above that of its first step.
+    A run diverged if its loss is not finite, or if its loss at the end is far above that of its first step.
 
     Args:
-        rows: what was measured, epoch by epoch.
-        first_loss: of the first step; None if it is not known.
+        rows: the metrics of each epoch.
+        first_loss: the loss of the first step; None if it is not known.
     """
 
     def lost(row: Mapping[str, Any]) -> bool:
         return row["loss"] is None or (first_loss is not None and row["loss"] > _BLOWN_UP * first_loss)
 
-    at_the_end = list(itertools.takewhile(lost, reversed(rows)))  # a loss that came down again is none
+    at_the_end = list(itertools.takewhile(lost, reversed(rows)))  # a loss that fell again is not divergence
     if not at_the_end:
         return {"diverged": False}
-    first = at_the_end[0 if at_the_end[0]["loss"] is None else -1]  # a run stops where its loss is not finite
+    first = at_the_end[0 if at_the_end[0]["loss"] is None else -1]  # a run stops once its loss is not finite
     return {"diverged": True, "diverged_at_epoch": first["epoch"], "diverged_at_step": first.get("diverged_at")}
 
 
 def described(result: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Return sentences on a run that diverged: when it did, and what to try.
+    """Return a sentence on when a run diverged, and one on what to try.
 
     Args:
-        result: of result.json; that of an older version does not say when.
-        config: of config.json; empty if it is not known.
+        result: the contents of result.json. Older versions did not write when the run diverged.
+        config: the contents of config.json; empty if they are not known.
     """
     epoch, step = result.get("diverged_at_epoch"), result.get("diverged_at_step")
     when = "" if epoch is None else f" in epoch {epoch}" + ("" if step is None else f", at step {step:,}")

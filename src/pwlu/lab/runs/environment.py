@@ -1,4 +1,4 @@
-"""Where and with what a run was made."""
+"""Record the versions and the hardware of a run."""
 
 import importlib.metadata
 import os
@@ -10,16 +10,18 @@ from typing import Any
 import torch
 
 from pwlu.lab.runs.processes import Processes
+from pwlu.lab.runs.run_folder import FORMAT
 from pwlu.version import __version__
 
-SIDE_BY_SIDE = "PWLU_SIDE_BY_SIDE"  # set by `pwlu compare`: how many runs share the device, which their times depend on
+SIDE_BY_SIDE = "PWLU_SIDE_BY_SIDE"  # set by `pwlu compare`: how many runs share the device, because times depend on it
 
 
 def environment(processes: Processes) -> dict[str, Any]:
-    """Source revision, versions, hardware."""
+    """Return the contents of environment.json: source revision, versions, hardware."""
     cuda = processes.device.type == "cuda"
     return {
         "pwlu": __version__,
+        "format": FORMAT,
         "revision": revision(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -32,7 +34,7 @@ def environment(processes: Processes) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The name of the CPU."""
+    """Return the name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -41,9 +43,9 @@ def processor() -> str:
 
 
 def revision() -> str:
-    """The commit of the source, with a + if it has been changed since; "" for an installed package.
+    """Return the commit of the source, with a + if files have changed since; "" for an installed package.
 
-    PWLU_REVISION says it where the source is a copy without its history.
+    If the source is a copy without its history, PWLU_REVISION names the commit.
     """
     root = Path(__file__).parents[4]
     if not (root / ".git").exists():

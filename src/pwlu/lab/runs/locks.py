@@ -1,11 +1,14 @@
-"""A lock on a file, which ends with the process that holds it, however that ends."""
+"""Lock a file. The system releases the lock when the process ends, even if it was killed."""
 
 import sys
 from typing import IO, Any
 
 
 def locked(file: IO[Any]) -> bool:
-    """Whether the file is this process's now, and that of the processes it starts; where there are no locks, it always is."""
+    """Lock the file for this process and its child processes; return False if another process holds the lock.
+
+    Return True on systems without locks.
+    """
     if sys.platform == "win32":
         return True
     import fcntl
@@ -14,6 +17,6 @@ def locked(file: IO[Any]) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # this file system has no locks
+    except OSError:  # the file system does not support locks
         return True
     return True

@@ -1,4 +1,4 @@
-"""One process, or several that `torchrun` started: who does what, and on which device."""
+"""The processes of a training: one, or several that `torchrun` started, each with its rank and device."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ from pwlu.lab.recipes.settings import UserError
 
 @dataclass(frozen=True)
 class Processes:
-    """This process's number, how many there are, and its device."""
+    """The rank of this process, the number of processes, and the device of this one."""
 
     rank: int
     count: int
@@ -23,28 +23,28 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process speaks and writes for all."""
+        """Whether this process prints and writes files: rank 0 does."""
         return self.rank == 0
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The sum over all processes."""
+        """Return the sum over all processes, computed in place."""
         if self.count > 1:
             dist.all_reduce(values)
         return values
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """What the first process has, written over what the others have."""
+        """Copy the tensors of rank 0 to all other processes, in place."""
         if self.count > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
     def barrier(self) -> None:
-        """Until all processes are here."""
+        """Wait until all processes have come here."""
         if self.count > 1:
             dist.barrier()
 
     def gather(self, items: list[Any]) -> list[Any]:
-        """The items of all processes, in the order of their numbers, for the first; the others get their own back."""
+        """Return the items of all processes, ordered by rank, on rank 0. Other processes get their own items back."""
         if self.count == 1:
             return items
         parts: list[Any] | None = [None] * self.count if self.is_main else None
@@ -52,16 +52,16 @@ class Processes:
         return items if parts is None else [item for part in parts for item in part]
 
     def broadcast_text(self, text: str | None) -> str | None:
-        """What the first process says, told to all."""
-        told = [text]
+        """Return the text of rank 0 on all processes."""
+        texts = [text]
         if self.count > 1:
-            dist.broadcast_object_list(told, src=0)
-        return told[0]
+            dist.broadcast_object_list(texts, src=0)
+        return texts[0]
 
 
 @contextmanager
 def joined(device: str | None) -> Iterator[Processes]:
-    """Join the processes that torchrun started, if it did."""
+    """Join the process group if torchrun started this process, and leave it at the end."""
     chosen = _device(device)
     rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if chosen.type == "cuda":
@@ -82,19 +82,19 @@ def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"--device {name}: there is no such device. Write cpu or cuda") from None
+        raise UserError(f"--device {name}: torch knows no such device. Write cpu or cuda") from None
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise UserError(f"--device {name}: torch {torch.__version__} sees no GPU here. Write --device cpu")
         number = int(os.environ.get("LOCAL_RANK", 0)) if device.index is None else device.index
         if number >= torch.cuda.device_count():
             raise UserError(
-                f"process {number} of this machine has no GPU of its own: there are {torch.cuda.device_count()}. Start "
+                f"process {number} of this machine has no GPU: the machine has {torch.cuda.device_count()}. Start "
                 f"torchrun with --nproc-per-node {torch.cuda.device_count()}"
             )
         return torch.device("cuda", number)
     try:
         torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, ImportError):  # what torch raises differs from device to device
+    except (RuntimeError, AssertionError, ImportError):  # the error depends on the device
         raise UserError(f"--device {name}: torch {torch.__version__} cannot use it here. Write --device cpu") from None
     return device

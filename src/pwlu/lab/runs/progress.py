@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, a line an epoch elsewhere, nothing from any process but the first."""
+"""Show the progress of a run: a bar on a terminal, otherwise one line per epoch. Only rank 0 prints."""
 
 import sys
 import time
@@ -8,14 +8,14 @@ from tqdm import tqdm
 
 
 class Progress:
-    """Shows steps and epochs.
+    """A progress bar, or lines of text if the output is not a terminal.
 
     Args:
-        title: what is being done.
-        total: steps of the whole run, or whatever is counted.
-        done: steps that were done before, in a run that goes on.
-        silent: say nothing: another process speaks.
-        unit: what is counted.
+        title: stands in front of the bar.
+        total: number of steps of the whole run.
+        done: number of steps that were done before, if the run is resumed.
+        silent: print nothing, because another process does.
+        unit: the name of what is counted.
     """
 
     def __init__(self, title: str, total: int, *, done: int = 0, silent: bool = False, unit: str = "step") -> None:
@@ -24,26 +24,26 @@ class Progress:
         self.bar: Any = tqdm(total=total, initial=done, desc=title, unit=unit, dynamic_ncols=True) if on_terminal else None
 
     def step(self, **shown: Any) -> None:
-        """One more step; `shown` is displayed beside the bar."""
+        """Count one more step, and display `shown` beside the bar."""
         self.done += 1
         if self.bar is not None:
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update()
 
     def say(self, text: str) -> None:
-        """A line of text."""
+        """Print a line of text."""
         if self.bar is not None:
             self.bar.write(text, file=sys.stdout)
         elif not self.silent:
             print(text, flush=True)
 
     def left(self) -> str:
-        """The time that the rest will take at the speed so far."""
+        """Return the time that the remaining steps will take at the speed so far."""
         steps = max(self.done - self.begun_at, 1)
         seconds = (time.monotonic() - self.begin) / steps * (self.total - self.done)
         return f"{int(seconds // 3600)}:{int(seconds // 60 % 60):02d}:{int(seconds % 60):02d}"
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Close the bar."""
         if self.bar is not None:
             self.bar.close()

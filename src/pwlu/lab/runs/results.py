@@ -1,31 +1,25 @@
-"""Runs found on disk, and the few kilobytes of each that are kept: results/RECIPE/LABEL-seedK/."""
+"""Find runs on disk, and keep a few kilobytes of each in ``results/``."""
 
-import itertools
 import os
-import shutil
-import statistics
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pwlu import files
-from pwlu.analysis.alignment import Alignment
 from pwlu.lab.recipes import catalog
 from pwlu.lab.recipes.experiment import label
 from pwlu.lab.recipes.settings import Settings, UserError
-from pwlu.lab.runs.run_folder import RunFolder, as_json
+from pwlu.lab.runs.records import FILE, add_record, read_records
+from pwlu.lab.runs.run_folder import RunFolder
 
-COPIED = ("environment.json", "metrics.jsonl", "result.json", "alignment.json")  # and config.json, shortened
-_OF_ONE_SEED = "functions.pt"  # the largest file: of seed 0 alone, to be looked at; no table is made from it
 _MEASURED = ("measured_on", "measured_images", "seconds_per_epoch", "parameters", "diverged")
+_ATTACHED = ("functions.pt", "alignment.json")  # kept of seed 0 only: they are large, and no table is made from them
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder says. ``result`` is None while the run is not finished; ``epochs``: how many are done."""
+    """What is known of a run. ``result`` is None while the run is not finished; ``epochs``: how many are done."""
 
     path: Path
     settings: Settings
@@ -35,86 +29,99 @@ class Run:
 
     @cached_property
     def iou(self) -> float | None:
-        """The median over channels of the IOU of bounds and inputs, at the end; None where there are no PWLUs."""
-        file = self.path / "alignment.json"
-        if not file.exists():
-            return None
-        try:
-            found = Alignment.from_json(file.read_text(encoding="utf-8")).iou
-        except (ValueError, OSError) as error:
-            raise UserError(f"{file} does not hold the alignment of a run: {error}") from None
-        return statistics.median(found) if found else None
+        """The median over channels of the IOU of bounds and inputs, at the end; None if there are no PWLUs."""
+        return RunFolder(self.path).iou()
 
 
 def read_run(path: Path) -> Run:
-    """The run in a folder, or an error that says what is wrong with it.
+    """Return the run at a path: a run folder, or a line of runs.jsonl. Raise an error that says what is wrong with it.
 
-    A setting that config.json does not name, because it is the machine's or was not there yet, is as the recipe has it.
+    A setting that the run does not name has the value of the recipe. It belongs to the machine, or was added later.
     """
     folder = RunFolder(path)
+    folder.check_format()
     config = folder.config()
     try:
         settings = catalog.settings(**config)
     except (TypeError, UserError) as error:
-        raise folder.unreadable(f"{path / 'config.json'} does not hold the settings of a run: {error}") from None
+        raise folder.unreadable(f"{folder.locate('config.json')} does not hold the settings of a run: {error}") from None
     epochs = len(folder.metrics())
     if not folder.finished:
         return Run(path, settings, None, {}, epochs)
     result = folder.result()
     measured = (*catalog.find(settings.recipe).metrics, *_MEASURED)
     if missing := [name for name in measured if result.get(name) is None]:
-        raise folder.unreadable(f"{path / 'result.json'} does not say {', '.join(missing)}")
+        raise folder.unreadable(f"{folder.locate('result.json')} does not say {', '.join(missing)}")
     return Run(path, settings, result, folder.environment(), epochs)
 
 
 def find_runs(root: Path) -> tuple[list[Run], list[str]]:
-    """All runs below a folder, and what is wrong with each folder that should be one but cannot be read."""
-    runs, complaints = [], []
-    for path in _folders(root):
-        try:
-            runs.append(read_run(path))
-        except UserError as error:
-            complaints.append(str(error))
+    """Return all runs below a folder, and one sentence for each that cannot be read."""
+    runs, complaints = list[Run](), list[str]()
+    for folder, folders, names in os.walk(root):
+        path = Path(folder)
+        empty = not folders and not names and path != root  # made by a process that was killed at once
+        if empty or "config.json" in names or "result.json" in names:
+            folders.clear()
+            found = [path]
+        else:
+            records, wrong = read_records(path)
+            found = [path / name for name in records]
+            complaints += wrong
+        for run in found:
+            try:
+                runs.append(read_run(run))
+            except UserError as error:
+                complaints.append(str(error))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
     return runs, complaints
 
 
-def _folders(root: Path) -> Iterator[Path]:
-    for path, folders, names in os.walk(root):
-        begun = not folders and not names and Path(path) != root  # by a process that was killed at once
-        if begun or "config.json" in names or "result.json" in names:
-            folders.clear()
-            yield Path(path)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))  # such as a copy that is being made
+def no_run(path: Path, *names: str) -> UserError:
+    """Return the error for a path without a run. It names runs nearby that have all of these files."""
+    levels = range(2)
+    if path.is_dir():
+        inside = sorted(entry.name for entry in path.iterdir())
+        there = ", ".join(inside[:5]) + (", ..." if len(inside) > 5 else "") if inside else "nothing"
+        what, near, levels = f"{path} is not a run folder: it has no config.json, but {there}", path, range(4)
+    elif path.exists():
+        what, near = f"{path} is a file. Write the folder of a run", path.parent
+    else:
+        what, near = f"there is no folder {path}", next(parent for parent in path.parents if parent.is_dir())
+    for level in levels:  # results/ has runs three levels down
+        if runs := [str(run) for run in _runs_at(near, level) if all(RunFolder(run).has(name) for name in names)]:
+            return UserError(f"{what}. There is {', '.join(runs[:5])}" + (", ..." if len(runs) > 5 else ""))
+    return UserError(f"{what}. pwlu train makes a run: a folder with {' and '.join(names)}")
+
+
+def _runs_at(root: Path, level: int) -> list[Path]:
+    """Return the paths of runs so many levels below a folder."""
+    folders = {file.parent for file in root.glob("*/" * level + "config.json")}
+    if level:
+        folders |= {
+            file.parent / name for file in root.glob("*/" * (level - 1) + FILE) for name in read_records(file.parent)[0]
+        }
+    return sorted(folders)
 
 
 def keep(run: Run, results: Path) -> Path:
-    """Copy what is to be kept of a finished run. The folder appears when it is complete."""
-    parent = place(results, run.settings)
-    target = parent / f"{label(run.settings)}-seed{run.settings.seed}"
-    with files.explain_errors(target):
-        parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".partial-", dir=parent) as partial:
-            copy = Path(partial) / "run"
-            copy.mkdir()
-            (copy / "config.json").write_bytes(as_json(run.settings.identity()))
-            for name in (*COPIED, *([] if run.settings.seed else [_OF_ONE_SEED])):
-                if (run.path / name).exists():
-                    shutil.copyfile(run.path / name, copy / name)
-            return _moved(copy, target)
+    """Add a finished run to ``results/RECIPE/runs.jsonl``, and return its path there.
 
+    Of seed 0, the functions and their alignment are copied to a folder at that path.
+    """
+    record = {
+        "settings": run.settings.identity(),
+        "environment": run.environment,
+        "metrics": RunFolder(run.path).metrics(),
+        "result": run.result,
+        "iou": run.iou,
+    }
 
-def _moved(folder: Path, target: Path) -> Path:
-    """Another experiment may have had the name first, if the recipe was another then: take the next number."""
-    for number in itertools.count(1):
-        path = target if number == 1 else target.with_name(f"{target.name}-{number}")
-        try:
-            return folder.rename(path)
-        except OSError:
-            if not path.exists():
-                raise
-    raise AssertionError("there is no last number")
+    def attach(path: Path) -> None:
+        for name in _ATTACHED if run.settings.seed == 0 else ():
+            if (run.path / name).exists():
+                with files.explain_errors(path):
+                    path.mkdir(exist_ok=True)
+                files.write(path / name, (run.path / name).read_bytes())
 
-
-def place(results: Path, settings: Settings) -> Path:
-    """The folder for what concerns these settings. What chose settings is kept apart from what measures them."""
-    return results / settings.recipe / ("held-out" if settings.holdout else "")
+    return add_record(results / run.settings.recipe, f"{label(run.settings)}-seed{run.settings.seed}", record, attach)

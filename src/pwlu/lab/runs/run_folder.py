@@ -1,12 +1,17 @@
-"""A run on disk: what was asked for, where, what came out, and where to go on.
+"""A run on disk: the settings, the environment, the results, and checkpoints to continue from.
 
 RUN/config.json         the settings
-RUN/environment.json    source revision, versions, hardware, and what --fuse-norms auto came to
-RUN/metrics.jsonl       a line an epoch
-RUN/checkpoints/        step-00000980-1f2e3d4c.pt: the number of steps, and the beginning of the contents' SHA-256
-RUN/snapshots/          step-00000980.pt: the functions of all PWLUs, 90 bytes a function
+RUN/environment.json    source revision, versions, hardware, the format of this folder, and what --fuse-norms auto decided
+RUN/metrics.jsonl       one line per epoch
+RUN/checkpoints/        step-00000980-1f2e3d4c.pt: the number of steps, and the first digits of the contents' SHA-256
+RUN/snapshots/          step-00000980.pt: the functions of all PWLUs, 90 bytes per function
 RUN/result.json         written last: the run is finished
-RUN/functions.pt, alignment.json, report.md, model.pt    with it; inputs.json is alignment.json with histograms of the inputs
+
+A finished run also has
+RUN/model.safetensors   weights and conversion, as pwlu.save writes them; network.json has what else describes the network
+RUN/functions.pt        the parameters of all PWLUs
+RUN/inputs.json         alignment of bounds and inputs, with histograms of the inputs; alignment.json has no histograms
+RUN/report.md           the result for people to read, with functions.png
 """
 
 import dataclasses
@@ -16,6 +21,7 @@ import json
 import os
 import re
 import shutil
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,75 +30,76 @@ from typing import Any
 import torch
 
 from pwlu import files
+from pwlu.analysis.alignment import Alignment
 from pwlu.lab.recipes.settings import Settings, UserError, check
 from pwlu.lab.runs.locks import locked
+from pwlu.lab.runs.records import FILE, KEYS, find_record
+from pwlu.lab.runs.tensor_files import serialised, tensors
 from pwlu.text import parsed
 from pwlu.version import __version__
 
+FORMAT = 2  # of run folders. Those without a number in environment.json are of format 1, which had model.pt
 _AGAIN = "Copy it again from where it was trained, or train again"
-_UNSAID = ("norm_weight_decay", "channels_last", "device", "workers")  # settings of a run that may be None
-_KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {  # of a setting: what it is called, and what JSON may have for it
+_OPTIONAL = ("norm_weight_decay", "channels_last", "device", "workers")  # settings of a run that may be None
+_KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {  # type of a setting -> its name in errors, and what JSON may hold
     str: ("a text", (str,)),
     int: ("a whole number", (int,)),
     float: ("a number", (int, float)),
     bool: ("true or false", (bool,)),
 }
-KEPT = 2  # checkpoints: the last, and one before it in case the last is damaged
+MODEL = "model.safetensors"
+KEPT = 2  # checkpoints: the last, and the one before it in case the last is damaged
 
 
 def new_folder(root: Path, name: str) -> Path:
-    """A folder that did not exist: `name`, or `name`-2, `name`-3, ... under `root`."""
+    """Make and return a folder that did not exist: `name`, or `name`-2, `name`-3, ... under `root`."""
     number = 1
     while True:
         path = root / (name if number == 1 else f"{name}-{number}")
         try:
             path.mkdir(parents=True)
         except OSError as error:
-            if not os.path.lexists(path):  # what is in the way is `root`
+            if not os.path.lexists(path):  # the problem is `root`
                 raise UserError(f"the run folder {path} cannot be made: {error.strerror}. Write --runs DIR") from None
             number += 1
         else:
             return path
 
 
-def no_run(path: Path, *files: str) -> UserError:
-    """What is at a path instead of a run, and which runs are near: folders that have all these files."""
-    levels = range(2)
-    if path.is_dir():
-        inside = sorted(entry.name for entry in path.iterdir())
-        there = ", ".join(inside[:5]) + (", ..." if len(inside) > 5 else "") if inside else "nothing"
-        said, near, levels = f"{path} is not a run folder: it has no config.json, but {there}", path, range(5)
-    elif path.exists():
-        said, near = f"{path} is a file. Write the folder of a run", path.parent
-    else:
-        said, near = f"there is no folder {path}", next(parent for parent in path.parents if parent.is_dir())
-    for level in levels:  # results/ has runs four levels down; a folder that was not asked for is not searched for so long
-        folders = sorted(file.parent for file in near.glob("*/" * level + files[0]))
-        if runs := [str(folder) for folder in folders if all((folder / name).exists() for name in files)]:
-            return UserError(f"{said}. There is {', '.join(runs[:5])}" + (", ..." if len(runs) > 5 else ""))
-    return UserError(f"{said}. A run is what pwlu train makes, a folder with {' and '.join(files)}")
-
-
 class RunFolder:
-    """Reads and writes the files of one run. Every file appears complete or not at all."""
+    """Reads and writes the files of one run. A file is complete or does not exist.
+
+    What the folder does not have is read from the run's line in runs.jsonl, if there is one.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def has(self, name: str) -> bool:
+        """Return whether the run has this file, or a line that stands for it."""
+        return (self.path / name).exists() or (name in KEYS and find_record(self.path) is not None)
+
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end."""
-        return (self.path / "result.json").exists()
+        """Whether the run has ended."""
+        return self.has("result.json")
+
+    def locate(self, name: str) -> str:
+        """Return where the contents of a file are, for an error."""
+        path = self.path / name
+        if not path.exists() and self.has(name):
+            return f"{KEYS[name]!r} of {self.path.name} in {self.path.parent / FILE}"
+        return str(path)
 
     def remove_if_bare(self) -> None:
-        """Take back a folder in which nothing was begun: settings that cannot be trained are no run."""
+        """Remove a folder that holds nothing but settings: training refused them."""
         if [path.name for path in self.path.iterdir()] == ["config.json"]:
             (self.path / "config.json").unlink()
             self.path.rmdir()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """As long as one process trains the run, no other may."""
+        """Keep other processes from training the run meanwhile."""
         with (self.path / "config.json").open() as file:
             if not locked(file):
                 raise UserError(f"{self.path} is being trained by another process")
@@ -100,19 +107,40 @@ class RunFolder:
                 shutil.rmtree(left, ignore_errors=True)
             yield
 
+    # What it is.
+
+    def check_format(self) -> None:
+        """Raise an error if a later version wrote the folder in a format that this version does not know."""
+        stamp = self._stamp()
+        if isinstance(found := stamp.get("format", 1), int) and found > FORMAT:
+            raise UserError(
+                f"{self.path} was written by a later version, pwlu {stamp.get('pwlu')}, in format {found} of run folders. This "
+                f"is pwlu {__version__}, which reads formats up to {FORMAT}: update it to read that run"
+            )
+
+    def _stamp(self) -> dict[str, Any]:
+        """Return environment.json unchecked; empty if it cannot be read."""
+        path = self.path / "environment.json"
+        try:
+            found = parsed(path.read_bytes()) if path.exists() else (find_record(self.path) or {}).get("environment")
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def settings(self) -> Settings:
-        """What was asked for, as config.json has it."""
+        """Return the settings that the run was started with."""
+        self.check_format()
         config = self.config()
         known = {f.name: f.default for f in dataclasses.fields(Settings)}
-        said = {name: None if value is dataclasses.MISSING else value for name, value in known.items()} | config
-        if strange := [name for name in config if name not in known]:
-            raise self._no_settings(f"{', '.join(strange)} is no setting of pwlu {__version__}")
-        if missing := [name for name, value in said.items() if value is None and name not in _UNSAID]:
+        values = {name: None if value is dataclasses.MISSING else value for name, value in known.items()} | config
+        if unknown := [name for name in config if name not in known]:
+            raise self._no_settings(f"{', '.join(unknown)} is no setting of pwlu {__version__}")
+        if missing := [name for name, value in values.items() if value is None and name not in _OPTIONAL]:
             raise self._no_settings(f"it does not say {', '.join(missing)}")
         return check(Settings(**config))
 
     def config(self) -> dict[str, Any]:
-        """config.json as it is: of another version, it may have other settings. Those that we know are of their kinds."""
+        """Return config.json. Another version may have written other settings; the types of known ones are checked."""
         config = self.json("config.json")
         for f in dataclasses.fields(Settings):
             kind, types = _KINDS[f.type]
@@ -126,14 +154,11 @@ class RunFolder:
         return str(known.get("fuse_norms", "auto"))
 
     def _no_settings(self, wrong: str) -> UserError:
-        return self.unreadable(f"{self.path / 'config.json'} does not hold the settings of a run: {wrong}")
+        return self.unreadable(f"{self.locate('config.json')} does not hold the settings of a run: {wrong}")
 
     def unreadable(self, what: str, remedy: str = _AGAIN) -> UserError:
         """Return the error that says what is wrong with a file of the run, or that a later version wrote it."""
-        try:
-            written_by = parsed((self.path / "environment.json").read_text(encoding="utf-8"))["pwlu"]
-        except (OSError, ValueError, LookupError, TypeError):
-            written_by = ""
+        written_by = self._stamp().get("pwlu")
         if _release(written_by) > _release(__version__):
             return UserError(
                 f"{self.path} was written by a later version, pwlu {written_by}, and this is pwlu {__version__}: update it "
@@ -142,23 +167,27 @@ class RunFolder:
         return UserError(f"{what}. {remedy}")
 
     def json(self, name: str) -> dict[str, Any]:
-        """The contents of a JSON file of the run."""
+        """Return the contents of a JSON file of the run."""
         path = self.path / name
         try:
             text = path.read_text(encoding="utf-8")
             content = parsed(text)
         except (FileNotFoundError, NotADirectoryError):
-            raise UserError(f"{self.path} is not a run folder: it has no {name}") from None
+            record = find_record(self.path) if name in KEYS else None
+            if record is None:
+                raise UserError(f"{self.path} is not a run folder: it has no {name}") from None
+            content = record.get(KEYS[name])
+            text = json.dumps(content)
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
         except ValueError as error:
             raise self.unreadable(f"{path} is damaged: {error}") from None
         if not isinstance(content, dict):
-            raise self.unreadable(f"{path} is damaged: expected {{...}}, not {text.strip():.40}")
+            raise self.unreadable(f"{self.locate(name)} is damaged: expected {{...}}, not {text.strip():.40}")
         return content
 
     def environment(self) -> dict[str, Any]:
-        """Return where and with what the run was made, as environment.json has it: texts and numbers."""
+        """Return environment.json: texts and numbers on where the run was made, and with what."""
         found = self.json("environment.json")
         for name, value in found.items():
             kind = (int,) if name == "side_by_side" else (str, int, float, type(None))
@@ -166,7 +195,7 @@ class RunFolder:
         return found
 
     def result(self) -> dict[str, Any]:
-        """Return what came out, as result.json has it: all of it but a name is numbers, or not known."""
+        """Return result.json: numbers, or None if they are not known, and what was measured on."""
         result = self.json("result.json")
         for name, value in result.items():
             text = name == "measured_on"
@@ -176,18 +205,33 @@ class RunFolder:
 
     def _check(self, file: str, name: str, value: Any, kind: tuple[type, ...], words: str) -> None:
         if not isinstance(value, kind):
-            raise self.unreadable(f"{self.path / file} is damaged: {name} must be {words}, not {value!r}")
+            raise self.unreadable(f"{self.locate(file)} is damaged: {name} must be {words}, not {value!r}")
+
+    def iou(self) -> float | None:
+        """Return the median over channels of the IOU of bounds and inputs; None if there are no PWLUs."""
+        if not (self.path / "config.json").exists() and (record := find_record(self.path)) is not None:
+            return record.get("iou")
+        file = self.path / "alignment.json"
+        if not file.exists():
+            return None
+        try:
+            found = Alignment.from_json(file.read_text(encoding="utf-8")).iou
+        except (ValueError, OSError) as error:
+            raise UserError(f"{file} does not hold the alignment of a run: {error}") from None
+        return statistics.median(found) if found else None
+
+    # Writing.
 
     def write_json(self, name: str, content: Any) -> None:
         """Write a JSON file."""
-        self.write(name, as_json(content))
+        self.write(name, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
     def write_tensors(self, name: str, content: Any) -> None:
         """Write what ``torch.load(weights_only=True)`` reads."""
-        self.write(name, _serialised(content))
+        self.write(name, serialised(content))
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file, as a whole or not at all; on a full disk, say how far the run has come."""
+        """Write a file completely or not at all. On a full disk, the error says which checkpoint is the last."""
         target = self.path / name
         try:
             with files.explain_errors(target):
@@ -195,22 +239,24 @@ class RunFolder:
             files.write(target, content)
         except files.CannotWrite as error:
             last = next(reversed(self.checkpoints()), None)
-            done = f"The run stands at {last.name}" if last else "Nothing of the run is saved yet"
+            done = f"The last checkpoint is {last.name}" if last else "Nothing of the run is saved yet"
             begun = (self.path / "config.json").exists()
             raise UserError(
                 f"{error.what}. {done}: {error.remedy}, then "
                 + (f"go on with pwlu train --resume {self.path}" if begun else "start again")
             ) from None
 
-    # What was measured.
+    # Metrics.
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return a row for each epoch: numbers or None by name. An end that was cut off, as by a full disk, is left out."""
+        """Return one row per epoch: numbers or None by name. An incomplete last line, as after a full disk, is left out."""
         path = self.path / "metrics.jsonl"
         try:
             *lines, end = path.read_bytes().split(b"\n")
-        except FileNotFoundError:
-            return []
+        except (FileNotFoundError, NotADirectoryError):
+            record = find_record(self.path)
+            lines = [] if record is None else [json.dumps(row).encode() for row in record.get("metrics") or ()]
+            end = b""
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
         rows = []
@@ -220,19 +266,19 @@ class RunFolder:
             except ValueError as error:
                 if number <= len(lines) or not isinstance(error, json.JSONDecodeError):
                     raise self.unreadable(
-                        f"line {number} of {path} is damaged: {error}, not {line.decode(errors='replace'):.40}",
-                        "Mend it or remove it, or copy the file again from where it was trained. Nothing was changed",
+                        f"line {number} of {self.locate('metrics.jsonl')} is damaged: {error}, not "
+                        f"{line.decode(errors='replace'):.40}",
+                        "Correct it or remove it, or copy the file again from where it was trained. Nothing was changed",
                     ) from None
         return rows
 
     def add_metrics(self, row: dict[str, Any]) -> None:
-        """One more epoch."""
+        """Add a row."""
         self._write_metrics([*self.metrics(), row])
 
     def forget_metrics_after(self, step: int) -> None:
-        """Take back what was written after the checkpoint from which a run goes on."""
-        rows = [row for row in self.metrics() if row["step"] <= step]
-        self._write_metrics(rows)
+        """Remove the rows after a step: the run continues from the checkpoint of that step."""
+        self._write_metrics([row for row in self.metrics() if row["step"] <= step])
 
     def _write_metrics(self, rows: list[dict[str, Any]]) -> None:
         self.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
@@ -240,18 +286,18 @@ class RunFolder:
     # Checkpoints.
 
     def checkpoints(self) -> list[Path]:
-        """From the oldest to the newest."""
+        """Return the files from the oldest to the newest."""
         return sorted((self.path / "checkpoints").glob("step-*.pt"))
 
     def save_checkpoint(self, step: int, state: dict[str, Any]) -> None:
-        """Write one, then remove those that are not needed any more."""
-        content = _serialised(state)
+        """Write one, then remove those that are no longer needed."""
+        content = serialised(state)
         self.write(f"checkpoints/step-{step:08d}-{_digest(content)}.pt", content)
         for old in self.checkpoints()[:-KEPT]:
             old.unlink()
 
     def load_checkpoint(self, device: torch.device) -> dict[str, Any] | None:
-        """The newest, or None if there is none yet. A damaged one is an error that names it and the one before."""
+        """Return the newest; None if there is none. If it is damaged, raise an error that names it and the one before."""
         found = self.checkpoints()
         if not found:
             return None
@@ -268,11 +314,6 @@ class RunFolder:
             raise UserError(f"the checkpoint {found[-1]} is damaged: {error}. Remove or rename it") from None
 
 
-def as_json(content: Any) -> bytes:
-    """Return JSON for people and programs."""
-    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
-
-
 def _row(line: bytes) -> dict[str, Any]:
     row = parsed(line)
     numbers = isinstance(row, dict) and all(value is None or isinstance(value, (int, float)) for value in row.values())
@@ -281,25 +322,8 @@ def _row(line: bytes) -> dict[str, Any]:
     return row
 
 
-def tensors(file: Path | io.BytesIO, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return the dictionary of names that a file of torch's holds; whatever is wrong with the file is a ValueError."""
-    try:
-        content = torch.load(file, map_location=device, weights_only=True)
-    except Exception as error:  # torch raises errors of ten kinds, and speaks of its own options in six lines
-        raise ValueError((str(error).strip().splitlines() or ["it is empty"])[0]) from None
-    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise ValueError(f"expected a dictionary of names, not {type(content).__name__}")
-    return content
-
-
 def _release(version: Any) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d{1,9}", str(version))[:3])
-
-
-def _serialised(content: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()
 
 
 def _digest(content: bytes) -> str:

@@ -8,15 +8,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pwlu.conversion.conversion_report import Report
 from pwlu.lab.data import keyed_random
 from pwlu.lab.data.datasets import load
 from pwlu.lab.data.images import Batch
 from pwlu.lab.models import networks
 from pwlu.lab.recipes.settings import Settings, UserError
+from pwlu.lab.runs.network_info import NetworkInfo
 from pwlu.lab.runs.processes import Processes
 from pwlu.lab.tasks.task import ImageTask
 
 ALIGNMENT_IMAGES = 2048
+IMAGES = {  # what the pixels of an input show, by kind of data set
+    "folder": "RGB images, their shorter side scaled to {shorter}, the {pixels} x {pixels} in the middle",
+    "cifar100": "RGB images of 32 x 32",
+    "digits": "grey images of 8 x 8, scikit-learn's numbers times 15/255",
+}
 
 
 class Classification(ImageTask):
@@ -99,6 +106,14 @@ class Classification(ImageTask):
     def files(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, bytes]:
         """Return no further files."""
         return {}
+
+    def network_info(self, report: Report) -> NetworkInfo:
+        """Return what the run folder says about the network, given the report of its conversion."""
+        pixels, data = self.settings.pixels, self.data
+        mean, std = ((values.flatten() / 255).tolist() for values in (data.train.mean, data.train.std))
+        sites = {site.name: site.was for site in report.converted}
+        image = IMAGES[self.recipe.data].format(pixels=pixels, shorter=round(pixels * 8 / 7))
+        return NetworkInfo((data.channels, pixels, pixels), image, tuple(mean), tuple(std), tuple(data.classes), sites)
 
     def alignment_inputs(self) -> Iterator[Tensor]:
         """Yield inputs of the network on which to measure the alignment of PWLUs."""

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pwlu.conversion.conversion_report import Report
 from pwlu.lab.data import coco, keyed_random
 from pwlu.lab.data.datasets import split_holdout
 from pwlu.lab.data.detection_images import DetectionImages, Example
+from pwlu.lab.data.image_folder import MEAN, STD
 from pwlu.lab.models import detectors
 from pwlu.lab.recipes.settings import Settings, UserError
+from pwlu.lab.runs.network_info import NetworkInfo
 from pwlu.lab.runs.processes import Processes
 from pwlu.lab.tasks import coco_evaluation
 from pwlu.lab.tasks.task import ImageTask
@@ -182,6 +185,12 @@ class Detection(ImageTask):
         if self.rows is None:  # the run was resumed after its last measurement
             self.measure(model, autocast)
         return {"detections.json": json.dumps(self.rows).encode()}
+
+    def network_info(self, report: Report) -> NetworkInfo:
+        """Return what the run folder says about the network, given the report of its conversion."""
+        pixels, sites = self.settings.pixels, {site.name: site.was for site in report.converted}
+        image = f"RGB images scaled and padded to {pixels} x {pixels}"
+        return NetworkInfo((3, pixels, pixels), image, MEAN, STD, tuple(self.classes.values()), sites)
 
     def alignment_inputs(self) -> Iterator[tuple[list[Tensor]]]:
         """Yield inputs of the detector on which to measure the alignment of PWLUs."""

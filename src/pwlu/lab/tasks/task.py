@@ -8,8 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from pwlu.conversion.conversion_report import Report
 from pwlu.lab.recipes.catalog import find, total_steps
 from pwlu.lab.recipes.settings import Settings, UserError
+from pwlu.lab.runs.network_info import NetworkInfo
 from pwlu.lab.runs.processes import Processes
 
 
@@ -62,6 +64,9 @@ class Task(Protocol):
 
     def files(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, bytes]:
         """Return further files for the run folder at the end, by name. All ranks must call this; rank 0 writes the files."""
+
+    def network_info(self, report: Report) -> NetworkInfo:
+        """Return what the run folder says about the network, given the report of its conversion."""
 
     def alignment_inputs(self) -> Iterator[Any]:
         """Yield inputs of the network on which to measure the alignment of PWLUs."""

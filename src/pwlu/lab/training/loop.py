@@ -18,7 +18,7 @@ from pwlu.lab.runs.divergence import divergence
 from pwlu.lab.runs.environment import environment
 from pwlu.lab.runs.processes import Processes
 from pwlu.lab.runs.progress import Progress
-from pwlu.lab.runs.run_folder import RunFolder, new_folder
+from pwlu.lab.runs.run_folder import MODEL, RunFolder, new_folder
 from pwlu.lab.tasks.task import Task
 from pwlu.lab.training.summary import write_report
 from pwlu.lab.training.trainer import Trainer
@@ -283,7 +283,8 @@ class _Loop:
                 self.folder.write("inputs.json", aligned.to_json().encode())
                 self.folder.write("alignment.json", without_histograms(aligned).to_json().encode())
                 self.folder.write_tensors("functions.pt", self.trainer.functions())
-            self.folder.write_tensors("model.pt", self.trainer.measured.state_dict())
+            self.folder.write(MODEL, self.trainer.serialised())
+            self.task.network_info(self.trainer.report).write(self.folder)
             sites, notes = str(self.trainer.report), self.task.notes
             write_report(self.folder, self.settings, result, sites, self.trainer.measured, aligned, notes=notes)
             self.folder.write_json("result.json", result)

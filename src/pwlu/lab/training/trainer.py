@@ -12,6 +12,8 @@ from torch.optim import swa_utils
 from pwlu import baselines
 from pwlu.conversion.convert import convert_
 from pwlu.conversion.fuse_norms import fuse_norms_
+from pwlu.conversion.safetensors_file import tensors_to_bytes
+from pwlu.conversion.saving import serialise
 from pwlu.kernels.dispatch import warm_up
 from pwlu.lab.data import keyed_random
 from pwlu.lab.recipes.catalog import find
@@ -127,6 +129,10 @@ class Trainer:
         self.scaler.load_state_dict(state["scaler"])
         if self.average:
             self.average.load_state_dict(state["average"])
+
+    def serialised(self) -> bytes:
+        """Return the contents of a safetensors file: that of :func:`pwlu.save` if there are PWLUs, else the weights only."""
+        return serialise(self.measured) if self.units else tensors_to_bytes(self.measured.state_dict())
 
     def functions(self) -> dict[str, dict[str, Tensor]]:
         """Return the parameters of every PWLU, on the CPU."""

@@ -14,6 +14,15 @@ if sys.platform != "win32" and any(map(shutil.which, ("c++", "g++", "clang++")))
 import helpers
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# Properties: the same cases in every run, or new ones with HYPOTHESIS_PROFILE=random. A failure prints a line, @reproduce_failure,
+# which runs that case again when it is put above the test.
+settings.register_profile(
+    "fixed", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+settings.register_profile("random", settings.get_profile("fixed"), derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 def pytest_addoption(parser):

@@ -15,7 +15,7 @@ from helpers import (
     unit,
     wild_values,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pwlu import reference
@@ -68,7 +68,7 @@ def problems(draw):
     }
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(max_examples=250)
 @given(problem=problems())
 def test_any_input_people_have(problem, code, device):
     """Shapes x dtypes x layouts x channel dimensions, forward, backward, look-up and moments."""

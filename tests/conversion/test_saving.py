@@ -2,9 +2,8 @@
 
 import copy
 import json
+import os
 import struct
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -322,8 +321,8 @@ def test_what_cannot_be_saved(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_without_safetensors():
+def test_without_safetensors(processes):
     code = "import sys; sys.modules['safetensors'] = None; import pwlu; pwlu.save(pwlu.PWLU(), 'file')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = processes(["-c", code], dict(os.environ))
     assert "ImportError: save needs the package safetensors" in done.stderr
     assert "pip install '.[save]'" in done.stderr

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 
@@ -207,23 +208,22 @@ class TestAccelerate:
 
 PAGE = (ROOT / "docs" / "training.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-FOR_TORCHRUN = [block for block in BLOCKS if "DistributedDataParallel(" in block or "fully_shard(" in block]
+FOR_TORCHRUN = re.findall(r"```python title=\"train.py\"\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated")
 @pytest.mark.filterwarnings(r"ignore:.*The 'train_dataloader' does not have many workers")
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")
-def test_the_code_of_the_page_runs(monkeypatch, tmp_path, capsys):
+def test_the_code_of_the_page_runs(monkeypatch, tmp_path):
     for package in ("lightning", "transformers", "accelerate"):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     names = {}
-    for block in BLOCKS:
-        if block in FOR_TORCHRUN:
-            continue
-        exec(compile(block, "docs/training.md", "exec"), names)
-        for comment in re.findall(r"print\(phases\)  # (.*)", block):
-            assert comment in capsys.readouterr().out
+    ran = list(runpy.run_path(str(ROOT / "docs/run.py"))["run"](ROOT / "docs/training.md", names))
+    assert len(ran) == len(BLOCKS)
+    for block, code in zip(ran, BLOCKS, strict=True):
+        for comment in re.findall(r"print\(phases\)  # (.*)", code):
+            assert comment in block.printed
     assert names["checkpoint"]["model"]["2.statistics.realigned"]  # a resume in Phase II
     assert equal(names["model"].state_dict(), names["checkpoint"]["model"])
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from imported import SOURCES, interpreter
+from imported import SOURCES
 
 from pwlu.cli import main
 from pwlu.kernels import cuda
@@ -105,16 +105,14 @@ def variables(cache):
     return os.environ | {"PWLU_CACHE": str(cache), "PYTHONPATH": str(SOURCES)}
 
 
-@pytest.fixture(scope="module")
-def printed_by():
-    with interpreter() as run:
+@pytest.fixture
+def printed_by(processes):
+    def printed_by(code, cache=""):
+        done = processes(["-c", code], variables(cache))
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
-        def printed_by(code, cache=""):
-            done = run(["-c", code], variables(cache))
-            assert done.returncode == 0, done.stderr
-            return done.stdout
-
-        yield printed_by
+    return printed_by
 
 
 @needs_nvrtc

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from imported import interpreter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pwlu.cli import main
@@ -46,12 +45,6 @@ while eager.library is None:
     time.sleep(0.01)
 """
 TELL = "print(cpu.kernel().path, eager.library._name)"
-
-
-@pytest.fixture(scope="module")
-def processes():
-    with interpreter() as run:
-        yield run
 
 
 class Cache:
@@ -111,7 +104,7 @@ class Cache:
 def _stem_of_cpu():
     stems = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "make", lambda stem, *_: stems.append(stem))
+        patch.setattr(build, "make", lambda stem, *_, **__: stems.append(stem))
         build.build(VARIANT)
     return stems[0]
 

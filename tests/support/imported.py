@@ -79,6 +79,14 @@ def interpreter(*modules):
         yield run
 
 
+def run_pytest(*arguments, **environment):
+    """Run pytest on files of the repository in a process of its own, which does not take itself for a worker of this one."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", *arguments]
+    variables |= {"PYTHONPATH": str(SOURCES)} | environment
+    return subprocess.run(command, env=variables, cwd=SOURCES.parent, capture_output=True, text=True)
+
+
 def _plain(command, environment, path=(SOURCES,)):
     variables = environment | {"PYTHONPATH": os.pathsep.join(map(str, path))}
     return subprocess.run([sys.executable, "-W", "ignore", *map(str, command)], env=variables, capture_output=True, text=True)

@@ -15,9 +15,9 @@ from pwlu.lab.inference.trained_network import load
 from pwlu.lab.recipes.settings import UserError
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return short_run(tmp_path_factory.mktemp("runs")).path
+@pytest.fixture
+def run(digits_run):
+    return digits_run.path
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from pwlu.lab.training.trainer import Trainer
 KILLED = -signal.SIGKILL
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    return short_run(tmp_path_factory.mktemp("runs"))
+@pytest.fixture
+def uninterrupted(digits_run):
+    return digits_run
 
 
 @pytest.fixture(scope="module")

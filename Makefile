@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Threads of several processes that wait for each other must not spin on the same cores.
 export OMP_WAIT_POLICY ?= passive
+# Two workers for two cores, a thread each; tests of threads ask for more.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: help test test-slow torture lint demo bench clean
 help:
@@ -21,10 +23,10 @@ $(VENV)/installed: pyproject.toml setup.py src/pwlu/kernels/build.py $(wildcard 
 	touch $@
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
+	$(PYTEST) -m slow
 
 torture: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/torture.py $(TORTURE)

@@ -267,6 +267,7 @@ def test_a_stale_library_is_not_used(monkeypatch):
         cpu.Kernel("stale", kernel.path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("build") is None, reason="not the development environment")
 @pytest.mark.parametrize("compiler", ["usual", "missing"])
 def test_wheel(compiler, tmp_path):

@@ -309,7 +309,6 @@ def in_a_fresh_process(processes):
     return in_a_fresh_process
 
 
-@pytest.mark.slow
 def test_a_fresh_process(in_a_fresh_process, network, tmp_path):
     """That imports nothing but what the file asks for."""
     torch.save((network, IMAGES, network(IMAGES, scale=2.0)), tmp_path / "model.pt")
@@ -354,7 +353,6 @@ def source(tmp_path, monkeypatch):
     return file
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "printed"),
     [

@@ -92,7 +92,6 @@ ELSEWHERE = """
 """
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.`:FutureWarning")
 @pytest.mark.parametrize("how", LOADERS)
 def test_it_runs_where_there_is_no_pwlu(how, fused, processes, tmp_path):

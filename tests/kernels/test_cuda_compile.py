@@ -33,6 +33,7 @@ needs_nvrtc = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_every_kernel_compiles_for_every_architecture():
     """Architectures for which the preprocessor makes the same text of a function share it among them."""
@@ -56,6 +57,17 @@ def test_every_kernel_compiles_for_every_architecture():
     for code, those in zip(codes, chosen.values(), strict=True):
         assert all(function.name.encode() in code for function in those)
     assert len(set(codes)) == len(chosen) == 7
+
+
+@needs_nvrtc
+def test_some_kernels_compile():
+    """One function of each family, for one architecture; all of them, for all: the test above."""
+    families = {}
+    for function in kernels.functions().values():
+        families.setdefault(re.split(r"_(?:planes|rows|mixed)_", function.name)[0], function)
+    assert len(families) > 10
+    code = bytes(kernels.compile_functions(list(families.values()), "sm_90", keep=False).code)
+    assert all(function.name.encode() in code for function in families.values())
 
 
 def test_sources_need_no_header():

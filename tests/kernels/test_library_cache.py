@@ -137,7 +137,6 @@ def test_found_and_not_built(cache):
 DAMAGES = [("cpu", "truncated"), *(("eager", how) for how in ("truncated", "changed", "group", "another user", "renamed"))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("which", "damage"), DAMAGES)
 def test_what_is_damaged_or_foreign_is_built_anew(cache, which, damage):
     """Rebuild it: opening half a library would end the process."""
@@ -183,7 +182,6 @@ print(opened)
 """
 
 
-@pytest.mark.slow
 def test_thirty_truncations(cache):
     path = cache.fill()["cpu"]
     size = path.stat().st_size
@@ -264,7 +262,6 @@ def test_a_folder_that_others_can_write(cache):
     assert "run chmod go-w" in done.stderr
 
 
-@pytest.mark.slow
 def test_no_library_of_pwlu(cache):
     """Build again what is whole but does not open; if the new one does not open either, stop trying."""
     made = cache.fill()
@@ -352,7 +349,6 @@ def runs(pid):
     return bool(state) and not state.startswith("Z")
 
 
-@pytest.mark.slow
 def test_a_failure_is_noted(cache):
     """Not repeated by every process, but a day later, or by hand."""
     cxx = cache.compiler("broken", "echo too old >&2; exit 1")
@@ -461,7 +457,6 @@ with torch.inference_mode():
 """
 
 
-@pytest.mark.slow
 def test_the_first_process_switches(cache):
     """With the real compiler: from Python to C++ between two calls, with the same bits; older graphs have their gradients."""
     cache.fill()["eager"].unlink()
@@ -478,7 +473,6 @@ def test_python_does_without(cache):
 # What is said.
 
 
-@pytest.mark.slow
 def test_build_command(cache):
     code = USE + "from pwlu.cli import main; print('status', main(['build']))"
     for again in (False, True):
@@ -515,7 +509,6 @@ def info(cache, **environment):
     return line.removeprefix("eager mode").strip()
 
 
-@pytest.mark.slow
 def test_info(cache, monkeypatch):
     assert info(cache).startswith("Python; not built yet: ")
     assert info(cache, PWLU_EAGER="python") == "Python (PWLU_EAGER=python)"

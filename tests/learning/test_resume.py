@@ -46,7 +46,6 @@ def anywhere(seed, every):
     return [(step, chosen.choice(moments(step))) for step in sorted(chosen.sample(range(1, STEPS), 2))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "every", "deaths"),
     [
@@ -71,7 +70,6 @@ def test_killed_and_resumed(tmp_path, start, uninterrupted, order, every, deaths
     assert same(*momenta)
 
 
-@pytest.mark.slow
 def test_the_uninterrupted_run_went_through_both_phases(uninterrupted):
     """Or the comparison above would say little."""
     state = uninterrupted["model"]

@@ -12,9 +12,10 @@ from pwlu.analysis.alignment import Alignment, alignment
 from pwlu.analysis.shapes import Shapes, describe
 from pwlu.baselines import activation
 from pwlu.conversion.conversion_report import Report, Site
-from pwlu.conversion.convert import convert_, restore_
+from pwlu.conversion.convert import convert_
 from pwlu.conversion.fuse_norms import fuse_norms_, unfuse_norms_
 from pwlu.conversion.kinds import DEFAULT_KINDS
+from pwlu.conversion.replacing import restore_
 from pwlu.conversion.saving import load_into, save
 from pwlu.deploy.fuse import FusedPWLU, fuse_
 from pwlu.deploy.int8_tables import tabulate_

@@ -1,1 +1,1 @@
-"""What ``pwlu.convert_`` is made of: recognising activations, watching a model run, rewriting the places that call them."""
+"""Changes of other people's models: ``convert_`` and ``restore_``, fused norms, and files that hold a conversion."""

@@ -1,40 +1,27 @@
 """Putting PWLUs, or other activations, into a model that exists: every place that applies an activation gets one of its own."""
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pwlu.conversion import rewrite
 from pwlu.conversion.conversion_report import EXACT, Change, Report, Site
 from pwlu.conversion.kinds import ARGUMENTS, DEFAULT_KINDS
 from pwlu.conversion.making import Factory, maker
 from pwlu.conversion.planning import plan
+from pwlu.conversion.replacing import apply
 from pwlu.conversion.sample_runs import Run, Runs
 from pwlu.conversion.sites import Found, Rules, decide, find_sites
-from pwlu.conversion.tracing import Call, stateless_leaf, unshare
+from pwlu.conversion.tracing import stateless_leaf
 from pwlu.conversion.unreached import unreached
 from pwlu.initial_functions import InitialFunction
 from pwlu.module import units_of
 from pwlu.text import counted
 
-_REPLACED = "_pwlu_replaced"  # what stood there, by child, in the owner's __dict__; None for a call of a function
-_SHARED = "_pwlu_shared"  # likewise, where one module without state stood in several places
 _FAR = 0.1  # a start further than this from what stood there gets a warning
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_is_full_backward_hook",
-)
 
 
 def convert_(
@@ -107,40 +94,10 @@ def convert_(
     _warn(report, tolerance)
     measured = any(site.error is None or site.error > EXACT for site in report.converted)
     before = runs.outputs() if measured else None
-    _apply(model, founds)
+    apply(model, founds)
     if before is not None:
         _measure(report, before, runs.outputs())
     return report
-
-
-def restore_(model: nn.Module) -> list[str]:
-    """Put the activations back that :func:`convert_` replaced; return the names of what was taken out."""
-    owners = [(name, module) for name, module in model.named_modules() if _REPLACED in module.__dict__]
-    if not owners:
-        raise ValueError(f"restore_: {type(model).__name__} has nothing that pwlu.convert_ put there")
-    for name, module in owners:
-        if hasattr(type(module), "_pwlu_edits") and "_pwlu_edits" not in vars(type(module)):
-            raise ValueError(
-                f"restore_: {name or 'the model'} was wrapped after the conversion (fully_shard?). Restore it before that"
-            )
-    removed = []
-    for name, module in owners:
-        for key, old in module.__dict__.pop(_REPLACED).items():
-            if key not in module._modules:  # an attribute, not a child
-                setattr(module, key, old)
-                continue
-            removed.append(f"{name}.{key}" if name else key)
-            if old is None:
-                delattr(module, key)
-            else:
-                module._modules[key] = old.train(module.training)
-        module.__class__ = rewrite.original(type(module))
-    for module in list(model.modules()):
-        for key, shared in module.__dict__.pop(_SHARED, {}).items():
-            module._modules[key] = shared
-    if any(_REPLACED in module.__dict__ for module in model.modules()):  # in what was put back
-        removed += restore_(model)
-    return removed
 
 
 # What was asked for.
@@ -181,71 +138,6 @@ def _check_model(model: nn.Module) -> None:
 # Doing it.
 
 
-class _StandIn(nn.Module):
-    """Computes what stood there: the course of a model may depend on values."""
-
-    def __init__(self, model: nn.Module, call: Call) -> None:
-        super().__init__()
-        self.function = call.start.function if call.module is None else model.get_submodule(call.module)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
-def _apply(model: nn.Module, founds: Sequence[Found], trial: bool = False) -> None:
-    """Put the new activations in (for a trial, stand-ins) and rewrite the calls."""
-    wanted = [found for found in founds if found.wanted]
-    rewritten = {model.get_submodule(found.owner) for found in wanted if found.edit is not None}
-    for parent, key, shared in unshare(model, lambda module: module in rewritten and stateless_leaf(module)):
-        parent.__dict__.setdefault(_SHARED, {}).setdefault(key, shared)
-    modules = [_StandIn(model, found.calls[0]) if trial or found.module is None else found.module for found in wanted]
-    for found, new in zip(wanted, modules, strict=True):
-        owner = model.get_submodule(found.owner)
-        old = owner._modules.get(found.key)
-        if old is not None and not trial:  # its hooks go on, and their handles still remove them
-            new.__dict__.update({key: old.__dict__[key] for key in _HOOKS if key in old.__dict__})
-        owner.__dict__.setdefault(_REPLACED, {}).setdefault(found.key, old)
-        owner._modules[found.key] = new.train(owner.training)
-        if found.edit is not None:
-            rewrite.rewrite_(owner, found.edit)
-        _leave_fast_path(model, found.owner)
-
-
-def replaced(model: nn.Module) -> dict[str, nn.Module]:
-    """Return what :func:`convert_` put into the model, by name."""
-    return {
-        f"{name}.{key}" if name else key: owner._modules[key]
-        for name, owner in model.named_modules()
-        for key in owner.__dict__.get(_REPLACED, {})
-        if owner._modules.get(key) is not None
-    }
-
-
-def put_(model: nn.Module, new: Mapping[str, tuple[nn.Module, rewrite.Edit | None]]) -> None:
-    """Put known modules in by name, each with the call to be rewritten for it, as :func:`convert_` did to another model."""
-    founds = []
-    for name, (module, edit) in new.items():
-        owner, _, key = name.rpartition(".")
-        founds.append(Found(Site(name, "", "", action="converted"), [], Counter(), owner, key, edit, module))
-    _apply(model, founds)
-
-
-def _leave_fast_path(model: nn.Module, name: str) -> None:
-    """torch's transformer layers have, for evaluation, one kernel for everything, with an activation of its own."""
-    while True:
-        module = model.get_submodule(name)
-        for cls, key, value in (
-            (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
-            (nn.TransformerEncoder, "use_nested_tensor", False),
-        ):
-            if isinstance(module, cls) and hasattr(module, key):
-                module.__dict__.setdefault(_REPLACED, {}).setdefault(key, getattr(module, key))
-                setattr(module, key, value)
-        if not name:
-            return
-        name = name.rpartition(".")[0]
-
-
 _GIVEN_UP = {  # by whether a call was to be rewritten, and whether the new activation was called too often
     (False, False): "the model does not call it by its registered name",
     (False, True): "it does not always apply the same activation",
@@ -257,7 +149,7 @@ _GIVEN_UP = {  # by whether a call was to be rewritten, and whether the new acti
 def _try_out(runs: Runs, founds: Sequence[Found]) -> None:
     """Convert a copy and run it: a new activation that is not called, or also for something else, is given up."""
     while expected := {found.site.name: found.modes for found in founds if found.wanted}:
-        wrong = runs.check(partial(_apply, founds=founds, trial=True), expected)
+        wrong = runs.check(partial(apply, founds=founds, trial=True), expected)
         if not wrong:
             return
         for found in founds:
@@ -269,7 +161,7 @@ def _try_out(runs: Runs, founds: Sequence[Found]) -> None:
 def _calibrate(runs: Runs, founds: Sequence[Found]) -> None:
     """Note between which numbers the inputs of every site lie."""
     wanted = {found.site.name: found for found in founds if found.wanted}
-    for name, (low, high) in runs.input_ranges(partial(_apply, founds=founds, trial=True), wanted).items():
+    for name, (low, high) in runs.input_ranges(partial(apply, founds=founds, trial=True), wanted).items():
         width = high - low
         wanted[name].inputs = (low, high) if width > 1e-3 else (low - 0.5, high + 0.5)
 

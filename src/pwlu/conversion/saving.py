@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from pwlu import checks, reference
 from pwlu.conversion import rewrite
-from pwlu.conversion.convert import check_unwrapped, put_, replaced
+from pwlu.conversion.convert import check_unwrapped
+from pwlu.conversion.replacing import put_, replaced
 from pwlu.files import atomic_write
 from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction, find_initial_function
 from pwlu.module import PWLU, require_units, units_of, unwrapped

@@ -1,1 +1,1 @@
-"""Figures with matplotlib, drawn from the numbers of ``pwlu.analysis.alignment`` and from tables of results."""
+"""Figures with matplotlib, drawn from the numbers of ``pwlu.analysis`` and from tables of results."""

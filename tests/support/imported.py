@@ -19,7 +19,7 @@ MOST_SECONDS = 300  # for what takes some ten of them on an idle machine
 
 # Nothing is computed before the fork, which torch would not survive. A copy leaves the loop and ends as every program does.
 SERVER = """
-import json, os, runpy, sys
+import json, os, runpy, sys, types
 import {modules}
 for line in sys.stdin:
     job = json.loads(line)
@@ -37,7 +37,8 @@ sys.path[:1] = job["path"]
 how, what, *arguments = job["command"]
 sys.argv = [how if how == "-c" else what, *arguments]
 if how == "-c":
-    exec(compile(what, "<string>", "exec"), {{"__name__": "__main__"}})
+    sys.modules["__main__"] = types.ModuleType("__main__")  # what the code makes lives until the process ends
+    exec(compile(what, "<string>", "exec"), vars(sys.modules["__main__"]))
 else:
     runpy.run_module(what, run_name="__main__", alter_sys=True)
 """

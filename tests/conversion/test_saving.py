@@ -55,7 +55,7 @@ def converted(model=None, **options):
 def assert_the_same(found, expected, x=X):
     assert found.state_dict().keys() == expected.state_dict().keys()
     assert same(found.state_dict().values(), expected.state_dict().values())
-    assert torch.equal(found(x), expected(x))
+    assert torch.equal(copy.deepcopy(found)(x), expected(x))  # a file's memory may be aligned differently, which changes sums
     for a, b in zip(units(found), units(expected), strict=True):
         assert repr(a) == repr(b)
         assert a.bounds == b.bounds

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from imported import MOST_SECONDS
 from training import (
     BATCHES,
     REALIGN_AT,
@@ -236,7 +237,9 @@ def test_the_page_s_file_for_torchrun(tmp_path):
     (tmp_path / "train.py").write_text("\n".join([BLOCKS[0], *FOR_TORCHRUN]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.split()]
-    done = subprocess.run(launcher, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        launcher, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=MOST_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("TwoPhase(1 PWLU, Phase II, 3 of 3 steps of Phase I taken)") == 4
 

@@ -4,10 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Threads of several processes that wait for each other must not spin on the same cores.
 export OMP_WAIT_POLICY ?= passive
+# Two workers for two cores, a thread each; tests of threads ask for more.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: help test torture lint docs demo bench clean
+.PHONY: help test test-slow torture lint docs demo bench clean
 help:
-	@echo "make test    run the tests"
+	@echo "make test    run the tests of everything that a user can break: under five minutes on two cores"
+	@echo "make test-slow   run the tests that are slow by nature: mutants, sanitizers, wheels, all GPU architectures, a browser"
 	@echo "make torture 100,000 random operator cases, 60 models, 20 killed trainings: half an hour on two cores"
 	@echo "make demo    train a small network on handwritten digits (a minute), draw what it learned"
 	@echo "make lint    ruff and mypy"
@@ -21,7 +24,10 @@ $(VENV)/installed: pyproject.toml setup.py src/pwlu/kernels/build.py $(wildcard 
 	touch $@
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/installed
+	$(PYTEST) -m slow
 
 torture: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/torture.py $(TORTURE)

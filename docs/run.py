@@ -3,7 +3,8 @@
     python docs/run.py docs/tutorial.md            runs its ```python blocks, and prints what they print
     python docs/run.py docs/tutorial.md --write    and puts that into the ```text block after each, and pictures into images/
 
-The code runs in an empty folder that is deleted afterwards.
+The code runs in an empty folder that is deleted afterwards. Blocks with a title (```python title="train.py") are files of their
+own, and are left out.
 """
 
 import argparse

@@ -415,7 +415,6 @@ def test_tangents_in_a_backward_pass():
     torch.testing.assert_close(found, list(expected))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("operator", [ops.forward, ops.observe])
 def test_compiled_autograd(operator):
     from torch._dynamo import compiled_autograd

@@ -15,7 +15,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from imported import interpreter
 
 import pwlu
 from pwlu.cli import main
@@ -33,15 +32,14 @@ ORDER = (
 LAB = "recipes runs data models tasks training compare inference"
 
 
-@pytest.fixture(scope="module")
-def python():
+@pytest.fixture
+def python(processes):
     """Run code in a process of its own that finds the package in src/, with nothing installed."""
-    with interpreter() as run:
 
-        def python(code, **environment):
-            return run(code, {k: v for k, v in os.environ.items() if k != "PWLU_CPU_KERNEL"} | environment)
+    def python(code, **environment):
+        return processes(code, {k: v for k, v in os.environ.items() if k != "PWLU_CPU_KERNEL"} | environment)
 
-        yield python
+    return python
 
 
 def imports(path, known):
@@ -269,6 +267,7 @@ def test_a_stale_library_is_not_used(monkeypatch):
         cpu.Kernel("stale", kernel.path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("build") is None, reason="not the development environment")
 @pytest.mark.parametrize("compiler", ["usual", "missing"])
 def test_wheel(compiler, tmp_path):

@@ -186,7 +186,6 @@ def test_batches_of_gradients(act, inputs):
     close(batched, [torch.stack(of_one) for of_one in zip(*each, strict=True)])
 
 
-@pytest.mark.slow
 def test_compiled_autograd(inputs):
     """In a loop in which the last loss, and with it the last graph, lives on."""
     from torch._dynamo import compiled_autograd

@@ -3,15 +3,14 @@
 import importlib.metadata
 import importlib.util
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import helpers
 import numpy as np
 import pytest
 import torch
 from helpers import DTYPES, parameter_dtype
+from imported import run_pytest
 from test_baselines import apl, batch, check_apl, check_pau, pau
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -287,18 +286,6 @@ def test_by_the_interpreter(device):
         pytest.skip("Triton is not installed: it comes with torch's builds for CUDA on Linux")
     if importlib.metadata.version("triton").startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
         pytest.skip("the interpreter of Triton 3.6 does not run with NumPy 2.4")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "not interpreter and not seen_through",
-        __file__,
-    ]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    done = run_pytest("-k", "not interpreter and not seen_through", __file__, TRITON_INTERPRET="1")
     assert not done.returncode, done.stdout
     assert "run by test_by_the_interpreter" not in done.stdout

@@ -35,9 +35,9 @@ def rows(printed):
     return {cells[0]: cells[1:] for cells in (re.split(r"\s{2,}", line) for line in lines[begin:end])}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return short_run(tmp_path_factory.mktemp("runs")).path
+@pytest.fixture
+def run(digits_run):
+    return digits_run.path
 
 
 def test_one_table(run, capsys):

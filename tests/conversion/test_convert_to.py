@@ -1,5 +1,7 @@
 """convert_ with the activations to compare with: along which dimension, in which type, and in networks of others."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -174,10 +176,18 @@ def test_checking_a_name_draws_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize(("network", "sites"), [("resnet18", 17), ("mobilenet_v3_small", 24), ("efficientnet_b0", 33)])
-def test_networks(network, sites, name):
+NETWORKS = {"resnet18": 17, "mobilenet_v3_small": 24, "efficientnet_b0": 33}  # sites
+
+
+@pytest.mark.parametrize(
+    ("network", "name"),
+    [
+        pytest.param(*pair, marks=[] if pair == ("mobilenet_v3_small", "frelu") else pytest.mark.slow)
+        for pair in itertools.product(NETWORKS, CLASSES)
+    ],
+)
+def test_networks(network, name):
+    sites = NETWORKS[network]
     models = pytest.importorskip("torchvision").models
     model = models.get_model(network, weights=None, num_classes=3)
     squeezed = pytest.importorskip("torchvision.ops").SqueezeExcitation

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from blocks import IMAGES, Net, conv, converted, units
-from imported import SOURCES, SUPPORT, interpreter
+from imported import SOURCES, SUPPORT
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import prune
@@ -300,18 +300,15 @@ def test_copies(network, way):
     assert repr(other) == repr(Network())
 
 
-@pytest.fixture(scope="module")
-def in_a_fresh_process():
-    with interpreter() as run:
+@pytest.fixture
+def in_a_fresh_process(processes):
+    def in_a_fresh_process(code, path):
+        done = processes(["-c", code], dict(os.environ), (path, SUPPORT, SOURCES))
+        return done.stdout + done.stderr
 
-        def in_a_fresh_process(code, path):
-            done = run(["-c", code], dict(os.environ), (path, SUPPORT, SOURCES))
-            return done.stdout + done.stderr
-
-        yield in_a_fresh_process
+    return in_a_fresh_process
 
 
-@pytest.mark.slow
 def test_a_fresh_process(in_a_fresh_process, network, tmp_path):
     """That imports nothing but what the file asks for."""
     torch.save((network, IMAGES, network(IMAGES, scale=2.0)), tmp_path / "model.pt")
@@ -356,7 +353,6 @@ def source(tmp_path, monkeypatch):
     return file
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "printed"),
     [

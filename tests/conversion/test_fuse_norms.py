@@ -455,7 +455,7 @@ def test_nothing_to_fuse():
         (lambda: timm.create_model("resnet18"), 20, 20, 11),
         (lambda: torchvision.models.resnet18(), 20, 20, 11),
         (lambda: timm.create_model("mobilenetv2_100"), 52, 35, 0),
-        (lambda: torchvision.models.densenet121(), 121, 121, 0),
+        pytest.param(lambda: torchvision.models.densenet121(), 121, 121, 0, marks=pytest.mark.slow),
     ],
     ids=["timm resnet18", "torchvision resnet18", "timm mobilenetv2", "densenet"],
 )

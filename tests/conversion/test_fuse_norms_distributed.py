@@ -6,7 +6,6 @@ import distributed_worker as worker
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -96,7 +95,7 @@ def start(rank, folder):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fused")
-    mp.spawn(start, (str(folder),), nprocs=worker.PROCESSES)
+    worker.launch(start, str(folder))
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(worker.PROCESSES)]
 
 

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 import pwlu
 
-pytestmark = pytest.mark.slow
 FUNCTIONS = {"relu": F.relu, "relu6": F.relu6, "hardswish": F.hardswish, "silu": F.silu, "gelu": F.gelu}
 IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 
@@ -146,7 +145,10 @@ def check_training(model, sample):
     assert [name for name, unit in new.items() if torch.equal(unit.heights, before[name])] == []
 
 
-@pytest.mark.parametrize("name", CASES)
+SMALL = ("mobilenet_v3_small", "timm vit_tiny", "ViT", "BERT with a head", "DistilBERT", "GPT-2")  # one of each kind
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in SMALL else pytest.mark.slow) for name in CASES])
 @pytest.mark.filterwarnings("ignore:Importing from timm.models:FutureWarning")
 def test_every_activation_is_found(name):
     case = CASES[name]
@@ -182,6 +184,7 @@ def image_and_target():
     return [torch.rand(3, 64, 64)], [{"boxes": box, "labels": torch.tensor([1]), "masks": mask}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_targets", [True, False])
 @pytest.mark.parametrize(
     ("name", "options", "converted", "levels"),

@@ -2,9 +2,8 @@
 
 import copy
 import json
+import os
 import struct
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -56,7 +55,7 @@ def converted(model=None, **options):
 def assert_the_same(found, expected, x=X):
     assert found.state_dict().keys() == expected.state_dict().keys()
     assert same(found.state_dict().values(), expected.state_dict().values())
-    assert torch.equal(found(x), expected(x))
+    assert torch.equal(copy.deepcopy(found)(x), expected(x))  # a file's memory may be aligned differently, which changes sums
     for a, b in zip(units(found), units(expected), strict=True):
         assert repr(a) == repr(b)
         assert a.bounds == b.bounds
@@ -358,8 +357,8 @@ def test_what_cannot_be_saved(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_without_safetensors():
+def test_without_safetensors(processes):
     code = "import sys; sys.modules['safetensors'] = None; import pwlu; pwlu.save(pwlu.PWLU(), 'file')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = processes(["-c", code], dict(os.environ))
     assert "ImportError: save needs the package safetensors" in done.stderr
     assert "pip install '.[save]'" in done.stderr

@@ -7,7 +7,6 @@ import textwrap
 
 import pytest
 import torch
-from imported import interpreter
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
@@ -93,22 +92,15 @@ ELSEWHERE = """
 """
 
 
-@pytest.fixture(scope="module")
-def elsewhere():
-    with interpreter("torch._inductor") as run:
-        yield run
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.`:FutureWarning")
 @pytest.mark.parametrize("how", LOADERS)
-def test_it_runs_where_there_is_no_pwlu(how, fused, elsewhere, tmp_path):
+def test_it_runs_where_there_is_no_pwlu(how, fused, processes, tmp_path):
     save, name, load = LOADERS[how]
     save(fused, tmp_path / name)
     inputs = [3 * torch.randn(batch, 3, 12, 12) for batch in (2, 3)]
     torch.save(inputs, tmp_path / "data.pt")
     command = ["-c", textwrap.dedent(ELSEWHERE).format(load=load), tmp_path / name, tmp_path / "data.pt"]
-    done = elsewhere(command, dict(os.environ), path=())
+    done = processes(command, dict(os.environ), path=())
     assert not done.returncode, done.stdout + done.stderr
     with torch.no_grad():
         for x, y in zip(inputs, torch.load(tmp_path / "data.pt"), strict=True):

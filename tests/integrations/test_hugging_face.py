@@ -1,12 +1,10 @@
 """The two phases inside Hugging Face's Trainer."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from training import REALIGN_AT, ROOT, Network, Watch, X, Y, accuracy, equal, run_example
+from training import REALIGN_AT, Network, Watch, X, Y, accuracy, equal, run_example
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -316,10 +314,9 @@ def test_a_number_of_epochs(wrong):
         TwoPhaseCallback(realign_after_epochs=wrong)
 
 
-def test_without_the_package():
+def test_without_the_package(processes):
     code = "import sys; sys.modules['transformers'] = None; import pwlu.integrations.hugging_face"
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    done = processes(["-c", code], dict(os.environ))
     assert "pip install '.[transformers]'" in done.stderr
 
 

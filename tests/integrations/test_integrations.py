@@ -2,11 +2,13 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 
 import pytest
 import torch
+from imported import MOST_SECONDS
 from training import (
     BATCHES,
     REALIGN_AT,
@@ -207,23 +209,22 @@ class TestAccelerate:
 
 PAGE = (ROOT / "docs" / "training.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-FOR_TORCHRUN = [block for block in BLOCKS if "DistributedDataParallel(" in block or "fully_shard(" in block]
+FOR_TORCHRUN = re.findall(r"```python title=\"train.py\"\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated")
 @pytest.mark.filterwarnings(r"ignore:.*The 'train_dataloader' does not have many workers")
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")
-def test_the_code_of_the_page_runs(monkeypatch, tmp_path, capsys):
+def test_the_code_of_the_page_runs(monkeypatch, tmp_path):
     for package in ("lightning", "transformers", "accelerate"):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     names = {}
-    for block in BLOCKS:
-        if block in FOR_TORCHRUN:
-            continue
-        exec(compile(block, "docs/training.md", "exec"), names)
-        for comment in re.findall(r"print\(phases\)  # (.*)", block):
-            assert comment in capsys.readouterr().out
+    ran = list(runpy.run_path(str(ROOT / "docs/run.py"))["run"](ROOT / "docs/training.md", names))
+    assert len(ran) == len(BLOCKS)
+    for block, code in zip(ran, BLOCKS, strict=True):
+        for comment in re.findall(r"print\(phases\)  # (.*)", code):
+            assert comment in block.printed
     assert names["checkpoint"]["model"]["2.statistics.realigned"]  # a resume in Phase II
     assert equal(names["model"].state_dict(), names["checkpoint"]["model"])
 
@@ -236,7 +237,9 @@ def test_the_page_s_file_for_torchrun(tmp_path):
     (tmp_path / "train.py").write_text("\n".join([BLOCKS[0], *FOR_TORCHRUN]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.split()]
-    done = subprocess.run(launcher, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        launcher, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=MOST_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("TwoPhase(1 PWLU, Phase II, 3 of 3 steps of Phase I taken)") == 4
 

@@ -4,42 +4,44 @@ How it is built and loaded: test_library_cache.py. All other tests run with it t
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import unit, weight_of
+from imported import SOURCES, SUPPORT, run_pytest
 
 from pwlu import ops
 from pwlu.kernels import build, dispatch, eager
 
 HERE = Path(__file__).parent
-SOURCES = Path(eager.__file__).parents[3]
 USE = "import pwlu, torch; from pwlu.kernels import eager; assert pwlu.PWLU(3)(torch.ones(2, 3)).sum() == 6"
 pytestmark = pytest.mark.skipif(eager.library is None, reason="eager.cpp was not built here")
 
 
-def run(*arguments, **environment):
-    """Another process of Python; what it says."""
-    environment = os.environ | {"PYTHONPATH": str(SOURCES)} | environment
-    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, cwd=HERE)
-    return done.returncode, done.stdout + done.stderr
+@pytest.fixture
+def run(processes):
+    """Run Python in another process; return its status and what it prints."""
+
+    def run(*arguments, **environment):
+        done = processes(arguments, os.environ | environment, (HERE, SUPPORT, SOURCES))
+        return done.returncode, done.stdout + done.stderr
+
+    return run
 
 
 @pytest.mark.slow
-def test_launches_are_those_of_python(tmp_path):
+def test_launches_are_those_of_python(run, tmp_path):
     """Without a GPU: kernels, grids and arguments, for training, Phase I and the fused form; failed launches; many shapes."""
     command = [*eager._compiler(), *eager._flags(), "-O1", "-DPWLU_PRETEND_GPU"]
     build.make(tmp_path / "libraries" / eager.stem().name, lambda: command, eager.SOURCE, eager._libraries())
-    status, said = run("eager_launches.py", PWLU_CACHE=str(tmp_path), PWLU_EAGER="compiled")
+    status, said = run("-m", "eager_launches", PWLU_CACHE=str(tmp_path), PWLU_EAGER="compiled")
     assert status == 0, said
     assert int(said) > 500
 
 
 @pytest.mark.parametrize("executable", ["None", "''", "'/gone/python'"])
-def test_without_an_executable(executable, tmp_path):
+def test_without_an_executable(run, executable, tmp_path):
     """As in an embedded Python. Nor can the cache be written."""
     (tmp_path / "file").touch()
     status, said = run(
@@ -48,7 +50,7 @@ def test_without_an_executable(executable, tmp_path):
     assert status == 0, said
 
 
-def test_wishes(tmp_path):
+def test_wishes(run, tmp_path):
     assert "PWLU_EAGER must be compiled, python or auto, not 'fast'" in run("-c", "import pwlu", PWLU_EAGER="fast")[1]
     said = run("-m", "pwlu", "info", PWLU_EAGER="python", PWLU_CACHE=str(tmp_path))[1]
     assert "eager mode  Python (PWLU_EAGER=python)" in said
@@ -57,10 +59,8 @@ def test_wishes(tmp_path):
 @pytest.mark.slow
 def test_operators_without_it():
     """Where there is no C++ compiler, and in the first process."""
-    status, said = run(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", "../test_ops.py", "../test_functional.py", PWLU_EAGER="python"
-    )
-    assert status == 0, said[-3000:]
+    done = run_pytest("tests/test_ops.py", "tests/test_functional.py", PWLU_EAGER="python")
+    assert not done.returncode, done.stdout[-3000:]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

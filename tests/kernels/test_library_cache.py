@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from imported import interpreter
+from imported import MOST_SECONDS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pwlu.cli import main
@@ -46,12 +46,6 @@ while eager.library is None:
     time.sleep(0.01)
 """
 TELL = "print(cpu.kernel().path, eager.library._name)"
-
-
-@pytest.fixture(scope="module")
-def processes():
-    with interpreter() as run:
-        yield run
 
 
 class Cache:
@@ -111,7 +105,7 @@ class Cache:
 def _stem_of_cpu():
     stems = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "make", lambda stem, *_: stems.append(stem))
+        patch.setattr(build, "make", lambda stem, *_, **__: stems.append(stem))
         build.build(VARIANT)
     return stems[0]
 
@@ -128,7 +122,7 @@ def cache(tmp_path, processes):
 def eventually(condition):
     start = time.monotonic()
     while not condition():
-        assert time.monotonic() < start + 60
+        assert time.monotonic() < start + MOST_SECONDS
         time.sleep(0.05)
 
 
@@ -144,7 +138,6 @@ def test_found_and_not_built(cache):
 DAMAGES = [("cpu", "truncated"), *(("eager", how) for how in ("truncated", "changed", "group", "another user", "renamed"))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("which", "damage"), DAMAGES)
 def test_what_is_damaged_or_foreign_is_built_anew(cache, which, damage):
     """Rebuild it: opening half a library would end the process."""
@@ -190,7 +183,6 @@ print(opened)
 """
 
 
-@pytest.mark.slow
 def test_thirty_truncations(cache):
     path = cache.fill()["cpu"]
     size = path.stat().st_size
@@ -273,7 +265,6 @@ def test_a_folder_that_others_can_write(cache):
     assert "Run chmod go-w" in done.stderr
 
 
-@pytest.mark.slow
 def test_no_library_of_pwlu(cache):
     """Build again what is whole but does not open; if the new one does not open either, stop trying."""
     made = cache.fill()
@@ -361,7 +352,6 @@ def runs(pid):
     return bool(state) and not state.startswith("Z")
 
 
-@pytest.mark.slow
 def test_a_failure_is_noted(cache):
     """Not repeated by every process, but a day later, or by hand."""
     cxx = cache.compiler("broken", "echo too old >&2; exit 1")
@@ -470,7 +460,6 @@ with torch.inference_mode():
 """
 
 
-@pytest.mark.slow
 def test_the_first_process_switches(cache):
     """With the real compiler: from Python to C++ between two calls, with the same bits; older graphs have their gradients."""
     cache.fill()["eager"].unlink()
@@ -487,7 +476,6 @@ def test_python_does_without(cache):
 # What is said.
 
 
-@pytest.mark.slow
 def test_build_command(cache):
     code = USE + "from pwlu.cli import main; print('status', main(['build']))"
     for again in (False, True):
@@ -524,7 +512,6 @@ def info(cache, **environment):
     return line.removeprefix("eager mode").strip()
 
 
-@pytest.mark.slow
 def test_info(cache, monkeypatch):
     assert info(cache).startswith("Python; the C++ extension is not compiled yet: ")
     assert info(cache, PWLU_EAGER="python") == "Python (PWLU_EAGER=python)"

@@ -3,8 +3,7 @@
 import copy
 import functools
 import gc
-import subprocess
-import sys
+import os
 import weakref
 
 import networks
@@ -102,9 +101,10 @@ def test_fusing_in_phase_one_is_a_warning():
 
 
 @pytest.mark.parametrize(("steps", "warned"), [(0, False), (2, True), (3, False)])
-def test_a_process_that_ends_in_phase_one_says_so(steps, warned):
+def test_a_process_that_ends_in_phase_one_says_so(steps, warned, processes):
     code = f"""
-import torch, pwlu
+import warnings, torch, pwlu
+warnings.simplefilter("default")
 model = torch.nn.Sequential(torch.nn.Linear(3, 3), pwlu.PWLU(3))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 pwlu.TwoPhase(model, optimizer, realign_at=3)
@@ -112,7 +112,7 @@ for _ in range({steps}):
     model(torch.randn(8, 3)).sum().backward()
     optimizer.step()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = processes(["-c", code], dict(os.environ))
     assert not done.returncode, done.stderr
     assert ("the process ends in Phase I, after 2 of 3 steps" in done.stderr) == warned
 

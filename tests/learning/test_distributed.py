@@ -4,7 +4,6 @@ import distributed_worker as worker
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from networks import assert_equal_to_rounding, bounds_of_rounding, of_units, same, units
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -13,16 +12,13 @@ from torch.distributed.fsdp import fully_shard
 
 import pwlu
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"),
-]
+pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo")
 ROUNDINGS = worker.BATCH * 8 * 4 * 4  # the longest sum: all that the second unit sees in a step
 
 
 def results(folder, scenario):
     """What the processes have to say, one after the other."""
-    mp.spawn(worker.start, (str(folder), scenario), nprocs=worker.PROCESSES)
+    worker.launch(worker.start, str(folder), scenario)
     return [torch.load(folder / f"{rank}.pt") for rank in range(worker.PROCESSES)]
 
 
@@ -131,6 +127,7 @@ def uneven(tmp_path_factory):
     return results(tmp_path_factory.mktemp("uneven"), "uneven")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["wrapped", "inner"])
 def test_uneven_processes_in_phase_one_are_refused_before_the_first_step(uneven, given):
     for result in uneven:
@@ -140,12 +137,14 @@ def test_uneven_processes_in_phase_one_are_refused_before_the_first_step(uneven,
         assert untouched
 
 
+@pytest.mark.slow
 def test_uneven_processes_in_phase_two(uneven):
     first, second = (result["later"] for result in uneven)
     assert first[0] == second[0] == 2
     assert same(first[1].values(), second[1].values())
 
 
+@pytest.mark.slow
 def test_uneven_processes_whose_optimizer_takes_part(uneven):
     """The process that has no more batches counts steps and realigns as the other does."""
     first, second = (result["zero"] for result in uneven)
@@ -153,6 +152,7 @@ def test_uneven_processes_whose_optimizer_takes_part(uneven):
     assert same(first[1].values(), second[1].values())
 
 
+@pytest.mark.slow
 def test_data_parallel_and_compiled(tmp_path, expected, bounds):
     first, second = results(tmp_path, "compiled")
     assert same(first["state"].values(), second["state"].values())
@@ -208,6 +208,7 @@ def checkpoints(tmp_path_factory):
     return results(tmp_path_factory.mktemp("checkpoints"), "checkpoints")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [worker.REALIGN_AT - 1, worker.REALIGN_AT + 1])
 @pytest.mark.parametrize("optimizer", worker.OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["replicated", "sharded", "zero"])

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from imported import SOURCES, SUPPORT, interpreter
+from imported import SOURCES, SUPPORT
 from networks import data, network, same
 from resume_worker import BOUNDARY, REALIGN_AT, SKIPPED, STEPS
 
@@ -16,17 +16,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:TwoPhase. the PWLUs have a weigh
 
 
 @pytest.fixture(scope="module")
-def start():
-    """Run the worker to its end or death; the exit status."""
-    with interpreter("torch._dynamo") as run:  # an optimizer imports that
+def start(processes):
+    """Run the worker to its end or death; return the exit status."""
 
-        def start(folder, order, every, *death):
-            path = (SOURCES, SUPPORT)
-            done = run(["-m", "resume_worker", folder, order, every, *death], dict(os.environ), path)
-            assert done.returncode in (0, -signal.SIGKILL), done.stderr
-            return done.returncode
+    def start(folder, order, every, *death):
+        command = ["-m", "resume_worker", folder, order, every, *death]
+        done = processes(command, dict(os.environ), (SOURCES, SUPPORT))
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+        return done.returncode
 
-        yield start
+    return start
 
 
 def result(folder):
@@ -47,7 +46,6 @@ def anywhere(seed, every):
     return [(step, chosen.choice(moments(step))) for step in sorted(chosen.sample(range(1, STEPS), 2))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "every", "deaths"),
     [
@@ -72,7 +70,6 @@ def test_killed_and_resumed(tmp_path, start, uninterrupted, order, every, deaths
     assert same(*momenta)
 
 
-@pytest.mark.slow
 def test_the_uninterrupted_run_went_through_both_phases(uninterrupted):
     """Or the comparison above would say little."""
     state = uninterrupted["model"]

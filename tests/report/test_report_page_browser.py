@@ -12,7 +12,7 @@ from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.report.page import page
 from pwlu.report.run_data import read_run_data
 
-pytestmark = pytest.mark.skipif(executable() is None, reason=MISSING)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(executable() is None, reason=MISSING)]
 
 MINUS, DASH = "\N{MINUS SIGN}", "\N{EN DASH}"
 LEARNED = "document.getElementById('learned').getAttribute('d')"

@@ -1,11 +1,13 @@
 """What every process does in the tests of several processes. Each function saves what test_distributed.py looks at."""
 
 import copy
+import multiprocessing
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.multiprocessing
 import torch.nn.functional as F
 from networks import of_units, same, units, values
 from torch import nn
@@ -25,6 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 import pwlu
 
 PROCESSES, STEPS, REALIGN_AT, BATCH = 2, 6, 3, 8
+
+
+def launch(start, *arguments):
+    """Run start(rank, *arguments) in every process. Where that is possible they are copies of one that has torch imported."""
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"])
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    torch.multiprocessing.start_processes(start, arguments, nprocs=PROCESSES, start_method=method)
 
 
 def network():

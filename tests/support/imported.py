@@ -15,11 +15,11 @@ from tempfile import TemporaryDirectory
 
 SOURCES = Path(__file__).parents[2] / "src"
 SUPPORT = Path(__file__).parent  # what tests share
-MOST_SECONDS = 300  # for what takes some ten of them on an idle machine
+MOST_SECONDS = 600  # for what takes some ten of them on an idle machine: a busy one must not fail
 
 # Nothing is computed before the fork, which torch would not survive. A copy leaves the loop and ends as every program does.
 SERVER = """
-import json, os, runpy, sys
+import json, os, runpy, sys, types
 import {modules}
 for line in sys.stdin:
     job = json.loads(line)
@@ -37,7 +37,8 @@ sys.path[:1] = job["path"]
 how, what, *arguments = job["command"]
 sys.argv = [how if how == "-c" else what, *arguments]
 if how == "-c":
-    exec(compile(what, "<string>", "exec"), {{"__name__": "__main__"}})
+    sys.modules["__main__"] = types.ModuleType("__main__")  # what the code makes lives until the process ends
+    exec(compile(what, "<string>", "exec"), vars(sys.modules["__main__"]))
 else:
     runpy.run_module(what, run_name="__main__", alter_sys=True)
 """
@@ -77,6 +78,14 @@ def interpreter(*modules):
             return subprocess.CompletedProcess(command, status, out, err)
 
         yield run
+
+
+def run_pytest(*arguments, **environment):
+    """Run pytest on files of the repository in a process of its own, which does not take itself for a worker of this one."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", *arguments]
+    variables |= {"PYTHONPATH": str(SOURCES)} | environment
+    return subprocess.run(command, env=variables, cwd=SOURCES.parent, capture_output=True, text=True)
 
 
 def _plain(command, environment, path=(SOURCES,)):

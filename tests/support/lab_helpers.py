@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from imported import MOST_SECONDS
 from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.torch import load_file
@@ -114,7 +115,7 @@ def start(folder, jobs, *launcher):
     command = [sys.executable, *launcher, worker, folder, json.dumps(jobs, default=str)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=MOST_SECONDS)
         except subprocess.TimeoutExpired:
             process.terminate()  # a launcher then stops its processes
             raise

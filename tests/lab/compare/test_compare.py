@@ -349,7 +349,6 @@ with subprocesses.exit_on_signals():
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
 @pytest.mark.parametrize(("how", "status"), [("SIGINT", -2), ("SIGTERM", 143), ("SIGHUP", 129), ("SIGKILL", -9)])
 def test_children_end_with_their_parent(here, how, status):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from example_runs import example_run
+from imported import MOST_SECONDS
 
 import pwlu
 from pwlu.cli import main
@@ -21,7 +22,9 @@ def by_two(folder, *arguments):
     paths = os.pathsep.join([str(Path(pwlu.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pwlu"]
-    return subprocess.run([*launcher, *arguments], env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [*launcher, *arguments], env=environment, cwd=folder, capture_output=True, text=True, timeout=MOST_SECONDS
+    )
 
 
 @pytest.mark.slow

@@ -154,7 +154,6 @@ def test_augmentation_of_files(tmp_path, augmentation):
     assert torch.equal(*images((0, 1), [1, 4])) == (augmentation == "none")  # the same image twice, under two numbers
 
 
-@pytest.mark.slow
 def test_workers(tmp_path):
     """They read what one process reads, epoch for epoch, and what they cannot read is said as it is without them."""
     data = str(write_images(tmp_path))

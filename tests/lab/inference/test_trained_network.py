@@ -18,9 +18,9 @@ from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.results import keep, read_run
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return short_run(tmp_path_factory.mktemp("runs")).path
+@pytest.fixture
+def run(digits_run):
+    return digits_run.path
 
 
 @pytest.fixture

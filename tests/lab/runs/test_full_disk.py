@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from lab_helpers import NAME, SHORT, assert_same_run, short_run, train
+from lab_helpers import NAME, SHORT, assert_same_run, train
 
 import pwlu
 from pwlu.lab.recipes.catalog import settings
@@ -14,9 +14,9 @@ from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.run_folder import RunFolder
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    return short_run(tmp_path_factory.mktemp("runs"), "--seed", "5")
+@pytest.fixture
+def finished(digits_run):
+    return digits_run
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def stopped(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "write", fail)
-        assert train(*SHORT, "--seed", 5, "--runs", tmp_path / "runs") == 130
+        assert train(*SHORT, "--runs", tmp_path / "runs") == 130
     (path,) = (tmp_path / "runs").iterdir()
     return RunFolder(path)
 
@@ -145,7 +145,7 @@ def test_no_space_left(tmp_path, monkeypatch, capsys, finished, where, saved, er
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", limited)
-        assert train(*SHORT, "--seed", 5, "--runs", tmp_path) == 2
+        assert train(*SHORT, "--runs", tmp_path) == 2
     text = capsys.readouterr().err
     (path,) = tmp_path.iterdir()
     full = error in (errno.ENOSPC, errno.EDQUOT)

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from lab_helpers import short_run, train
+from lab_helpers import train
 from safetensors.torch import save
 
 import pwlu
@@ -17,15 +17,10 @@ from pwlu.lab.runs.run_folder import FORMAT, RunFolder
 from pwlu.text import parsed
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    return short_run(tmp_path_factory.mktemp("runs")).path
-
-
 @pytest.fixture
-def run(finished, tmp_path):
+def run(digits_run, tmp_path):
     """A finished run, to be damaged."""
-    return shutil.copytree(finished, tmp_path / "run")
+    return shutil.copytree(digits_run.path, tmp_path / "run")
 
 
 @pytest.fixture
@@ -302,7 +297,7 @@ def test_a_later_version_that_fits(stopped, capsys):
     assert train("--resume", stopped) == 0
 
 
-def test_the_undamaged_run_is_fine(finished, capsys):
-    assert train("--resume", finished) == 0
-    assert RunFolder(finished).metrics()
+def test_the_undamaged_run_is_fine(run, capsys):
+    assert train("--resume", run) == 0
+    assert RunFolder(run).metrics()
     assert capsys.readouterr().err == ""

@@ -50,6 +50,7 @@ def test_two_steps(objects, name):
     assert levels[of_five] == 2 * 5  # in training and in evaluation, one function for all levels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["coco/maskrcnn_resnet50_fpn", "coco/retinanet_resnet50_fpn"])
 def test_the_networks_of_the_paper(objects, name):
     """With two detections an image, for the sake of time."""
@@ -195,7 +196,6 @@ def test_divergence(objects, tmp_path):
     assert result["box_ap"] == 0
 
 
-@pytest.mark.slow
 def test_worker_processes(objects):
     """Give what this process reads itself."""
     ours, theirs = (task_of(MASK, objects, workers=workers) for workers in (0, 1))

@@ -14,9 +14,9 @@ from pwlu.lab.training.trainer import Trainer
 KILLED = -signal.SIGKILL
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    return short_run(tmp_path_factory.mktemp("runs"))
+@pytest.fixture
+def uninterrupted(digits_run):
+    return digits_run
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,6 @@ def with_average(tmp_path_factory):
     return short_run(tmp_path_factory.mktemp("runs"), "--ema", "0.9")
 
 
-@pytest.mark.slow
 def test_killed(tmp_path, uninterrupted, with_average):
     """In Phase I, in Phase II, in the middle of an epoch, of writing a checkpoint, of writing the report."""
     first, second = tmp_path / NAME.format(""), tmp_path / NAME.format("ema-0.9-")

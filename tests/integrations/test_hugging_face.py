@@ -1,6 +1,8 @@
 """The two phases inside Hugging Face's Trainer."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch

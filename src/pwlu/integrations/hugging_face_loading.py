@@ -38,6 +38,9 @@ class PWLUQuantizer(HfQuantizer):
         convert_as_(model, self.quantization_config.conversion)
         return model
 
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        return model
+
     def postprocess_model(self, model: Any, **_: Any) -> Any:
         """Let the model be an ordinary one again, which trains and saves as usual. Its config keeps the conversion."""
         for name in ("hf_quantizer", "quantization_method"):

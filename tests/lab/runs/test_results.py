@@ -11,6 +11,7 @@ from example_runs import example_run, files_in
 
 from pwlu import files
 from pwlu.cli import main
+from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.results import find_runs, keep, read_run
 from pwlu.lab.runs.run_folder import RunFolder
 
@@ -95,6 +96,7 @@ def test_lines_that_cannot_be_read(tmp_path):
     good = json.loads(file.read_text())
     lines = ["{", "[]", json.dumps(good | {"run": "../a"}), json.dumps(good), json.dumps({"run": "bare"})]
     lines += [json.dumps(good | {"run": "b", "result": {"accuracy": "high"}}), json.dumps(good | {"run": "c", "metrics": [3]})]
+    lines += [json.dumps(good | {"run": "d", "metrics": 7})]
     file.write_text("\n".join([json.dumps(good), *lines]))  # and no end of the last line
     runs, complaints = find_runs(tmp_path / "results")
     assert [run.path for run in runs] == [kept]
@@ -106,6 +108,7 @@ def test_lines_that_cannot_be_read(tmp_path):
         rf"'settings' of bare in {file} is damaged: expected {{...}}, not null",
         rf"'result' of b in {file} is damaged: accuracy must be a number, not 'high'",
         rf"line 1 of 'metrics' of c in {file} is damaged: it must be the numbers of an epoch",
+        rf"line 1 of 'metrics' of d in {file} is damaged: it must be the numbers of an epoch",
     ]
     assert len(complaints) == len(expected)
     for complaint, text in zip(complaints, expected, strict=True):
@@ -113,6 +116,23 @@ def test_lines_that_cannot_be_read(tmp_path):
     example_run(tmp_path / "runs" / "b", 71.0, seed=1)
     keep(read_run(tmp_path / "runs" / "b"), tmp_path / "results")
     assert [run.settings.seed for run in find_runs(tmp_path / "results")[0]] == [0, 1]
+
+
+def test_a_folder_counts_before_a_line(tmp_path):
+    """A run that is being trained is not finished because another one with its name is."""
+    example_run(tmp_path / "runs" / "a", 70.0, seed=1)
+    kept = keep(read_run(tmp_path / "runs" / "a"), tmp_path / "results")
+    example_run(kept, None, seed=1)
+    assert not RunFolder(kept).finished
+
+
+def test_an_iou_that_is_none(tmp_path):
+    example_run(tmp_path / "a", 70.0, seed=1)
+    kept = keep(read_run(tmp_path / "a"), tmp_path)
+    file = kept.parent / "runs.jsonl"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"iou": "wide"}) + "\n")
+    with pytest.raises(UserError, match=r"'iou' of pwlu-seed1 in .*runs.jsonl must be a number, not 'wide'"):
+        read_run(kept).iou  # noqa: B018
 
 
 def test_reports_of_lines(tmp_path, capsys):

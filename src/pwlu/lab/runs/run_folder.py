@@ -33,7 +33,7 @@ from pwlu import files
 from pwlu.analysis.alignment import Alignment
 from pwlu.lab.recipes.settings import Settings, UserError, check
 from pwlu.lab.runs.locks import locked
-from pwlu.lab.runs.records import FILE, KEYS, find_record
+from pwlu.lab.runs.records import FILE, KEYS, Record, find_record
 from pwlu.lab.runs.tensor_files import serialised, tensors
 from pwlu.text import parsed
 from pwlu.version import __version__
@@ -69,7 +69,7 @@ def new_folder(root: Path, name: str) -> Path:
 class RunFolder:
     """Reads and writes the files of one run. A file is complete or does not exist.
 
-    What the folder does not have is read from the run's line in runs.jsonl, if there is one.
+    A path without config.json may be that of a line in runs.jsonl: then settings, metrics and results are read from there.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,7 +77,11 @@ class RunFolder:
 
     def has(self, name: str) -> bool:
         """Return whether the run has this file, or a line that stands for it."""
-        return (self.path / name).exists() or (name in KEYS and find_record(self.path) is not None)
+        return (self.path / name).exists() or (name in KEYS and self._record() is not None)
+
+    def _record(self) -> Record | None:
+        """Return the line of runs.jsonl that stands for the folder, if one does."""
+        return None if (self.path / "config.json").exists() else find_record(self.path)
 
     @property
     def finished(self) -> bool:
@@ -122,7 +126,7 @@ class RunFolder:
         """Return environment.json unchecked; empty if it cannot be read."""
         path = self.path / "environment.json"
         try:
-            found = parsed(path.read_bytes()) if path.exists() else (find_record(self.path) or {}).get("environment")
+            found = parsed(path.read_bytes()) if path.exists() else (self._record() or {}).get("environment")
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -173,7 +177,7 @@ class RunFolder:
             text = path.read_text(encoding="utf-8")
             content = parsed(text)
         except (FileNotFoundError, NotADirectoryError):
-            record = find_record(self.path) if name in KEYS else None
+            record = self._record() if name in KEYS else None
             if record is None:
                 raise UserError(f"{self.path} is not a run folder: it has no {name}") from None
             content = record.get(KEYS[name])
@@ -209,8 +213,10 @@ class RunFolder:
 
     def iou(self) -> float | None:
         """Return the median over channels of the IOU of bounds and inputs; None if there are no PWLUs."""
-        if not (self.path / "config.json").exists() and (record := find_record(self.path)) is not None:
-            return record.get("iou")
+        if (record := self._record()) is not None:
+            if not isinstance(found := record.get("iou"), (int, float, type(None))):
+                raise self.unreadable(f"'iou' of {self.path.name} in {self.path.parent / FILE} must be a number, not {found!r}")
+            return found
         file = self.path / "alignment.json"
         if not file.exists():
             return None
@@ -254,15 +260,14 @@ class RunFolder:
         try:
             *lines, end = path.read_bytes().split(b"\n")
         except (FileNotFoundError, NotADirectoryError):
-            record = find_record(self.path)
-            lines = [] if record is None else [json.dumps(row).encode() for row in record.get("metrics") or ()]
-            end = b""
+            rows = (self._record() or {}).get("metrics", [])
+            lines, end = [json.dumps(row).encode() for row in (rows if isinstance(rows, list) else [rows])], b""
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
-        rows = []
+        found = []
         for number, line in enumerate([*lines, end], start=1):
             try:
-                rows.append(_row(line))
+                found.append(_row(line))
             except ValueError as error:
                 if number <= len(lines) or not isinstance(error, json.JSONDecodeError):
                     raise self.unreadable(
@@ -270,7 +275,7 @@ class RunFolder:
                         f"{line.decode(errors='replace'):.40}",
                         "Correct it or remove it, or copy the file again from where it was trained. Nothing was changed",
                     ) from None
-        return rows
+        return found
 
     def add_metrics(self, row: dict[str, Any]) -> None:
         """Add a row."""

@@ -194,7 +194,7 @@ def test_a_wrapped_model(tmp_path):
     fresh = network()
     pwlu.load_into(fresh, tmp_path / "file")
     assert_the_same(fresh, model)
-    with pytest.raises(ValueError, match=r"load_into: the model is wrapped already, by OptimizedModule. Convert first"):
+    with pytest.raises(ValueError, match=r"load_into: the model is already wrapped by OptimizedModule. Convert first"):
         pwlu.load_into(torch.compile(network()), tmp_path / "file")
 
 
@@ -253,9 +253,12 @@ class Edited(Block):
 
 
 ERRORS = {
-    "no place": (Another, r"load_into: Another has no place for 0.act. The file is of a Sequential: make the model as it was"),
+    "no place": (
+        Another,
+        r"load_into: Another has no place for 0.act. The file holds a Sequential: create the model as it was",
+    ),
     "shape": (wider, r"does not fit Sequential: 6.weight has the shape \(2, 4\), not \(3, 4\), 6.bias has the shape"),
-    "source": (edited, "the source of Edited.forward is not what it was when the model was converted"),
+    "source": (edited, "the source of Edited.forward has changed since the model was converted"),
 }
 
 
@@ -276,14 +279,17 @@ def set_of(row, key, value):
 
 
 FILES = {
-    "later": (lambda c: c.update(format=2, version="9.9"), "is of pwlu 9.9, and this is pwlu .*, which is older. Update it"),
+    "later": (
+        lambda c: c.update(format=2, version="9.9"),
+        "was written by pwlu 9.9, but this is the older pwlu .*. Update pwlu",
+    ),
     "no units": (lambda c: c.pop("units"), "the conversion in the file is damaged: KeyError"),
     "no version": (lambda c: c.pop("version"), "the conversion in the file is damaged: KeyError"),
     "channels": (set_of(0, "channels", "many"), "damaged: .*channels must be a whole number"),
-    "dtype": (set_of(0, "dtype", "int8"), "damaged: .*is no type of a PWLU"),
-    "dtype of nothing": (set_of(0, "dtype", "load"), "damaged: .*is no type of a PWLU"),
+    "dtype": (set_of(0, "dtype", "int8"), "damaged: .*a PWLU cannot have the dtype"),
+    "dtype of nothing": (set_of(0, "dtype", "load"), "damaged: .*a PWLU cannot have the dtype"),
     "init": (set_of(0, "init", "os.system"), "damaged: .*init 'os.system' is not known"),
-    "child": (set_of(1, "edit", ["forward", [0, 0], "x y", False, ""]), "damaged: .*'x y' is no name of a child"),
+    "child": (set_of(1, "edit", ["forward", [0, 0], "x y", False, ""]), "damaged: .*'x y' is not the name of a child module"),
     "name": (set_of(0, "name", "no.such"), "Sequential has no place for no.such"),
 }
 
@@ -298,16 +304,16 @@ def test_damaged_files(tmp_path, file):
 
 def test_files_of_others(tmp_path):
     save_file({"a": torch.zeros(1)}, tmp_path / "file")
-    with pytest.raises(ValueError, match=r"does not say how its model was converted, so it is not of pwlu.save"):
+    with pytest.raises(ValueError, match=r"has no record of a conversion, so pwlu.save did not write it"):
         pwlu.load_into(network(), tmp_path / "file")
     torch.save({}, tmp_path / "pickled")
-    with pytest.raises(ValueError, match="pickled is no safetensors file, or is damaged"):
+    with pytest.raises(ValueError, match="pickled is not a safetensors file, or is damaged"):
         pwlu.load_into(network(), tmp_path / "pickled")
     with pytest.raises(FileNotFoundError):
         pwlu.load_into(network(), tmp_path / "missing")
     pwlu.save(converted(), tmp_path / "whole")
     (tmp_path / "half").write_bytes((tmp_path / "whole").read_bytes()[:-100])
-    with pytest.raises(ValueError, match="half is no safetensors file, or is damaged"):
+    with pytest.raises(ValueError, match="half is not a safetensors file, or is damaged"):
         pwlu.load_into(network(), tmp_path / "half")
 
 
@@ -317,7 +323,7 @@ def test_what_cannot_be_saved(tmp_path):
     model = network()
     pwlu.convert_(model, X, where=lambda site: site.name == "2", init="relu", min_positions=1)
     pwlu.convert_(model, X, to="prelu", kinds=["silu"], min_positions=1)
-    with pytest.raises(ValueError, match=r"save: 4 \(PReLU\) is no PWLU. Save before pwlu.fuse_ and pwlu.simplify_"):
+    with pytest.raises(ValueError, match=r"save: 4 \(PReLU\) is not a PWLU. Save before pwlu.fuse_ and pwlu.simplify_"):
         pwlu.save(model, tmp_path / "file")
     assert not any(tmp_path.iterdir())
 

@@ -1,1 +1,1 @@
-"""What ``pwlu.convert_`` is made of: recognising activations, watching a model run, rewriting the places that call them."""
+"""Convert models: find their activations, watch a model run, and rewrite the places that call them."""

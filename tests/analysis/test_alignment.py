@@ -378,7 +378,7 @@ def test_json():
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"units": [{"name": "1"}]}', '{"units": [], "batches": 1, "modle": "x"}'])
 def test_json_of_something_else(text):
-    with pytest.raises(ValueError, match=r"from_json: this is not what Alignment\.to_json writes: "):
+    with pytest.raises(ValueError, match=r"from_json: the text is not JSON written by Alignment\.to_json: "):
         Alignment.from_json(text)
 
 
@@ -454,21 +454,31 @@ def fused():
             r"alignment: Sequential has no PWLU. It is already fused: call pwlu\.alignment before pwlu\.fuse_\(model\)",
         ),
         ("model", [IMAGES], {}, r"alignment: model must be a torch\.nn\.Module, not str\. Write pwlu\.alignment\(model, "),
-        (small(), [], {}, "there was no batch. Is batches a generator that was used before"),
-        (small(), IMAGES, {}, r"batches must be a list of batches, or a loader, not one Tensor: write \[x\]"),
-        (small(), {"x": IMAGES}, {}, r"not one dict: write \[x\]"),
-        (small(), None, {}, "batches must be a list of batches, or a loader, not None"),
-        (small(), [[3, IMAGES]], {}, r"a batch came as list\. A batch is what .*\(batch\['image'\] for batch in loader\)"),
-        (small(), [IMAGES.numpy()], {}, "a batch came as ndarray. A batch is what the model is called with: a tensor, a tuple"),
+        (small(), [], {}, "batches is empty. Was it a generator that is already exhausted"),
+        (small(), IMAGES, {}, r"batches must be a list of batches or a loader, not a single Tensor: write \[x\]"),
+        (small(), {"x": IMAGES}, {}, r"not a single dict: write \[x\]"),
+        (small(), None, {}, "batches must be a list of batches or a loader, not None"),
+        (
+            small(),
+            [[3, IMAGES]],
+            {},
+            r"a batch is of type list\. A batch must be what .*\(batch\['image'\] for batch in loader\)",
+        ),
+        (
+            small(),
+            [IMAGES.numpy()],
+            {},
+            "a batch is of type ndarray. A batch must be what the model is called with: a tensor, a tuple",
+        ),
         (
             small(),
             [(3, IMAGES)],
             {},
-            r"the model raised this on batch 1\. A batch is .* \(batch\['image'\] for batch in loader\)",
+            r"the model raised this on batch 1\. A batch must be .* \(batch\['image'\] for batch in loader\)",
         ),
         (small(), [IMAGES, IMAGES[:, 1:]], {}, "the model raised this on batch 2"),
-        (small(), [IMAGES], {"limit": 0}, "limit must be a number of batches, 1 or more, or None for all of them, not 0"),
-        (small(), [IMAGES], {"limit": 1.5}, "limit must be a number of batches, 1 or more, or None for all of them, not 1.5"),
+        (small(), [IMAGES], {"limit": 0}, "limit must be a positive number of batches, or None for all of them, not 0"),
+        (small(), [IMAGES], {"limit": 1.5}, "limit must be a positive number of batches, or None for all of them, not 1.5"),
         (small(), [IMAGES], {"limit": True}, "not True"),
     ],
 )

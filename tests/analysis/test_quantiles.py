@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pwlu.analysis import quantiles
-from pwlu.analysis.quantiles import BINS, Sketch
+from pwlu.analysis.quantiles import BINS, QuantileSketch
 
 C = 8
 LEFT = torch.tensor([-3.0, -3.0, 0.5, -1e-3, 100.0, -3.0, 2.0, -10.0])
@@ -44,7 +44,7 @@ def bin_width(value, left=LEFT, right=RIGHT):
 
 
 def sketched(*parts, left=LEFT, right=RIGHT, channels=C, channel_dim=1):
-    sketch = Sketch(left, right, channels)
+    sketch = QuantileSketch(left, right, channels)
     for part in parts:
         sketch.add(part, channel_dim)
     return sketch

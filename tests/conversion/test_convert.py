@@ -80,7 +80,7 @@ EVERYTHING = (*ARGUMENTS, Sharp, Wide)
 
 @pytest.mark.parametrize("intervals", [7, 16])
 @pytest.mark.parametrize("act", PIECEWISE_LINEAR + SMOOTH, ids=str)
-@pytest.mark.filterwarnings("ignore:convert_. 1 site further than 0.1:UserWarning")
+@pytest.mark.filterwarnings("ignore:convert_. the initial function of 1 PWLU is further than 0.1:UserWarning")
 def test_starts_as_what_stood_there(act, intervals):
     """Within the error that the report tells: 0 for what bends only at knots."""
     model = nn.Sequential(nn.Conv2d(1, 1, 1), copy.deepcopy(act)).requires_grad_(False)
@@ -137,11 +137,11 @@ class OfMode(nn.Module):
 @pytest.mark.parametrize(
     ("act", "why"),
     [
-        (Random(), "is random, or keeps a state that changes"),
-        (WithDropout(), "is random, or keeps a state that changes"),
-        (Counting(), "is random, or keeps a state that changes"),
-        (nn.RReLU(), "is random, or keeps a state that changes"),
-        (OfAll(), "is not computed element by element"),
+        (Random(), "is random, or changes its state"),
+        (WithDropout(), "is random, or changes its state"),
+        (Counting(), "is random, or changes its state"),
+        (nn.RReLU(), "is random, or changes its state"),
+        (OfAll(), "is not an elementwise function"),
         (OfMode(), "differs between training and evaluation mode"),
     ],
     ids=str,
@@ -150,7 +150,7 @@ def test_what_nothing_can_start_as_is_refused(act, why):
     """Nothing is changed then; another start is possible."""
     model = nn.Sequential(conv(), act)
     random = torch.get_rng_state()
-    with pytest.raises(ValueError, match=rf"convert_: 1, (.|\n)*, {why}: .* cannot start as that\. Write init='relu'"):
+    with pytest.raises(ValueError, match=rf"convert_: 1 \((.|\n)*\) {why}, so a PWLU cannot start as it\. .*init='relu'"):
         pwlu.convert_(model, IMAGES, kinds=type(act))
     assert model[1] is act
     assert torch.equal(torch.get_rng_state(), random)
@@ -172,10 +172,12 @@ class Squared(nn.Module):
 
 def test_a_start_that_is_far_off_is_told():
     model = nn.Sequential(conv(), nn.ReLU(), Squared())
-    with pytest.warns(UserWarning, match=r"convert_: 1 site further than 0\.1 from what stood there; 2, Squared\(\), by"):
+    with pytest.warns(
+        UserWarning, match=r"function of 1 PWLU is further than 0\.1 from the original activation; that of 2 \(Squared\(\)\) by"
+    ):
         pwlu.convert_(model, IMAGES, kinds=("relu", Squared))
     assert units(model)["2"].bounds[1] > 5
-    with pytest.warns(UserWarning, match=r"further than 1e-09 from what stood there; 1, Softsign\(\), by"):
+    with pytest.warns(UserWarning, match=r"further than 1e-09 from the original activation; that of 1 \(Softsign\(\)\) by"):
         pwlu.convert_(nn.Sequential(conv(), nn.Softsign()), IMAGES, kinds="softsign", tolerance=1e-9)
 
 
@@ -335,11 +337,11 @@ class Filtered(Net):
 
 def test_outputs_that_cannot_be_compared():
     report = pwlu.convert_(Filtered(conv=conv(), act=nn.SiLU()), IMAGES, init="relu")
-    assert report.notes == ["In evaluation mode the outputs on the sample have other shapes than before."]
+    assert report.notes == ["In evaluation mode, the shapes of the outputs on the sample changed."]
     with torch.device("meta"):
         report = pwlu.convert_(nn.Sequential(conv(), nn.SiLU()), torch.empty(2, 3, 7, 5))
     (note,) = report.notes
-    assert note == "How far the outputs changed could not be measured (RuntimeError: the model is on the meta device)."
+    assert note == "The change of the outputs could not be measured (RuntimeError: the model is on the meta device)."
 
 
 def test_options_are_given_by_name():
@@ -481,7 +483,7 @@ def test_restore(convert):
     assert [sorted(vars(m)) for m in model.modules()] == [sorted(vars(m)) for m in original.modules()]
     assert list(model.state_dict()) == list(original.state_dict())
     assert torch.equal(model(IMAGES), original(IMAGES))
-    with pytest.raises(ValueError, match=r"restore_: Everything has nothing that pwlu\.convert_ put there"):
+    with pytest.raises(ValueError, match=r"restore_: Everything was not converted by pwlu\.convert_"):
         pwlu.restore_(model)
 
 

@@ -28,7 +28,7 @@ def test_channels_of_a_transformer(name):
     expected = {"relu": 0, "prelu": 7, "swish": 0, "apl": 42, "pau": 10, "frelu": 0, "pwlu": 7 * 21}
     assert site.parameters == sum(p.numel() for p in model.gelu.parameters()) == expected[name]
     assert site.reason == {
-        "frelu": "as ReLU: FReLU needs a map",
+        "frelu": "replaced by ReLU: FReLU needs a 4-d feature map",
         "pau": "starts within 0.0025 of gelu for |x| <= 3",
     }.get(name, "")
     if name in ("prelu", "apl"):
@@ -56,7 +56,7 @@ def test_one_a_layer():
         model = nn.Sequential(conv(), nn.ReLU())
         assert pwlu.convert_(model, IMAGES, to=name, granularity="layer").parameters == parameters
         model(IMAGES)
-    with pytest.raises(ValueError, match=r"FReLU has a window for each channel\. Leave granularity out"):
+    with pytest.raises(ValueError, match=r"FReLU has one window per channel\. Leave granularity out"):
         pwlu.convert_(nn.Sequential(conv(), nn.ReLU()), IMAGES, to="frelu", granularity="layer")
 
 
@@ -68,7 +68,7 @@ def test_pau_starts_as_what_stood_there():
         assert (act(x) - function(x)).abs().max() < act.start_error * 1.01 + 1e-5
         assert f"of {act.start} for |x| <= 3" in str(report)
         assert site.error is None
-    with pytest.raises(ValueError, match=r"1, PReLU\(.*\), differs from channel to channel"):
+    with pytest.raises(ValueError, match=r"1 \(PReLU\(.*\)\) differs between channels"):
         pwlu.convert_(nn.Sequential(conv(), nn.PReLU(4)), IMAGES, to="pau", kinds=nn.PReLU)
 
 
@@ -108,10 +108,10 @@ def test_a_funnel_that_runs_several_times_has_group_norm():
     assert norms(model) == {"relu": "batch", "relu_2": "group", "late": "group"}
     assert [site.reason for site in report] == [
         "",
-        "with group norm: it runs 3 times in a pass",
-        "with group norm: it runs 2 times in a pass",
+        "with group norm: it runs 3 times per forward pass",
+        "with group norm: it runs 2 times per forward pass",
     ]
-    assert "runs 2 times in a pass; in eval mode only" in str(report)
+    assert "runs 2 times per forward pass; in eval mode only" in str(report)
     for mode in (True, False):
         model.train(mode)(IMAGES[:1]).sum().backward()  # of the last map, one pixel is left
     assert model.relu.norm.num_batches_tracked == 1
@@ -208,7 +208,7 @@ def test_networks(network, name):
     for site in report.converted:
         act, as_relu = model.get_submodule(site.name), name == "frelu" and site.name in flat
         assert isinstance(act, nn.ReLU if as_relu else CLASSES[name])
-        assert site.reason.startswith("as ReLU") == as_relu
+        assert site.reason.startswith("replaced by ReLU") == as_relu
         assert getattr(act, "channels", site.channels) == site.channels
     fixed = {m for m in model.modules() if isinstance(m, (nn.ReLU, nn.SiLU, nn.Hardswish)) and m not in gates}
     assert len(fixed) == {"relu": sites, "swish": sites, "frelu": len(flat)}.get(name, 0)

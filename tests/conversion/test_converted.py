@@ -152,7 +152,7 @@ def test_beside_a_scripted_child():
     model = nn.Sequential(conv(), nn.ReLU(), scripted)
     expected = model(IMAGES)
     report = pwlu.convert_(model, IMAGES)
-    assert report.notes == ["2 is scripted: activations inside are not seen. Convert it before torch.jit.script."]
+    assert report.notes == ["2 is scripted, so its activations are not found. Convert it before torch.jit.script."]
     assert [site.name for site in report] == ["1"]
     assert pwlu.restore_(model) == ["1"]
     assert torch.equal(model(IMAGES), expected)
@@ -360,7 +360,7 @@ def source(tmp_path, monkeypatch):
         (
             "self.conv(x)",
             "self.conv(-x)",
-            "RuntimeError: pwlu: the source of Block.forward is not what it was when the model was",
+            "RuntimeError: pwlu: the source of Block.forward has changed since the model was",
         ),
     ],
 )
@@ -377,7 +377,7 @@ def test_other_source_in_the_other_process(in_a_fresh_process, source, old, new,
 def test_source_that_was_edited_since_it_was_imported(source):
     model = __import__(source.stem).Block()
     source.write_text(SOURCE.replace("self.conv(x)", "self.cone(x)"))
-    with pytest.raises(ValueError, match=r"the source of Block\.forward is not what it was when .*\.py was imported"):
+    with pytest.raises(ValueError, match=r"the source of Block\.forward has changed since .*\.py was imported"):
         pwlu.convert_(model, IMAGES)
 
 
@@ -414,7 +414,7 @@ def test_distributed_data_parallel(network):
         wrapped = nn.parallel.DistributedDataParallel(network)
         wrapped(IMAGES).sum().backward()
         assert all(p.grad is not None for p in network.parameters())
-        with pytest.raises(ValueError, match="wrapped already, by DistributedDataParallel"):
+        with pytest.raises(ValueError, match="already wrapped by DistributedDataParallel"):
             pwlu.convert_(wrapped, IMAGES)
     finally:
         dist.destroy_process_group()

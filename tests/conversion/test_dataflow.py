@@ -171,7 +171,7 @@ def test_activations_that_are_written_out_in_between(function, kind):
     report = pwlu.convert_(Between(a=conv(), b=conv(4, 5)), IMAGES)
     assert [(site.kind, site.action) for site in report] == [(kind, "impossible"), ("relu", "converted")]
     assert report.sites[0].reason == (
-        f"it is written out: call F.{kind}, or name its module's class in kinds if that does nothing else"
+        f"it is written out by hand: call F.{kind}, or pass its module's class in kinds if that does nothing else"
     )
 
 
@@ -214,7 +214,7 @@ def test_gated_linear_units_are_marked(act, layers):
     report = pwlu.convert_(nn.Sequential(model, nn.Linear(3, 5), nn.ReLU()), torch.randn(2, 7, 3))
     assert [(site.glu, site.action) for site in report] == [(True, "converted"), (False, "converted")]
     assert "GLU: it multiplies another path" in str(report)
-    with pytest.raises(ValueError, match="declined by where; GLU"):
+    with pytest.raises(ValueError, match="where returned False; GLU"):
         pwlu.convert_(
             SwiGLU(gate=nn.Linear(3, width), up=up, down=nn.Linear(8, 3), act=act),
             torch.randn(2, 7, 3),
@@ -330,7 +330,7 @@ def test_channels_that_are_split_have_one_function(move):
     report = pwlu.convert_(model, torch.randn(2, 7, 5))
     (site,) = report
     assert (site.channels, site.layout, site.action) == (1, "several", "converted")
-    assert "one function for the layer: no single dimension has its channels" in str(report)
+    assert "one function for the layer: its channels are spread over several dimensions" in str(report)
     assert model(torch.randn(3, 9, 5)).numel() == 3 * 9 * 12  # another length
 
 
@@ -412,7 +412,7 @@ def test_a_list_is_several_samples():
     report = pwlu.convert_(model, [([IMAGES],), (IMAGES[:, :2],)])
     assert all("could not be run on sample 1 (" in note for note in report.notes)
     assert len(report.notes) == 2
-    with pytest.raises(RuntimeError, match=r"A list is several samples: for a model that takes one list, write \(images,\)"):
+    with pytest.raises(RuntimeError, match=r"A list holds several samples; if the model takes a list, pass \(images,\)"):
         pwlu.convert_(Images(conv=conv()), [IMAGES[:, :2]])
     with pytest.raises(ValueError, match="sample is an empty list"):
         pwlu.convert_(model, [])

@@ -221,5 +221,5 @@ def test_detection(name, options, converted, levels, with_targets):
     else:
         (note,) = report.notes
         assert note.startswith(
-            "In train mode the model could not be run on the sample (AssertionError: targets should not be none"
+            "In train mode, the model could not be run on the sample (AssertionError: targets should not be none"
         )

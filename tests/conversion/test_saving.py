@@ -223,7 +223,7 @@ def test_a_wrapped_model(tmp_path):
     fresh = network()
     pwlu.load_into(fresh, tmp_path / "file")
     assert_the_same(fresh, model)
-    with pytest.raises(ValueError, match=r"load_into: the model is wrapped already, by OptimizedModule. Convert first"):
+    with pytest.raises(ValueError, match=r"load_into: the model is already wrapped by OptimizedModule. Convert first"):
         pwlu.load_into(torch.compile(network()), tmp_path / "file")
 
 
@@ -287,7 +287,7 @@ ERRORS = {
         r"load_into: Another has no place for 0.act. The file holds a Sequential: create the model as it was",
     ),
     "shape": (wider, r"does not fit Sequential: 6.weight has the shape \(2, 4\), not \(3, 4\), 6.bias has the shape"),
-    "source": (edited, "the source of Edited.forward is not what it was when the model was converted"),
+    "source": (edited, "the source of Edited.forward has changed since the model was converted"),
 }
 
 
@@ -315,10 +315,10 @@ FILES = {
     "no units": (lambda c: c.pop("units"), "the conversion in the file is damaged: KeyError"),
     "no version": (lambda c: c.pop("version"), "the conversion in the file is damaged: KeyError"),
     "channels": (set_of(0, "channels", "many"), "damaged: .*channels must be an integer"),
-    "dtype": (set_of(0, "dtype", "int8"), "damaged: .*is no type of a PWLU"),
-    "dtype of nothing": (set_of(0, "dtype", "load"), "damaged: .*is no type of a PWLU"),
+    "dtype": (set_of(0, "dtype", "int8"), "damaged: .*a PWLU cannot have the dtype"),
+    "dtype of nothing": (set_of(0, "dtype", "load"), "damaged: .*a PWLU cannot have the dtype"),
     "init": (set_of(0, "init", "os.system"), "damaged: .*init 'os.system' is not known"),
-    "child": (set_of(1, "edit", ["forward", [0, 0], "x y", False, ""]), "damaged: .*'x y' is no name of a child"),
+    "child": (set_of(1, "edit", ["forward", [0, 0], "x y", False, ""]), "damaged: .*'x y' is not the name of a child module"),
     "name": (set_of(0, "name", "no.such"), "Sequential has no place for no.such"),
 }
 
@@ -352,7 +352,7 @@ def test_what_cannot_be_saved(tmp_path):
     model = network()
     pwlu.convert_(model, X, where=lambda site: site.name == "2", init="relu", min_positions=1)
     pwlu.convert_(model, X, to="prelu", kinds=["silu"], min_positions=1)
-    with pytest.raises(ValueError, match=r"save: 4 \(PReLU\) is no PWLU. Save before pwlu.fuse_ and pwlu.simplify_"):
+    with pytest.raises(ValueError, match=r"save: 4 \(PReLU\) is not a PWLU. Save before pwlu.fuse_ and pwlu.simplify_"):
         pwlu.save(model, tmp_path / "file")
     assert not any(tmp_path.iterdir())
 

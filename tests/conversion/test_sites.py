@@ -38,7 +38,7 @@ def test_a_loop_is_one_site():
     same, growing = (nn.ModuleList([conv(3, 3), conv(3, n)]) for n in (3, 5))
     assert converted(Loop(layers=same)) == {"relu": 3}
     assert converted(Loop(layers=growing), granularity="layer") == {"relu": 3}
-    with pytest.raises(ValueError, match=r"impossible +one place, called with 3, 5 channels: granularity='layer' would do"):
+    with pytest.raises(ValueError, match=r"impossible +the same place is called with 3, 5 channels: pass granularity='layer'"):
         pwlu.convert_(Loop(layers=nn.ModuleList([conv(3, 3), conv(3, 5)])), IMAGES)
 
 
@@ -77,7 +77,7 @@ def test_a_list_of_activations():
     report = pwlu.convert_(model(4, True), IMAGES)
     assert [site.name for site in report.converted] == ["acts.0", "acts.1"]
     assert [site.reason for site in report.of("skipped")] == [
-        f"shares acts.{n}: the places that call it cannot be told apart" for n in (0, 1)
+        f"shares acts.{n}: the calls cannot be told apart" for n in (0, 1)
     ]
 
 
@@ -125,7 +125,7 @@ def test_a_mode_that_fails_is_noted():
 
     report = pwlu.convert_(NeedsTargets(conv=conv()), IMAGES)
     assert report.converted[0].modes == ("eval",)
-    assert "In train mode the model could not be run on the sample (ValueError: targets, please)." in str(report)
+    assert "In train mode, the model could not be run on the sample (ValueError: targets, please)." in str(report)
 
 
 def test_a_model_whose_course_depends_on_values():
@@ -164,7 +164,7 @@ def test_in_place_where_the_input_is_used_again(of_view, then, used_again):
     """Then what came after saw the result in it, and a PWLU writes into nothing."""
     model = WritesInto(conv=conv(), act=nn.ReLU(inplace=True), then=then, of_view=of_view)
     model = nn.Sequential(conv(3, 3), nn.ReLU(), model)  # so that there is something to convert
-    expected = ["it writes into its input, which is used again: make it inplace=False"] if used_again else []
+    expected = ["it works in place, and its input is used again: set inplace=False"] if used_again else []
     assert reasons(model) == expected
 
 
@@ -183,7 +183,7 @@ def test_maps_of_one_position_are_left_alone():
     )
     report = pwlu.convert_(model, IMAGES)
     assert [site.action for site in report] == ["converted", "skipped", "converted"]
-    assert report.sites[1].reason == "maps of 1 position"
+    assert report.sites[1].reason == "feature maps of 1 position"
     pwlu.restore_(model)
     assert converted(model, min_positions=36) == {"7": 6}
 
@@ -197,7 +197,7 @@ def test_one_place_in_two_notations():
 
     assert converted(Mixed(plain=nn.Linear(3, 4), norm=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))), torch.randn(2, 3))
     model = nn.Sequential(nn.ReLU(), Mixed(plain=nn.Conv2d(3, 3, 1), norm=nn.Linear(3, 3)))
-    assert reasons(model, torch.randn(2, 3, 4, 3)) == ["called with channels in dimensions -1, 1"]
+    assert reasons(model, torch.randn(2, 3, 4, 3)) == ["the same place is called with channels in dimensions -1, 1"]
 
 
 def test_kinds_and_where():
@@ -207,7 +207,7 @@ def test_kinds_and_where():
         ("converted", ""),
         ("skipped", "gelu is not in kinds"),
         ("converted", ""),
-        ("skipped", "declined by where"),
+        ("skipped", "where returned False"),
     ]
     assert converted(model, kinds="gelu") == {"2": 4}
 
@@ -296,7 +296,7 @@ def test_slopes_given_to_a_function():
             return F.relu(F.prelu(self.conv(x), self.slopes))
 
     model = Given(conv=conv(), slopes=nn.Parameter(torch.ones(4)))
-    assert reasons(model, kinds=("prelu", "relu")) == ["its slopes are given to a function: make it an nn.PReLU"]
+    assert reasons(model, kinds=("prelu", "relu")) == ["its slopes are passed to a function: use nn.PReLU"]
 
 
 class SiLU(nn.Module):
@@ -330,7 +330,7 @@ class Cube(Square):
 @pytest.mark.parametrize(
     ("act", "kinds"), [(Square(), (Square,)), (Cube(), Square), (nn.PReLU(4), nn.PReLU), (nn.ReLU(), nn.ReLU)]
 )
-@pytest.mark.filterwarnings("ignore:convert_. 2 sites further than 0.1:UserWarning")
+@pytest.mark.filterwarnings("ignore:convert_. the initial function of 2 PWLUs is further than 0.1:UserWarning")
 def test_classes_as_kinds(act, kinds):
     """Of one's own, their subclasses, and ones with parameters."""
     assert converted(nn.Sequential(conv(), act, conv(4, 4), act), kinds=kinds) == {"1": 4, "3": 4}
@@ -351,7 +351,7 @@ class Power(nn.Module):
 
 def test_a_call_with_more_than_the_input():
     model = Scaled(conv=conv(), square=Power(), relu=nn.ReLU())
-    assert reasons(model, kinds=(Power, "relu")) == ["it is called with more than its input"]
+    assert reasons(model, kinds=(Power, "relu")) == ["it is called with more than one argument"]
 
 
 def test_integers_are_left_alone():

@@ -171,7 +171,7 @@ def test_compiled_inference(pair):
 
 def test_loading_across_the_two_forms(pair):
     model, fused = pair
-    with pytest.raises(RuntimeError, match=r"this model is fused\. Load them into the model before pwlu\.fuse_"):
+    with pytest.raises(RuntimeError, match=r"but this model is fused\. Load them into the model before pwlu\.fuse_"):
         fused.load_state_dict(model.state_dict())
     with pytest.raises(RuntimeError, match="holds a fused PWLU, but the PWLU of this model is not fused"):
         model.load_state_dict(fused.state_dict())
@@ -196,7 +196,7 @@ def test_subclasses_are_refused_before_anything_changes():
         pass
 
     model = nn.Sequential(pwlu.PWLU(), Mine())
-    with pytest.raises(TypeError, match="1 is of a subclass of PWLU"):
+    with pytest.raises(TypeError, match="1 is an instance of a subclass of PWLU"):
         pwlu.fuse_(model)
     assert type(model[0]) is pwlu.PWLU
 

@@ -13,7 +13,7 @@ from torch import nn
 import pwlu
 from pwlu.deploy.onnx_check import Inputs, agreement
 from pwlu.deploy.onnx_export import export_onnx
-from pwlu.deploy.onnx_forms import FORMS, write_as_
+from pwlu.deploy.onnx_forms import FORMS, set_form_
 from pwlu.deploy.onnx_units import Call, check_units
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -80,7 +80,7 @@ def test_units_likewise():
 
     calls = [Call("0", torch.empty(100, 3)), Call("1", torch.empty(50))]
     with torch.no_grad():
-        found = check_units(model, write_as_(written, "elements"), calls, run)
+        found = check_units(model, set_form_(written, "elements"), calls, run)
     assert (found.unit, found.units, found.reached) == ("0", ["0", "1"], 1.0)  # the third is never called
     assert found.difference == pytest.approx(1e-6, rel=1e-6)
     assert 1e-7 < found.tolerance < 1e-4

@@ -179,7 +179,7 @@ class Fixed(nn.Module):
 
 
 def test_one_batch_size(tmp_path):
-    with pytest.raises(RuntimeError, match=r"(?s)torch\.onnx\.export failed: .*exported with dynamic_batch=False"):
+    with pytest.raises(RuntimeError, match=r"(?s)torch\.onnx\.export failed: .*pass dynamic_batch=False"):
         export_onnx(Fixed().eval(), torch.randn(2, 6), tmp_path / "model.onnx")
     report = export_onnx(Fixed().eval(), torch.randn(2, 6), tmp_path / "model.onnx", dynamic_batch=False, opset=20)
     assert (set(report.batches), report.opset) == ({2}, 20)
@@ -198,9 +198,9 @@ def test_a_wrong_file_is_refused_and_nothing_is_left(what, tmp_path, monkeypatch
         else:
             unit.shift += 1e-3
 
-    text = r"of the PWLU '[23]', on inputs of every segment, differs .* rounding explains .*Another form may do: form='gather'"
+    text = r"of the PWLU '[23]', on inputs of every segment, in ONNX Runtime differs .* rounding explains only .*form='gather'"
     if what == "wiring":
-        text = "of the model, differs from PyTorch's result by"
+        text = "the result of the model in ONNX Runtime differs from PyTorch's by"
         monkeypatch.setattr("pwlu.deploy.onnx_export.fuse_", lambda m: (pwlu.fuse_(m), m[4].bias.data.add_(1e-4)))
     else:
         monkeypatch.setattr(Elements, "prepare_", wrong)
@@ -225,7 +225,7 @@ def test_a_tolerance_of_ones_own(tmp_path):
     with pytest.raises(RuntimeError, match=r"does not run in float64.*\n.*tolerance=1e-5"):
         export_onnx(model, torch.randn(2, 3), tmp_path / "model.onnx")
     export_onnx(model, torch.randn(2, 3), tmp_path / "model.onnx", tolerance=1e-5)
-    with pytest.raises(RuntimeError, match="the tolerance allows 0"):
+    with pytest.raises(RuntimeError, match="the tolerance allows only 0"):
         export_onnx(model, torch.randn(2, 3), tmp_path / "other.onnx", tolerance=0.0)
     assert not (tmp_path / "other.onnx").exists()
 
@@ -244,14 +244,14 @@ def test_a_sample_that_reaches_no_unit(tmp_path):
         def forward(self, x):
             return self.act(x) if x.ndim == 2 else x + 1
 
-    with pytest.raises(ValueError, match=r"reaches none of the model's PWLUs, such as 'act'\. Give one that does"):
+    with pytest.raises(ValueError, match=r"reaches none of the model's PWLUs, such as 'act'\. Pass a sample that does"):
         export_onnx(Beside().eval(), torch.randn(2, 3, 4), tmp_path / "model.onnx")
 
 
 def test_operators_of_others_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("pwlu.deploy.onnx_export._units", lambda *_: None)
     monkeypatch.setitem(FORMS, "elements", Foreign)
-    with pytest.raises(RuntimeError, match="operators that are not of ONNX: mine::Pwlu"):
+    with pytest.raises(RuntimeError, match="operators that are not part of ONNX: mine::Pwlu"):
         export_onnx(network(), IMAGES, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
@@ -285,10 +285,10 @@ class Unable(nn.Module):
         (network().double(), {}, ValueError, "is in float64"),
         (network(), {"sample": torch.randn(2, 4, 8, 8)}, RuntimeError, r"(?s)does not run on the sample: .*keyword arguments"),
         (network(), {"sample": {"y": IMAGES}}, RuntimeError, "does not run on the sample: TypeError"),
-        (network(), {"path": "missing/model.onnx"}, FileNotFoundError, "there is no folder .*missing: make it first"),
-        (network(), {"path": "."}, IsADirectoryError, r"is a folder\. Name a file in it, such as .*model\.onnx"),
+        (network(), {"path": "missing/model.onnx"}, FileNotFoundError, "the folder .*missing does not exist: create it first"),
+        (network(), {"path": "."}, IsADirectoryError, r"is a folder\. Pass a file in it, such as .*model\.onnx"),
         (network(), {"form": "relu"}, ValueError, "form must be one of 'elements', 'gather', 'clips', not 'relu'"),
-        (network(), {"opset": 11}, ValueError, "opset must be a whole number of at least 18, not 11"),
+        (network(), {"opset": 11}, ValueError, "opset must be an integer of at least 18, not 11"),
         (Unable().eval(), {}, RuntimeError, r"torch\.onnx\.export failed: "),
     ],
 )

@@ -13,7 +13,7 @@ from torch import nn
 
 import pwlu
 from pwlu.baselines import PReLU
-from pwlu.deploy.fitting import least_maximum
+from pwlu.deploy.fitting import minimax_fit
 from pwlu.deploy.simplify import Line, refine_, simplify_
 from pwlu.module import units_of
 
@@ -202,7 +202,7 @@ def test_least_maximum():
     x = torch.linspace(-1, 1, 41, dtype=torch.float64)
     target, nothing = torch.stack([x**2, x.abs(), x.exp()]), torch.zeros(3, dtype=torch.float64)
     line = torch.stack([torch.ones_like(x), x], 1).expand(3, -1, -1)
-    fitted = least_maximum(line, target, torch.zeros(3, 2, dtype=torch.float64), nothing + 1)
+    fitted = minimax_fit(line, target, torch.zeros(3, 2, dtype=torch.float64), nothing + 1)
     made = (line @ fitted[:, :, None] - target[:, :, None]).abs().amax((1, 2))
     # Chebyshev: the tangent parallel to the chord, half way between; on 41 points a little less
     slope = x.exp()[-1].sub(x.exp()[0]).div(2)
@@ -247,7 +247,8 @@ def test_report():
     one = simplify_(pwlu.PWLU(1, 2, (-2.0, 2.0), init=lambda x: 2 * x.relu()), replace=False)
     assert str(one).endswith("PWLU: 1 fewer; 1 parameter removed")
     assert re.search(
-        r"kept +0 +0 % +no fewer will do\nSequential: 2 kept; 0 parameters removed$", str(simplify_(model[1:], 1e-9))
+        r"kept +0 +0 % +fewer intervals exceed the tolerance\nSequential: 2 kept; 0 parameters removed$",
+        str(simplify_(model[1:], 1e-9)),
     )
 
 
@@ -420,12 +421,12 @@ def test_refine(dtype):
 
 def test_refine_refuses_what_would_change_the_function():
     model = nn.Sequential(pwlu.PWLU(intervals=8), pwlu.PWLU(intervals=16))
-    with pytest.raises(ValueError, match=r"1 has 16 intervals, and 24 is no multiple of that.*\. Write 16 or 32$"):
+    with pytest.raises(ValueError, match=r"1 has 16 intervals, and 24 is not a multiple of that.*\. Write 16 or 32$"):
         refine_(model, 24)
     with pytest.raises(ValueError, match=r"Write 8$"):
         refine_(model, 5)
     for wrong in (0, -8, 8.0, True):
-        with pytest.raises(ValueError, match=f"refine_: intervals must be a whole number of at least 1, not {wrong}"):
+        with pytest.raises(ValueError, match=f"refine_: intervals must be a positive integer, not {wrong}"):
             refine_(model, wrong)
     assert [act.intervals for act in model] == [8, 16]
 
@@ -447,10 +448,10 @@ class Mine(pwlu.PWLU):
             "has no PWLU. It is already fused: call pwlu.*_ before pwlu.fuse_",
         ),
         (lambda: "model", r"_: model must be a torch\.nn\.Module, not str\. Write pwlu\.\w+_\(model, \.\.\.\)"),
-        (lambda: nn.Sequential(pwlu.PWLU(), Mine()), "1 is of a subclass of PWLU"),
+        (lambda: nn.Sequential(pwlu.PWLU(), Mine()), "1 is an instance of a subclass of PWLU"),
         (lambda: nn.Sequential(pwlu.PWLU(), pwlu.PWLU(device="meta")), "1 is on the meta device and has no values"),
-        (lambda: nn.DataParallel(nn.Sequential(pwlu.PWLU())), "wrapped, by DataParallel, .* Unwrap it first"),
-        (lambda: nn.Sequential(torch.compile(nn.Sequential(pwlu.PWLU()))), "wrapped, by OptimizedModule"),
+        (lambda: nn.DataParallel(nn.Sequential(pwlu.PWLU())), "wrapped by DataParallel, .* Unwrap it first"),
+        (lambda: nn.Sequential(torch.compile(nn.Sequential(pwlu.PWLU()))), "wrapped by OptimizedModule"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:torch.nn.DataParallel:FutureWarning")
@@ -488,11 +489,11 @@ def test_a_controller_that_is_gone_does_not_matter():
 @pytest.mark.parametrize("tolerance", [0, -1e-3, 1.0, float("nan"), True, "small", None])
 def test_bad_tolerance(tolerance):
     act = pwlu.PWLU()
-    with pytest.raises(ValueError, match=f"tolerance must be a share of the function's range .*, not {tolerance!r}"):
+    with pytest.raises(ValueError, match=f"tolerance is a share of the function's range: .*, not {tolerance!r}"):
         simplify_(act, tolerance)
     assert type(act) is pwlu.PWLU
 
 
 def test_where_that_leaves_nothing():
-    with pytest.raises(ValueError, match="where said False to all of 0, 1"):
+    with pytest.raises(ValueError, match="where returned False for all of 0, 1"):
         simplify_(nn.Sequential(pwlu.PWLU(), pwlu.PWLU()), where=lambda name, act: False)

@@ -109,7 +109,9 @@ def test_a_checkpoint_in_which_the_pwlus_were_not_found(tmp_path):
     Training(tmp_path, max_steps=4, save_strategy="steps", save_steps=2).train()
     resumed = Training(tmp_path, max_steps=4)
     resumed.trainer._load_from_checkpoint = lambda *_: None  # as with models whose weights are saved under other names
-    with pytest.raises(RuntimeError, match=r"resumes at step 2, but the model's PWLUs are at the start.*save_original_format"):
+    with pytest.raises(
+        RuntimeError, match=r"resumes at step 2, but the model's PWLUs are at their start.*save_original_format"
+    ):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
@@ -200,7 +202,7 @@ def test_a_saved_model_with_a_function(tmp_path):
 
 def test_a_saved_model_that_was_not_recorded(tmp_path):
     vit().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"does not say how its model was converted. Save it by .*save_pretrained\(model"):
+    with pytest.raises(ValueError, match=r"has no record of a conversion. Save the model with .*save_pretrained\(model"):
         from_pretrained(ViTForImageClassification, tmp_path)
 
 
@@ -267,12 +269,12 @@ def test_own_group(tmp_path):
     training.train()
     training.watch.check(4)
     assert training.trainer.optimizer.optimizer is optimizer
-    with pytest.raises(ValueError, match="the optimizer has a scheduler already"):
+    with pytest.raises(ValueError, match="the optimizer already has a scheduler"):
         own_group_(training.trainer)
 
 
 def test_own_group_of_a_model_that_does_not_stay(tmp_path):
-    with pytest.raises(ValueError, match=r"with model_init, train\(\) makes a new model and a new optimizer"):
+    with pytest.raises(ValueError, match=r"with model_init, train\(\) creates a new model and a new optimizer"):
         own_group_(Training(tmp_path, trainer={"model_init": Network}).trainer)
 
 
@@ -287,7 +289,7 @@ def test_weight_decay_is_reported(tmp_path):
 
 
 def test_a_training_without_phase_two_is_reported(tmp_path):
-    with pytest.warns(UserWarning, match="Phase I takes 3 steps, and this training ends after 3 of them"):
+    with pytest.warns(UserWarning, match="Phase I takes 3 steps, but this training ends after 3 of them"):
         Training(tmp_path, max_steps=3).train()
 
 
@@ -297,7 +299,7 @@ def test_data_without_a_length(tmp_path):
             return iter(DATA)
 
     stream = {"model": Network(), "train_dataset": Stream()}
-    with pytest.raises(ValueError, match=r"needs training data with a length, and \w+ has none.*realign_at=1000"):
+    with pytest.raises(ValueError, match=r"needs training data with a length, but \w+ has none.*realign_at=1000"):
         Training(tmp_path, {"realign_after_epochs": 1}, stream, max_steps=6).train()
     training = Training(tmp_path, None, stream, max_steps=6)
     training.train()
@@ -312,7 +314,7 @@ def test_steps_or_epochs(wrong):
 
 @pytest.mark.parametrize("wrong", [0, -1, float("nan"), float("inf")])
 def test_a_number_of_epochs(wrong):
-    with pytest.raises(ValueError, match="must be a number above 0"):
+    with pytest.raises(ValueError, match="must be a positive number"):
         TwoPhaseCallback(realign_after_epochs=wrong)
 
 

@@ -99,12 +99,12 @@ def test_files(monkeypatch):
     [
         (
             lambda: plot_improvements(ROWS, baseline="RelU"),
-            r"baseline, in 'a', 'RelU' is not known\. Did you mean 'ReLU'\? There are 'ReLU', 'Swish', 'PWLU'$",
+            r"in 'a', the baseline 'RelU' is unknown\. Did you mean 'ReLU'\? Known: 'ReLU', 'Swish', 'PWLU'$",
         ),
-        (lambda: plot_improvements(ROWS, paper={"c": {}}), r"group 'c' is not known\. There are 'a', 'b'$"),
-        (lambda: plot_improvements({}, paper={"c": {}}), r"group 'c' is not known\. There is none$"),
-        (lambda: plot_improvements({"a": {"ReLU": (1.0, 0.1, 3)}}), "there is nothing to compare with the baseline 'ReLU'"),
-        (lambda: plot_improvements({}), "there is nothing to compare with the baseline 'ReLU'"),
+        (lambda: plot_improvements(ROWS, paper={"c": {}}), r"group 'c' is unknown\. Known: 'a', 'b'$"),
+        (lambda: plot_improvements({}, paper={"c": {}}), r"group 'c' is unknown\. Known: none$"),
+        (lambda: plot_improvements({"a": {"ReLU": (1.0, 0.1, 3)}}), "nothing to compare with the baseline 'ReLU'"),
+        (lambda: plot_improvements({}), "nothing to compare with the baseline 'ReLU'"),
     ],
 )
 def test_bad_input(call, text):

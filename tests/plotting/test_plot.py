@@ -340,9 +340,7 @@ def unreached(*names):
     return Alignment("Net", 1, measured(0.5).units, list(names))
 
 
-EXPECTED = (
-    r"plot_alignment: expected what pwlu\.alignment measured, or several of these by label, such as \{'stat-realign': .*\}"
-)
+EXPECTED = r"plot_alignment: expected a pwlu\.Alignment, or several by label, such as \{'stat-realign': .*\}"
 UNIT = {key: p.detach() for key, p in pwlu.PWLU(3).blocks()._asdict().items()}
 MODEL = nn.Sequential(pwlu.PWLU(3))
 
@@ -353,11 +351,11 @@ MODEL = nn.Sequential(pwlu.PWLU(3))
         (lambda: plot_functions(conv()), r"Conv2d has no PWLU. Convert it first: pwlu\.convert_\(model, sample\)"),
         (lambda: plot_functions(fused()), r"Sequential has no PWLU. It is already fused: call pwlu\.plot_functions before"),
         (lambda: plot_functions(3), "expected a model, or the parameters of its PWLUs by name, not int"),
-        (lambda: plot_functions({}), "there are no functions, the dictionary is empty"),
+        (lambda: plot_functions({}), "the dictionary of parameters is empty"),
         (lambda: plot_functions({"a": 3}), "'a' must be a dictionary of parameters, not int"),
         (
             lambda: plot_functions({"a": {"left": 1, "heights": 2, "left_slope": 3}}),
-            "'a' has no right, right_slope. It must have left, right, heights, left_slope, right_slope",
+            "'a' lacks right, right_slope. It needs left, right, heights, left_slope, right_slope",
         ),
         (
             lambda: plot_functions({"a": UNIT | {"right": torch.ones(2)}}),
@@ -369,29 +367,32 @@ MODEL = nn.Sequential(pwlu.PWLU(3))
         ),
         (
             lambda: plot_functions(model_of(12, 1), layers=["3", "100"]),
-            r"layer '100' is not known\. Did you mean '10'\? There are '0', '1', '2', '3', '4', '5', '6', '7', \.\.\.$",
+            r"layer '100' is unknown\. Did you mean '10'\? Known: '0', '1', '2', '3', '4', '5', '6', '7', \.\.\.$",
         ),
         (
             lambda: plot_functions(model_of(8, 1), layers="layer1.relu"),
-            r"layer 'layer1\.relu' is not known\. There are '0', '1', '2', '3', '4', '5', '6', '7'$",
+            r"layer 'layer1\.relu' is unknown\. Known: '0', '1', '2', '3', '4', '5', '6', '7'$",
         ),
-        (lambda: plot_functions(model_of(3, 1), layers=[2]), "layer 2 is not known. Did you mean '2'?"),
+        (lambda: plot_functions(model_of(3, 1), layers=[2]), "layer 2 is unknown. Did you mean '2'?"),
         (
             lambda: plot_functions(model_of(3, 1), layers=2),
-            r"plot_functions: layers must be the name of a PWLU, or several in a list, such as \['0', '1'\], not int$",
+            r"plot_functions: layers must be the name of a PWLU, or a list of names such as \['0', '1'\], not int$",
         ),
-        (lambda: plot_functions(MODEL, layers=[]), "layers is empty. Leave it out for up to 12"),
+        (lambda: plot_functions(MODEL, layers=[]), "layers is empty. Leave it out to draw up to 12"),
         (
             lambda: plot_functions(MODEL, channels=0),
-            r"how many to draw, 1 or more, or a list of which, such as \[0, 2\], not 0",
+            r"the number of channels to draw, at least 1, or a list of channels such as \[0, 2\], not 0",
         ),
         (
             lambda: plot_functions(MODEL, channels=2.5),
-            r"plot_functions: channels must be how many to draw, 1 or more, or a list of which, such as \[0, 2\], not 2\.5",
+            r"plot_functions: channels must be the number of channels to draw, at least 1, or a list .* \[0, 2\], not 2\.5",
         ),
-        (lambda: plot_functions(MODEL, channels=["a"]), r"or a list of which, such as \[0, 2\], not \['a'\]"),
+        (lambda: plot_functions(MODEL, channels=["a"]), r"or a list of channels such as \[0, 2\], not \['a'\]"),
         (lambda: plot_functions(MODEL, channels=[0.5]), r"not \[0\.5\]"),
-        (lambda: plot_functions(MODEL, channels=[0, 3]), "'0' has the channels 0 to 2, not 3. Name the layers you want"),
+        (
+            lambda: plot_functions(MODEL, channels=[0, 3]),
+            "'0' has the channels 0 to 2, not 3. Pass layers= to select other layers",
+        ),
         (lambda: plot_functions(MODEL, channels=[-1]), "'0' has the channels 0 to 2, not -1"),
         (lambda: plot_functions(MODEL, channels=[]), "channels is empty"),
         (
@@ -400,7 +401,7 @@ MODEL = nn.Sequential(pwlu.PWLU(3))
         ),
         (
             lambda: plot_functions({"1": UNIT}, alignment=measured(0.5)),
-            "'1' has 3 channels, in the alignment 1: is it of another model",
+            "'1' has 3 channels, but 1 in the alignment. Is it of another model",
         ),
         (
             lambda: plot_functions({"1": UNIT}, alignment=measured(0.5, 0.5, 0.5)),
@@ -408,7 +409,7 @@ MODEL = nn.Sequential(pwlu.PWLU(3))
         ),
         (
             lambda: plot_functions(MODEL, alignment=[torch.ones(9)]),
-            r"plot_functions: alignment must be what pwlu\.alignment measured, not list: write alignment=pwlu\.alignment\(",
+            r"plot_functions: alignment must be a pwlu\.Alignment, not list: write alignment=pwlu\.alignment\(",
         ),
         (
             lambda: plot_functions(nn.ModuleDict({"a": pwlu.PWLU(), "b": pwlu.PWLU()}), layers="b", alignment=unreached("b")),
@@ -419,11 +420,11 @@ MODEL = nn.Sequential(pwlu.PWLU(3))
             "the alignment has none of these units: a, b. Is it of another model",
         ),
         (lambda: plot_alignment({}), rf"{EXPECTED}, not an empty dictionary$"),
-        (lambda: plot_alignment({"a": 3}), rf"{EXPECTED}, not int, which 'a' is$"),
+        (lambda: plot_alignment({"a": 3}), rf"{EXPECTED}, not int for 'a'$"),
         (lambda: plot_alignment([measured(0.5)]), rf"{EXPECTED}, not list$"),
         (
             lambda: plot_alignment({"b": measured(0.5), "a": measured(math.nan)}),
-            rf"{EXPECTED}, not 'a', where no unit had an input that was finite$",
+            rf"{EXPECTED}, not 'a', where no unit had finite inputs$",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from pwlu.analysis.shapes import describe
 from pwlu.cli import main
 from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.report import charts
-from pwlu.report.encoding import growth, halves, shares
+from pwlu.report.encoding import encode_float16, encode_shares, encode_snapshots
 from pwlu.report.gallery import gallery
 from pwlu.report.page import page
 from pwlu.report.run_data import read_run_data
@@ -52,9 +52,9 @@ def test_a_finished_run(run, capsys):
     assert sections_of(html) == ["result", "training", "alignment", "shapes", "functions"]
     assert said == ""
     assert "<h1>digits, PWLU, seed 0</h1>" in html
-    assert "Accuracy 76.00 % on 899 test images; 10 learned functions in 2 layers, one a channel." in html
-    assert "PWLUs have 8 intervals and began as relu. Trained with pwlu 0.1.0 (abc) and torch 2.11 on a processor." in html
-    assert "Other than the recipe has it: epochs 4, realign epochs 1." in html
+    assert "Accuracy 76.00 % on 899 test images; 10 learned functions in 2 layers, one per channel." in html
+    assert "PWLUs have 8 intervals and started as relu. Trained with pwlu 0.1.0 (abc) and torch 2.11 on a processor." in html
+    assert "Changed from the recipe: epochs 4, realign epochs 1." in html
     assert html.count("realignment, step 10") == 2  # in both charts
     assert "<dt>realigned after</dt><dd>10 steps</dd>" in html
 
@@ -97,11 +97,11 @@ def test_the_table_of_shapes(tmp_path):
     second["heights"] = x.expand(4, 9).clone()
     html = page(read_run_data(write_run(tmp_path / "run", functions, alignment=inputs_of(functions))))
     assert (
-        "<p>Of all functions <strong>10 %</strong> are V-shaped. In layer 1 (1) <strong>17 %</strong> are nearly linear, that "
-        "is at most 5 % off a straight line, in the others 100 %. (The paper finds V shapes often, and a first layer that is "
-        "nearly linear.)</p>" in html
+        "<p>Of all functions, <strong>10 %</strong> are V-shaped. In layer 1 (1), <strong>17 %</strong> are nearly linear, "
+        "that is within 5 % of a straight line; in the others, 100 %. (The paper reports frequent V shapes and a nearly linear "
+        "first layer.)</p>" in html
     )
-    assert "Percentage of the functions of each layer that have a shape where their inputs are." in html
+    assert "Percentage of the functions of each layer with a shape where their inputs are." in html
     heads = re.findall(r'<th scope="col" title="[^"]+"><span>([^<]*)</span>', html)
     assert heads[:7] == ["linear", "ReLU-like", "V-shaped", "not monotone", "flat left", "flat right", "saturating"]
     assert data_of(html)["classes"][:3] == ["linear", "ReLU-like", "V-shaped"]
@@ -121,10 +121,10 @@ def test_two_shares_of_inputs_outside(tmp_path):
     first.outside, first.count = [0.5] * 6, [9000] * 6
     second.outside, second.count = [0.0] * 4, [1000] * 4
     html = page(read_run_data(write_run(tmp_path / "run", functions, alignment=aligned)))
-    assert f"{100 * 0.5 * 54 / 58:.2f} % of inputs lie outside of the bounds, where every input counts once" in html
+    assert f"{100 * 0.5 * 54 / 58:.2f} % of all inputs lie outside the bounds; every input counts once" in html
     cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr><th scope=\"row\">.*?</tr>", html)]
     assert cells[2][11] == "30.0"
-    assert "Of inputs outside and empty intervals: the mean over functions, each of which counts once." in html
+    assert "Inputs outside and empty intervals are means over functions." in html
 
 
 @pytest.mark.parametrize("layers", [1, 2, 9])
@@ -132,8 +132,8 @@ def test_the_first_layer_is_one_layer(layers):
     """However many there are: the paper says nothing of the second."""
     units = {str(i): pwlu.PWLU(2, init="relu" if i else "identity") for i in range(layers)}
     words = shape_table(describe(nn.ModuleDict(units)), None).partition("</p>")[0]
-    rest = ", in the others 0 %" if layers > 1 else ""
-    assert f"In layer 1 (0) <strong>100 %</strong> are nearly linear, that is at most 5 % off a straight line{rest}." in words
+    rest = "; in the others, 0 %" if layers > 1 else ""
+    assert f"In layer 1 (0), <strong>100 %</strong> are nearly linear, that is within 5 % of a straight line{rest}." in words
 
 
 def test_shapes_that_are_not_known(tmp_path):
@@ -144,7 +144,7 @@ def test_shapes_that_are_not_known(tmp_path):
     for snapshot in (path / "snapshots").iterdir():
         snapshot.unlink()
     html = page(read_run_data(path))
-    assert "Of all functions <strong>0 %</strong> are V-shaped. In layer 1 (1) <strong>an unknown share</strong> are" in html
+    assert "Of all functions, <strong>0 %</strong> are V-shaped. In layer 1 (1), <strong>an unknown share</strong> are" in html
     cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr><th scope=\"row\">.*?</tr>", html)]
     assert cells[0] == ["6", *["-"] * 8, "0", "-", "10.0", "0.0", "0.50"]
     assert cells[1] == ["4", "0", "100", "0", "0", "100", "0", "0", "-", "0", "-", "10.0", "0.0", "0.50"]
@@ -177,7 +177,7 @@ def test_another_activation(tmp_path, capsys):
     html, said = reported(write_run(tmp_path / "run", {}, activation="relu"), capsys)
     assert sections_of(html) == ["result", "training"]
     assert "<h1>digits, ReLU, seed 0</h1>" in html
-    assert said == "The activation is relu: there are no PWLUs, so there are no functions to show.\n"
+    assert said == "The activation is relu. The network has no PWLUs, so there are no functions to show.\n"
     assert said.strip() in html
     assert "realignment, step" not in html
     assert data_of(html) is None
@@ -193,8 +193,8 @@ def test_what_compare_keeps(run, capsys):
     html, said = reported(run, capsys)
     assert sections_of(html) == ["result", "training", "alignment", "shapes", "functions"]
     assert said.splitlines() == [
-        "There is no inputs.json: of the inputs, the 5 % and 95 % quantiles are shown, not the distribution.",
-        "No earlier snapshot can be shown: the functions are as they are in the end, not as they grew.",
+        "There is no inputs.json: the 5 % and 95 % quantiles of the inputs are shown instead of their distribution.",
+        "There are no earlier snapshots, so only the final functions are shown.",
     ]
     data = data_of(html)
     assert data["bars"] == 0
@@ -210,9 +210,9 @@ def test_functions_and_alignment_alone(run, capsys):
     html, said = reported(run, capsys)
     assert sections_of(html) == ["result", "alignment", "shapes", "functions"]
     assert "<h1>run</h1>" in html
-    assert "10 learned functions in 2 layers, one a channel." in html
-    assert "There is no config.json: the settings are not known." in said
-    assert "No epoch is known: there are no curves to show." in said
+    assert "10 learned functions in 2 layers, one per channel." in html
+    assert "There is no config.json: the settings are unknown." in said
+    assert "No epoch was recorded, so there are no curves." in said
     assert "The run is not finished: it has no result.json." in said
     data = data_of(html)
     assert data["layers"][0]["start"] is None
@@ -228,11 +228,11 @@ def test_an_unfinished_run(functions, tmp_path, capsys):
     html, said = reported(path, capsys)
     assert sections_of(html) == ["result", "training", "shapes", "functions"]
     assert "The run is not finished: 3 of 9 epochs are done." in said
-    assert "There is no alignment.json: shapes are those between the bounds, whatever the inputs are." in said
+    assert "There is no alignment.json: shapes are measured between the bounds instead of where the inputs are." in said
     assert "<dt>epochs</dt><dd>3 of 9</dd>" in html
-    assert "The functions are those of step 30.\n" in said
-    assert "10 learned functions in 2 layers, one a channel, as they were at step 30." in html
-    assert "that have a shape between their bounds." in html
+    assert "The functions are from step 30.\n" in said
+    assert "10 learned functions in 2 layers, one per channel, at step 30." in html
+    assert "with a shape between their bounds." in html
     assert data_of(html)["ended"] is False
     assert [moment["step"] for moment in data_of(html)["moments"]] == [0, 10, 20, 30]
 
@@ -246,10 +246,10 @@ def test_a_run_that_was_killed_early(tmp_path, capsys):
     html, said = reported(path, capsys)
     assert said.splitlines() == [
         "The run is not finished: 12 of 400 epochs are done.",
-        "There is no alignment.json: shapes are those between the bounds, whatever the inputs are.",
-        "The functions are those of step 0, when they had not begun to learn.",
+        "There is no alignment.json: shapes are measured between the bounds instead of where the inputs are.",
+        "The functions are from step 0, before they began to learn.",
     ]
-    assert ">10 functions in 2 layers, one a channel, as they were at step 0.<" in html.replace("\n", "")
+    assert ">10 functions in 2 layers, one per channel, at step 0.<" in html.replace("\n", "")
     assert "where their inputs are" not in html
     assert "learned functions" not in html
 
@@ -278,7 +278,7 @@ def test_a_run_that_has_only_begun(tmp_path, capsys):
     html, said = reported(path, capsys)
     assert sections_of(html) == ["result"]
     assert "<h1>digits, PWLU, seed 3</h1>" in html
-    assert "There is no functions.pt: the functions cannot be shown, nor is there a snapshot to show instead." in said
+    assert "There is no functions.pt: the functions cannot be shown, and there is no snapshot to show instead." in said
 
 
 def test_damaged_files_are_named_and_left_out(run, capsys):
@@ -296,14 +296,14 @@ AGAIN = "Copy it again from where it was trained, or train again. It is left out
 @pytest.mark.parametrize(
     ("name", "content", "notes"),
     [
-        ("config.json", "{", [f"PATH is damaged: Expecting .*\\. {AGAIN}", "The settings are not known."]),
-        ("config.json", "3", [f"PATH is damaged: expected {{...}}, not 3. {AGAIN}", "The settings are not known."]),
+        ("config.json", "{", [f"PATH is damaged: Expecting .*\\. {AGAIN}", "The settings are unknown."]),
+        ("config.json", "3", [f"PATH is damaged: expected {{...}}, not 3. {AGAIN}", "The settings are unknown."]),
         (
             "config.json",
             '{"recipe": "digits", "activation": 5}',
             [
                 f"PATH does not hold the settings of a run: activation must be a text, not 5. {AGAIN}",
-                "The settings are not known.",
+                "The settings are unknown.",
             ],
         ),
         ("environment.json", "3", [f"PATH is damaged: expected {{...}}, not 3. {AGAIN}"]),
@@ -313,18 +313,18 @@ AGAIN = "Copy it again from where it was trained, or train again. It is left out
             '{"accuracy": "high"}',
             [f"PATH is damaged: accuracy must be a number, not 'high'. {AGAIN}"],
         ),
-        ("metrics.jsonl", "5", ["line 1 of PATH is damaged: it must be .*", "No epoch is known: there are no curves to show."]),
+        ("metrics.jsonl", "5", ["line 1 of PATH is damaged: it must be .*", "No epoch was recorded, so there are no curves."]),
         (
             "metrics.jsonl",
             '{"foo": 1}',
-            ["line 1 of PATH is damaged: it .*", "No epoch is known: there are no curves to show."],
+            ["line 1 of PATH is damaged: it .*", "No epoch was recorded, so there are no curves."],
         ),
         (
             "alignment.json",
             "3",
-            ["alignment.json cannot be .*", "Shapes are those between the bounds, whatever the inputs are."],
+            ["alignment.json cannot be .*", "Shapes are measured between the bounds instead of where the inputs are."],
         ),
-        ("inputs.json", "{", ["inputs.json cannot be .*", "Of the inputs, the 5 % and 95 % quantiles are shown, not the .*"]),
+        ("inputs.json", "{", ["inputs.json cannot be .*", "The 5 % and 95 % quantiles of the inputs are shown instead of .*"]),
         ("functions.pt", "no tensors", ["functions.pt cannot be read and is left out: it does not hold saved functions"]),
     ],
 )
@@ -356,7 +356,7 @@ def test_snapshots_that_do_not_belong(run, functions, capsys):
     RunFolder(run).write_tensors("snapshots/step-00000010.pt", functions_of(small_network("layer")))
     html, said = reported(run, capsys)
     assert [moment["step"] for moment in data_of(html)["moments"]] == [0, 20, 30, 40]
-    assert said == "The snapshot of step 10 is of other units than the last functions, and is left out.\n"
+    assert said == "The snapshot of step 10 has other units than the last functions and is left out.\n"
 
 
 def test_an_alignment_of_another_model(run, capsys):
@@ -379,7 +379,7 @@ def test_a_run_that_diverged(run, functions, capsys):
         '<p class="headline">The training diverged: the loss was no longer finite. Try a smaller --lr.</p>' in html
     )  # and no accuracy
     assert "learned functions" not in html
-    assert "The training diverged. What this page shows is what it left, not what was learned." in html
+    assert "The training diverged. This page shows its last state, not a trained network." in html
     assert data_of(html)["moments"][-1]["step"] == 50
 
 
@@ -436,7 +436,7 @@ def test_where_the_page_goes(run, tmp_path, capsys):
 
 
 def decoded(content, moments, channels, columns):
-    """The oracle of what ``growth`` wrote: (T, C, K), and the scale (C, 2)."""
+    """The oracle of what ``encode_snapshots`` wrote: (T, C, K), and the scale (C, 2)."""
     scale = torch.frombuffer(bytearray(content[: 4 * channels]), dtype=torch.bfloat16).double().view(channels, 2)
     place, size = 4 * channels, channels * columns
     last = torch.frombuffer(bytearray(content[place : place + 2 * size]), dtype=torch.uint16).double()
@@ -454,7 +454,7 @@ def test_functions_in_few_bytes(moments):
     """Half a level of the scale is all that is lost; scales are of each channel by itself."""
     values = torch.randn(moments, 4, 9, dtype=torch.float64) * torch.tensor([1e-3, 1.0, 50.0, 0.0])[:, None]
     values[0, 1, 2], values[-1, 1, 3], values[-1, 2, :] = torch.nan, torch.inf, 7.25
-    content = growth(values)
+    content = encode_snapshots(values)
     assert len(content) == 4 * 4 + 2 * 4 * 9 + (moments - 1) * 4 * 9
     found, scale = decoded(content, moments, 4, 9)
     assert torch.equal(found.isnan(), ~values.isfinite())
@@ -467,8 +467,8 @@ def test_functions_in_few_bytes(moments):
 
 
 def test_shares_and_halves():
-    assert shares(torch.tensor([0.0, 0.5, 1.0, torch.nan, 2.0])) == bytes([0, 127, 254, 255, 254])
-    assert halves(torch.tensor([1.0, -2.0, torch.inf])) == bytes([0, 0x3C, 0, 0xC0, 0, 0x7C])
+    assert encode_shares(torch.tensor([0.0, 0.5, 1.0, torch.nan, 2.0])) == bytes([0, 127, 254, 255, 254])
+    assert encode_float16(torch.tensor([1.0, -2.0, torch.inf])) == bytes([0, 0x3C, 0, 0xC0, 0, 0x7C])
 
 
 def test_starts_that_stood_there_before(functions, tmp_path):
@@ -521,9 +521,9 @@ def test_what_does_not_fit_is_left_out(run):
 def test_ticks():
     assert charts.ticks(0, 100) == [0, 20, 40, 60, 80, 100]
     assert charts.ticks(-0.3, 0.31) == [-0.3, -0.2, -0.1, 0, 0.1, 0.2, 0.3]
-    assert charts.factors(0.03, 3) == [0.05, 0.1, 0.2, 0.5, 1, 2]
-    assert charts.factors(0.001, 3) == [0.001, 0.01, 0.1, 1]
-    assert charts.factors(1.31, 1.7) == [1.4, 1.5, 1.6, 1.7]
+    assert charts.log_ticks(0.03, 3) == [0.05, 0.1, 0.2, 0.5, 1, 2]
+    assert charts.log_ticks(0.001, 3) == [0.001, 0.01, 0.1, 1]
+    assert charts.log_ticks(1.31, 1.7) == [1.4, 1.5, 1.6, 1.7]
 
 
 def test_lines_are_where_their_numbers_are():

@@ -121,7 +121,7 @@ def test_what_the_script_reads_is_what_was_saved(tab, run):
     script += f"return [unit.left, unit.right, {x.tolist()}.map(x => String(valueAt(unit, x)))]; }}))))"
     found = tab.value(script)
     for layer, name in zip(found, run.functions, strict=True):
-        for place, (moment, functions) in enumerate(zip(layer, run.moments.values(), strict=True)):
+        for place, (moment, functions) in enumerate(zip(layer, run.snapshots.values(), strict=True)):
             last = place == len(layer) - 1
             unit = [functions[name][key].double() for key in ("left", "right", "heights", "left_slope", "right_slope")]
             for channel, (left, right, values) in enumerate(moment):
@@ -164,13 +164,13 @@ def test_what_is_shown_before_the_end(window, tmp_path, known):
     else:
         (path / "metrics.jsonl").unlink()
     window.open(written(path))
-    when = "step 0, epoch 0, Phase I" if known else "the end of the training"
+    when = "step 0, epoch 0, Phase I" if known else "the end of training"
     assert window.value(CAPTION) == f"Layer 1 (1), channel 0 of 6, {when}"
     titles = window.value("[...document.querySelectorAll('#facts dt')].map(e => e.textContent)")
-    assert titles[2] == ("shape at step 0" if known else "shape in the end")
+    assert titles[2] == ("shape at step 0" if known else "shape at the end")
     spoken = window.value("curve.getAttribute('aria-label')")
-    assert spoken.endswith(f"at {when}; {'at step 0' if known else 'in the end'} ReLU-like, flat left")
-    assert window.value("document.querySelector('.legend li').textContent") == "the function, and its bounds"
+    assert spoken.endswith(f"at {when}; {'at step 0' if known else 'at the end'}: ReLU-like, flat left")
+    assert window.value("document.querySelector('.legend li').textContent") == "the function and its bounds"
     assert window.problems == []
 
 

@@ -39,7 +39,7 @@ def test_it_opens(written, tmp_path):
         assert tab.problems == []
         assert tab.value("document.querySelectorAll('#layers label').length") == 49
         said = tab.value("document.getElementById('left-out').textContent")
-        assert said.startswith("To keep this page small, it leaves out")
+        assert said.startswith("To stay small, this page leaves out")
         tab.value("document.querySelectorAll('[name=layer]')[48].click()")
         tab.value("document.getElementById('channel').focus()")
         tab.press("End")

@@ -40,7 +40,7 @@ def test_snapshots_are_small(digits_run):
 def test_no_snapshots(tmp_path, capsys):
     folder = short_run(tmp_path, "--snapshots", 0)
     assert not (folder.path / "snapshots").exists()
-    assert list(read_run_data(folder.path).moments) == [3 * STEPS_AN_EPOCH]
+    assert list(read_run_data(folder.path).snapshots) == [3 * STEPS_AN_EPOCH]
     assert train("--snapshots", -1, "--runs", tmp_path) == 2
     assert "--snapshots must be at least 0, not -1" in capsys.readouterr().err
 
@@ -49,7 +49,7 @@ def test_a_real_run_is_read(digits_run):
     """Nothing that a report wants is missing from what a training writes."""
     run = read_run_data(digits_run.path)
     assert run.notes == []
-    assert list(run.moments) == [STEPS_AN_EPOCH * epoch for epoch in range(4)]
+    assert list(run.snapshots) == [STEPS_AN_EPOCH * epoch for epoch in range(4)]
     assert run.realigned_after == STEPS_AN_EPOCH
     assert run.starts == dict.fromkeys(("2", "5", "8"), "relu")
     assert [unit.name for unit in run.alignment] == ["2", "5", "8"]

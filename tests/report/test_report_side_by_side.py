@@ -53,8 +53,8 @@ def rows(html):
 
 def test_one_seed_each(runs, capsys):
     html, printed = reported(capsys, runs(98.5), runs(98.0, "relu"))
-    words = "accuracy 98.50 % against 98.00 %, +0.50 points with 1 and 1 seed, too few to tell it from chance."
-    assert headline(html).startswith(f"PWLU beside ReLU: {words} Accuracy 98.50 % on 899 ")
+    words = "accuracy 98.50 % against 98.00 %, +0.50 points with 1 and 1 seed, too few to estimate the error."
+    assert headline(html).startswith(f"PWLU and ReLU: {words} Accuracy 98.50 % on 899 ")
     assert words in printed
     assert [row[2:4] for row in rows(html)] == [["accuracy, %", "over ReLU"], ["98.50", "+0.50"], ["98.00", ""]]
     assert 'href="#comparison"' in html
@@ -71,13 +71,15 @@ def test_several_seeds(runs, capsys):
     html, _ = reported(capsys, ours, *theirs)
     error = math.sqrt(0.5**2 / 3 + 0.5 / 2)
     assert f"is better than ReLU: accuracy 98.50 % against 96.50 %, +2.00 ± {error:.2f} points" in headline(html)
-    assert "with 3 and 2 seeds, more than twice its standard error." in headline(html)
+    assert "with 3 and 2 seeds, more than 2 standard errors." in headline(html)
     first, base = rows(html)[1:]
     assert first[:4] == ["1 PWLU", "0, 1, 2", "98.50 ± 0.50", f"+2.00 ± {error:.2f}"]
     assert base[:4] == ["2 ReLU", "0, 1", "96.50 ± 0.71", ""]
 
 
-@pytest.mark.parametrize(("shift", "words"), [(0.0, "cannot be told from"), (-3.0, "is worse than"), (3.0, "is better than")])
+@pytest.mark.parametrize(
+    ("shift", "words"), [(0.0, "is not clearly different from"), (-3.0, "is worse than"), (3.0, "is better than")]
+)
 def test_the_first_sentence(runs, capsys, shift, words):
     ours = [runs(90.0 + shift + seed, seed=seed) for seed in range(3)]
     theirs = [runs(90.0 + seed, "relu", seed=seed) for seed in range(3)]
@@ -101,7 +103,7 @@ def test_other_runs_in_one_page(runs, capsys):
 def test_other_settings_of_the_baseline(runs, capsys):
     """Are named: it is not the same recipe."""
     html, _ = reported(capsys, runs(98.0), runs(97.0, "relu", lr=0.1))
-    assert headline(html).startswith("PWLU beside ReLU, lr 0.1: ")
+    assert headline(html).startswith("PWLU and ReLU, lr 0.1: ")
 
 
 def test_runs_that_diverged(runs, capsys):
@@ -123,7 +125,7 @@ def test_what_cannot_be_compared(runs, capsys, tmp_path):
     unfinished = runs(0, "relu", seed=3, finished=False)
     assert f"the baseline {unfinished} is not finished" in refused(capsys, ours, "--baseline", unfinished)
     assert "--baseline is the same experiment as the run, PWLU" in refused(capsys, ours, "--baseline", runs(97.0, seed=1))
-    assert "must be runs of one experiment, which differ in their seeds, not ReLU and Swish" in refused(
+    assert "must be runs of one experiment that differ only in their seeds, not ReLU and Swish" in refused(
         capsys, ours, "--baseline", base, runs(97.0, "swish")
     )
     assert f"{ours} and {ours} are the same experiment with the same seed: leave one out" in refused(capsys, ours, ours)

@@ -1,1 +1,1 @@
-"""Numbers about a trained model: where the inputs of its PWLUs lie, and what functions they have learned. Draws nothing."""
+"""Measure trained models: where the inputs of their PWLUs lie, and which functions they learned. Numbers, no figures."""

@@ -1,4 +1,4 @@
-"""Alignment: do the bounds of every unit lie where its inputs are?"""
+"""Measure alignment: how well the bounds of every PWLU fit its inputs."""
 
 import inspect
 import json
@@ -17,28 +17,38 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pwlu import reference
-from pwlu.analysis.quantiles import Sketch
+from pwlu.analysis.quantiles import QuantileSketch
 from pwlu.module import PWLU, require_units, unwrapped
 from pwlu.text import columns, counted, parsed
 
 BARS = 32
-HEALTHY = 0.548  # IOU of normally distributed inputs and bounds at mu +- 3 sigma, where realignment puts them: 2 * 1.645 / 6
+HEALTHY = 0.548  # IOU of normal inputs with bounds at mu +- 3 sigma, where realignment puts them: 2 * 1.645 / 6
 _ACCEPTED = (
-    "A batch is what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments; or what a "
-    "loader gives, inputs and labels. If a loader gives something else, pick the inputs: "
+    "A batch must be what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments; or a "
+    "list of inputs and labels from a loader. If your loader yields something else, select the inputs: "
     "pwlu.alignment(model, (batch['image'] for batch in loader))."
 )
 
 
 @dataclass
 class UnitAlignment:
-    """One unit: lists have an entry for each channel of its input; those of a layer-wise unit have the same bounds.
+    """The alignment of one PWLU. Every list has one entry per channel of its input.
 
-    ``left``, ``right``: the bounds. ``p5``, ``p95``: quantiles of the input (``pwlu.analysis.quantiles`` says how exact
-    they are). ``iou``: of both intervals. ``outside``: the share of inputs outside of the bounds. ``count``: finite
-    inputs seen; where it is 0, what follows from them is NaN. ``nonfinite``: others, which are in no other number.
-    ``histogram``: of 10,000 inputs, those in each of 32 equal bars from ``low`` to ``high``, beyond which lies at most a
-    thousandth on either side.
+    All channels of a layer-wise unit have the same bounds.
+
+    Attributes:
+        name: Full name of the unit.
+        left: Left bounds.
+        right: Right bounds.
+        p5: 5 % quantiles of the inputs; :mod:`pwlu.analysis.quantiles` states their accuracy.
+        p95: 95 % quantiles of the inputs.
+        iou: Intersection over union of [left, right] and [p5, p95].
+        outside: Fraction of the inputs outside the bounds.
+        count: Number of finite inputs. If it is 0, the numbers computed from inputs are NaN.
+        nonfinite: Number of infinite and NaN inputs, which no other number includes.
+        low: Lower ends of the histograms; at most a thousandth of the inputs lies below.
+        high: Upper ends of the histograms; at most a thousandth of the inputs lies above.
+        histogram: How many of 10,000 inputs fall in each of 32 equal bars from ``low`` to ``high``.
     """
 
     name: str
@@ -56,13 +66,20 @@ class UnitAlignment:
 
     @property
     def channels(self) -> int:
-        """Of the input."""
+        """Return the number of channels of the input."""
         return len(self.iou)
 
 
 @dataclass
 class Alignment:
-    """Every unit that was reached, in the order of the model. Prints as a table; iterates over units."""
+    """The alignment of every PWLU that was reached, in model order. Prints as a table; iterates over units.
+
+    Attributes:
+        model: Class name of the model.
+        batches: Number of batches.
+        units: One :class:`~pwlu.analysis.alignment.UnitAlignment` per PWLU.
+        unreached: Names of the PWLUs that had no input.
+    """
 
     model: str
     batches: int
@@ -77,11 +94,11 @@ class Alignment:
 
     @property
     def iou(self) -> list[float]:
-        """Of every channel of every unit that had inputs."""
+        """Return the IOU of every channel, of all units, that had inputs."""
         return [value for unit in self.units for value in unit.iou if not math.isnan(value)]
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """A row for each channel, without the histograms, for a data frame."""
+        """Return one row per channel, without the histograms, for a data frame."""
         columns = ("left", "right", "p5", "p95", "iou", "outside", "count", "nonfinite")
         return [
             {"unit": unit.name, "channel": channel} | {column: getattr(unit, column)[channel] for column in columns}
@@ -90,22 +107,22 @@ class Alignment:
         ]
 
     def to_json(self) -> str:
-        """Numbers have 6 digits; what is not finite becomes null. 50 bytes a channel, and 140 for its histogram."""
-        return json.dumps(_rounded(asdict(self)), separators=(",", ":"), allow_nan=False)
+        """Return JSON with 6 digits per number and null for non-finite ones: 50 bytes per channel, 140 for its histogram."""
+        return json.dumps(_round_floats(asdict(self)), separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> "Alignment":
-        """What :meth:`to_json` wrote; null becomes NaN."""
+        """Return the alignment that :meth:`to_json` wrote; null becomes NaN."""
         try:
             values = parsed(text)
-            units = [UnitAlignment(**{key: _restored(value) for key, value in unit.items()}) for unit in values.pop("units")]
+            units = [UnitAlignment(**{key: _null_to_nan(value) for key, value in unit.items()}) for unit in values.pop("units")]
             for unit in units:
                 _check_unit(unit)
             if not all(isinstance(name, str) for name in (*(unit.name for unit in units), *values.get("unreached", ()))):
-                raise ValueError("names of units must be texts")
+                raise ValueError("names of units must be strings")
             return cls(units=units, **values)
         except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise ValueError(f"Alignment.from_json: this is not what Alignment.to_json writes: {error!r}") from error
+            raise ValueError(f"Alignment.from_json: the text is not JSON written by Alignment.to_json: {error!r}") from error
 
     def __str__(self) -> str:
         head = ("unit", "channels", "median IOU", "inputs outside", "not finite")
@@ -123,91 +140,105 @@ class Alignment:
 
 
 def alignment(model: nn.Module, batches: Iterable[Any], *, limit: int | None = None, histogram: bool = True) -> Alignment:
-    """Measure, for every input channel of every PWLU, how well its bounds fit its inputs:
+    """Measure how well the bounds of every PWLU fit its inputs, per input channel:
 
         IOU = |[B_L, B_R] ∩ [p5, p95]| / |[B_L, B_R] ∪ [p5, p95]|
 
-    with p5 and p95 the 5 % and 95 % quantiles of the input over all batches. 1 is a perfect fit, 0 none; normally distributed
-    inputs score 0.55 at mu +- 3 sigma, where realignment puts the bounds.
+    Here p5 and p95 are the 5 % and 95 % quantiles of the input over all batches. 1 is a perfect fit, 0 is none. Normally
+    distributed inputs score 0.55 if the bounds are at mu +- 3 sigma, where realignment puts them.
 
-    The model runs in evaluation mode, without gradients, and is left as it was. Inputs are counted as they come, in bounded
-    memory, and the IOU is known to 1/128 or better (see ``pwlu.analysis.quantiles``).
+    The model runs in evaluation mode without gradients, and is left unchanged. Inputs are counted batch by batch, in bounded
+    memory; the error of the IOU is at most 1/128 (see :mod:`pwlu.analysis.quantiles`).
 
-    A layer-wise unit has its shared bounds compared with each channel of its input, along its ``channel_dim``; if its calls
-    differ in the number of channels, all are taken as one. The inputs of a unit that is called several times are pooled.
+    The shared bounds of a layer-wise unit are compared with each channel of its input, along its ``channel_dim``. If its
+    calls differ in the number of channels, they count as one channel. The inputs of all calls of a unit are pooled.
 
     Args:
-        batches: a loader, or what the model is called with, again and again: a tensor, a tuple of arguments, or a dictionary of
-            keyword arguments. Of a list, as a loader gives of inputs and labels, the model gets as many entries as its forward
-            requires; of a tuple, as many as it takes. Tensors on the CPU are moved to the model's device. Each batch is used
-            once, so a generator will do.
-        limit: use that many batches and no more.
-        histogram: keep a small histogram of each channel's inputs, to draw.
+        model: A model with PWLUs.
+        batches: A loader, or an iterable of what the model is called with: tensors, tuples of arguments, or dictionaries of
+            keyword arguments. If a batch is a list, such as inputs and labels, the model gets as many entries as its forward
+            requires; if it is a tuple, as many as its forward accepts. Tensors on the CPU move to the model's device. Each
+            batch is used once, so a generator works.
+        limit: Largest number of batches to use. Default: all of them.
+        histogram: Whether to keep a small histogram of each channel's inputs for figures. Default: True.
+
+    Returns:
+        The bounds, quantiles, IOU and histograms of every unit.
+
+    Raises:
+        ValueError: If the model has no PWLU, there is no batch, or ``limit`` is not a positive integer.
+        TypeError: If ``batches`` or a batch has the wrong type.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(8))
+        >>> aligned = pwlu.alignment(model, [torch.randn(64, 4)])
+        >>> len(aligned.iou)
+        8
     """
     units = require_units("alignment", model)
     _check(batches, limit)
-    watches = {name: _Watch(unit) for name, unit in units.items()}
+    counters = {name: _InputCounter(unit) for name, unit in units.items()}
     required, taken = _positional(model)
     device = next(iter(units.values())).weight.device
     number = 0
-    with _watched(model, watches.values()):
+    with _counting_inputs(model, counters.values()):
         for number, batch in enumerate(islice(batches, limit), start=1):
             arguments, keywords = _arguments(batch, required, taken)
-            arguments, keywords = tree_map_only(Tensor, partial(_moved, device), (arguments, keywords))
+            arguments, keywords = tree_map_only(Tensor, partial(_to_device, device), (arguments, keywords))
             try:
                 model(*arguments, **keywords)
             except Exception as error:
                 error.add_note(f"alignment: the model raised this on batch {number}. {_ACCEPTED}")
                 raise
     if not number:
-        raise ValueError("alignment: there was no batch. Is batches a generator that was used before?")
-    reached = [_measured(name, watch, histogram) for name, watch in watches.items() if watch.sketch is not None]
-    unreached = [name for name, watch in watches.items() if watch.sketch is None]
+        raise ValueError("alignment: batches is empty. Was it a generator that is already exhausted?")
+    reached = [_measure(name, counter, histogram) for name, counter in counters.items() if counter.sketch is not None]
+    unreached = [name for name, counter in counters.items() if counter.sketch is None]
     return Alignment(type(model).__name__, number, reached, unreached)
 
 
 def without_histograms(aligned: Alignment) -> Alignment:
-    """The same numbers in a quarter of the space."""
+    """Return the alignment without histograms, in a quarter of the space."""
     return replace(aligned, units=[replace(unit, low=[], high=[], histogram=[]) for unit in aligned])
 
 
 def iou(left: Tensor, right: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """|[left, right] ∩ [low, high]| / |[left, right] ∪ [low, high]|; 0 where they are disjoint or bounds have crossed."""
+    """Return |[left, right] ∩ [low, high]| / |[left, right] ∪ [low, high]|; 0 if they are disjoint or the bounds crossed."""
     common = (torch.minimum(right, high) - torch.maximum(left, low)).clamp(min=0)
     union = (right - left).clamp(min=0) + (high - low) - common
     return torch.where(common == 0, common, common / union)
 
 
-class _Watch:
-    """Counts the inputs of a unit, after every call of it."""
+class _InputCounter:
+    """Forward hook that counts the inputs of a unit."""
 
     def __init__(self, unit: PWLU) -> None:
         self.unit = unit
         self.left, self.right = (bound.detach().to(reference.compute_dtype(bound)) for bound in unit.blocks()[:2])
-        self.sketch: Sketch | None = None
+        self.sketch: QuantileSketch | None = None
 
     def __call__(self, unit: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Tensor], output: Tensor) -> None:
         x = arguments[0] if arguments else keywords["x"]
         dim = self.unit.channel_dim
         channels = x.shape[dim] if -x.ndim <= dim < x.ndim else 1
         if self.sketch is None:
-            self.sketch = Sketch(self.left, self.right, channels)
+            self.sketch = QuantileSketch(self.left, self.right, channels)
         elif self.sketch.channels != channels:
             self.sketch.pool()
         self.sketch.add(x, dim)
 
 
 @contextmanager
-def _watched(model: nn.Module, watches: Iterable[_Watch]) -> Iterator[None]:
-    """The model in evaluation mode, with a watch on every unit; afterwards all is as before, whatever happened."""
+def _counting_inputs(model: nn.Module, counters: Iterable[_InputCounter]) -> Iterator[None]:
+    """Put the model in evaluation mode with a counter on every unit. Restore it afterwards, also after an error."""
     modes = {module: module.training for module in model.modules()}
     handles = []
     try:
-        for module in modes:  # not by eval(), which some models use to do more, and we could not undo that
+        for module in modes:  # not eval(), which some models override to do more than we could undo
             module.training = False
-        for watch in watches:
-            handles.append(watch.unit.register_forward_hook(watch, with_kwargs=True))
-        with torch.no_grad(), _eagerly():
+        for counter in counters:
+            handles.append(counter.unit.register_forward_hook(counter, with_kwargs=True))
+        with torch.no_grad(), _force_eager():
             yield
     finally:
         for handle in handles:
@@ -216,15 +247,15 @@ def _watched(model: nn.Module, watches: Iterable[_Watch]) -> Iterator[None]:
             module.training = training
 
 
-def _eagerly() -> AbstractContextManager[Any]:
-    """A compiled model does not look for new hooks. Whatever was compiled has imported dynamo, which takes a second."""
+def _force_eager() -> AbstractContextManager[Any]:
+    """Run compiled models in eager mode: they do not see new hooks. Without dynamo imported, nothing is compiled."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-def _measured(name: str, watch: _Watch, histogram: bool) -> UnitAlignment:
-    assert watch.sketch is not None
-    inputs = watch.sketch.distribution()
-    left, right = (t.to("cpu", torch.float64).expand(watch.sketch.channels) for t in (watch.left, watch.right))
+def _measure(name: str, counter: _InputCounter, histogram: bool) -> UnitAlignment:
+    assert counter.sketch is not None
+    inputs = counter.sketch.distribution()
+    left, right = (t.to("cpu", torch.float64).expand(counter.sketch.channels) for t in (counter.left, counter.right))
     p5, p95 = inputs.quantile(0.05), inputs.quantile(0.95)
     outside = torch.where((right > left) | (inputs.total == 0), inputs.outside(), 1.0)
     columns = (left, right, p5, p95, iou(left, right, p5, p95), outside, inputs.total, inputs.nonfinite)
@@ -239,48 +270,48 @@ def _measured(name: str, watch: _Watch, histogram: bool) -> UnitAlignment:
 def _check(batches: Any, limit: Any) -> None:
     if isinstance(batches, (Tensor, Mapping)):
         raise TypeError(
-            f"alignment: batches must be a list of batches, or a loader, not one {type(batches).__name__}: write [x]"
+            f"alignment: batches must be a list of batches or a loader, not a single {type(batches).__name__}: write [x]"
         )
     if not isinstance(batches, Iterable):
-        raise TypeError(f"alignment: batches must be a list of batches, or a loader, not {batches!r}")
+        raise TypeError(f"alignment: batches must be a list of batches or a loader, not {batches!r}")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"alignment: limit must be a number of batches, 1 or more, or None for all of them, not {limit!r}")
+        raise ValueError(f"alignment: limit must be a positive number of batches, or None for all of them, not {limit!r}")
 
 
 def _arguments(batch: Any, required: int, taken: int | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
-    if isinstance(batch, list) and batch and isinstance(batch[0], Tensor):  # DataLoader makes lists of tuples
+    if isinstance(batch, list) and batch and isinstance(batch[0], Tensor):  # DataLoader turns tuples into lists
         return tuple(batch[:required]), {}
     if not isinstance(batch, (Tensor, tuple)):
-        raise TypeError(f"alignment: a batch came as {type(batch).__name__}. {_ACCEPTED}")
+        raise TypeError(f"alignment: a batch is of type {type(batch).__name__}. {_ACCEPTED}")
     return batch[:taken] if isinstance(batch, tuple) else (batch,), {}
 
 
 def _positional(model: nn.Module) -> tuple[int, int | None]:
-    """Return how many arguments forward requires by position, at least one, and how many it takes; None: any number."""
-    parameters = inspect.signature(unwrapped(model).forward).parameters.values()  # wrappers take anything
-    some = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    taken = None if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(some)
-    return max(1, sum(p.default is p.empty for p in some)), taken
+    """Return the number of positional arguments that forward requires (at least 1) and accepts (None: any number)."""
+    parameters = inspect.signature(unwrapped(model).forward).parameters.values()  # wrappers accept any arguments
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    taken = None if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(positional)
+    return max(1, sum(p.default is p.empty for p in positional)), taken
 
 
-def _moved(device: torch.device, tensor: Tensor) -> Tensor:
+def _to_device(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.to(device) if tensor.device.type == "cpu" else tensor
 
 
-def _rounded(value: Any) -> Any:
+def _round_floats(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
+        return {key: _round_floats(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_rounded(entry) for entry in value]
+        return [_round_floats(entry) for entry in value]
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
 
 
 def _check_unit(unit: UnitAlignment) -> None:
-    """Raise ValueError unless the lists of a unit that was read have a number for each channel."""
+    """Raise ValueError unless every list of a parsed unit has one number per channel."""
     for name, values in asdict(unit).items():
         expected = 0 if name in ("low", "high", "histogram") and not unit.histogram else unit.channels
         numbers = [number for row in values for number in row] if name == "histogram" else values
@@ -290,7 +321,7 @@ def _check_unit(unit: UnitAlignment) -> None:
         raise ValueError(f"the histograms of {unit.name!r} must have {BARS} bars")
 
 
-def _restored(value: Any) -> Any:
+def _null_to_nan(value: Any) -> Any:
     return [math.nan if entry is None else entry for entry in value] if isinstance(value, list) else value
 
 

@@ -1,14 +1,15 @@
-"""Quantiles of a stream of inputs, channel by channel, in one pass and bounded memory: a histogram that follows the bounds.
+"""Quantiles of a stream of inputs per channel, in one pass and bounded memory: a histogram whose bins follow the bounds.
 
-An input's place is v = (x - B_L)/W - 1/2 with W = B_R - B_L, so that the bounds are at -1/2 and 1/2. The edges of the bins are
-at |v| + 1/2 = 2^e (1 + k/256)/2: 512 equal bins between the bounds, and each 256 further out twice as wide as the last. Hence
+An input x has the position v = (x - B_L)/W - 1/2 with W = B_R - B_L, so the bounds are at -1/2 and 1/2. The edges of the bins
+are at |v| + 1/2 = 2^e (1 + k/256)/2: 512 equal bins between the bounds; outside, the width doubles every 256 bins. Hence:
 
-- a bin is W/512 wide inside and at most (W/2 + |x - centre|)/256 outside, and a quantile, which is taken from the bin of the
-  exact one, is off by no more than that;
-- both bounds are edges, so IOU([B_L, B_R], [p5, p95]), whose union is at least W, is off by at most 1/512 for an end inside and
-  1/256 for an end outside, 1/128 in all. With many inputs it is much less: within a bin, they are taken to be spread evenly.
+- A bin is W/512 wide inside and at most (W/2 + |x - centre|)/256 outside. A quantile is taken from the bin of the exact
+  quantile, so its error is at most the width of that bin.
+- Both bounds are edges, and the union in IOU([B_L, B_R], [p5, p95]) is at least W. So an end inside adds an error of at most
+  1/512 and an end outside 1/256: 1/128 in all. With many inputs the error is much smaller, because positions within a bin
+  are interpolated.
 
-No range is chosen beforehand, none grows later. What lies more than 2047.5 W from the centre counts as lying there.
+The range is neither chosen beforehand nor grown later. Inputs more than 2047.5 W from the centre count as lying there.
 """
 
 import torch
@@ -19,45 +20,45 @@ from pwlu import reference
 _OCTAVES, _PER_OCTAVE = 12, 256
 _HALF = _OCTAVES * _PER_OCTAVE
 BINS = 2 * _HALF
-_SHIFT = 15  # of the 23 bits of a float's mantissa, 8 tell the bin within an octave
-_FIRST = 126 << 23  # the bits of 1/2, the least |v| + 1/2
+_SHIFT = 15  # 8 of the 23 bits of a float's mantissa give the bin within an octave
+_FIRST = 126 << 23  # the bits of 1/2, the smallest |v| + 1/2
 _LAST = 2.0 ** (_OCTAVES - 1) * (1 - 2.0**-24)
 _MOST_COUNTED = 2**31 - 1
 
 
-class Sketch:
+class QuantileSketch:
     """Counts of the inputs of C channels, in bins that follow the bounds (C,), or the shared bounds (1,) of a layer.
 
-    Adding inputs makes the device do everything and waits for nothing. 24 kB a channel.
+    Adding inputs does not synchronise with the device. Memory: 24 kB per channel.
     """
 
     def __init__(self, left: Tensor, right: Tensor, channels: int) -> None:
         width = right - left
-        usable = (width > 0) & width.isfinite()  # else nothing lies between the bounds: bins around B_L then, with W = 2
+        usable = (width > 0) & width.isfinite()  # else nothing lies between the bounds: centre the bins on B_L with W = 2
         self.left = torch.where(usable, left, left.nan_to_num(0.0, 0.0, 0.0) - 1)
         self.width = torch.where(usable, width, torch.full_like(width, 2))
-        # the last column counts what is not finite
+        # the last column counts non-finite inputs
         self.counts = torch.zeros(channels, BINS + 1, dtype=torch.int32, device=left.device)
-        self.added = 0  # elements a channel, at most
+        self.added = 0  # elements per channel, at most
 
     @property
     def channels(self) -> int:
-        """C."""
+        """Return the number of channels, C."""
         return self.counts.shape[0]
 
     def pool(self) -> None:
-        """From now on, and for what was counted before, all inputs are those of one channel. The bounds must be shared."""
+        """Merge all channels into one, for past and future inputs. The bounds must be shared."""
         self.added *= self.channels
         self._widen()
         self.counts = self.counts.sum(0, keepdim=True, dtype=self.counts.dtype)
 
     def add(self, x: Tensor, channel_dim: int) -> None:
-        """Count the elements of x, with C entries along `channel_dim`; with C = 1, all of them."""
+        """Count the elements of x, with C entries along `channel_dim`. If C = 1, count all elements together."""
         self.added += x.numel() // self.channels
         self._widen()
         if self.channels == 1:
             x, channel_dim = x.reshape(-1), 0
-        elements = 2**18 if x.device.type == "cpu" else 2**22  # at a time: what fits the cache, or bounds the memory
+        elements = 2**18 if x.device.type == "cpu" else 2**22  # per step: to fit the CPU's cache, or to bound memory on a GPU
         whole = self.channels > 1 and channel_dim % x.ndim == 0
         for part in (x,) if whole else x.split(max(1, elements * len(x) // max(1, x.numel()))):
             index = self._bins(part, channel_dim).reshape(-1)
@@ -65,11 +66,11 @@ class Sketch:
             self.counts.view(-1).scatter_add_(0, index, one.expand_as(index))
 
     def _bins(self, x: Tensor, channel_dim: int) -> Tensor:
-        """For every element, where in the table of counts its bin is."""
+        """Return, for every element, the index of its bin in the flat table of counts."""
         wide = x.to(self.left.dtype)
         left, width = (reference.along(t, x, channel_dim) for t in (self.left, self.width))
         v = (wide - left).div_(width).sub_(0.5)  # exact at both bounds
-        # The bits of a positive float are in the float's order. Shifted to the right they are rounded down, with a sign too.
+        # The bits of positive floats sort like the floats. A right shift rounds down, for negative numbers too.
         bits = v.abs().add_(0.5).float().clamp_(max=_LAST).view(torch.int32).sub_(_FIRST)
         index = torch.where(v < 0, -bits, bits).bitwise_right_shift_(_SHIFT).add_(_HALF)
         rows = torch.arange(self.channels, device=x.device) * (BINS + 1)
@@ -80,37 +81,37 @@ class Sketch:
             self.counts = self.counts.long()
 
     def distribution(self) -> "Distribution":
-        """What was counted so far."""
+        """Return the distribution of the inputs so far."""
         step = torch.arange(_HALF + 1, dtype=torch.float64, device="cpu")
         place = 2 ** (step // _PER_OCTAVE) * (1 + step % _PER_OCTAVE / _PER_OCTAVE) / 2
-        edges = torch.cat([1 - place[1:].flip(0), place])  # of v + 1/2: from B_L, in units of W
+        edges = torch.cat([1 - place[1:].flip(0), place])  # of v + 1/2: the distance from B_L in units of W
         left, width = (t.to("cpu", torch.float64)[:, None] for t in (self.left, self.width))
         return Distribution((left + width * edges).expand(self.channels, -1), self.counts.cpu())
 
 
 class Distribution:
-    """Of C channels: edges of bins (C, M+1), and how many inputs were in each (C, M); ``total`` and ``nonfinite`` are (C,)."""
+    """Edges of the bins (C, M+1) and the number of inputs in each (C, M); ``total`` and ``nonfinite`` are (C,)."""
 
     def __init__(self, edges: Tensor, counts: Tensor) -> None:
         self.edges = edges.contiguous()
         self.counts, self.nonfinite = counts[:, :-1].long(), counts[:, -1].long()
-        self.below = torch.nn.functional.pad(self.counts.cumsum(1), (1, 0))  # each edge
+        self.below = torch.nn.functional.pad(self.counts.cumsum(1), (1, 0))  # number of inputs below each edge
         self.total = self.below[:, -1]
 
     def quantile(self, share: float) -> Tensor:
-        """The ceil(share * n)-th smallest of n inputs, to within its bin; NaN for a channel without inputs."""
+        """Return the ceil(share * n)-th smallest of n inputs, to within its bin; NaN for a channel without inputs."""
         rank, bin_ = self._find(share)
         low, high = self.edges.gather(1, bin_), self.edges.gather(1, bin_ + 1)
         part = (rank - self.below.gather(1, bin_) - 0.5) / self.counts.gather(1, bin_)
         return torch.where(self.total > 0, (low + (high - low) * part)[:, 0], torch.nan)
 
     def outside(self) -> Tensor:
-        """The share of inputs with x < B_L or x >= B_R: exact, but for those that rounding puts on a bound."""
+        """Return the share of inputs with x < B_L or x >= B_R. It is exact except for inputs that round to a bound."""
         ends = self.below[:, [_HALF - _PER_OCTAVE, _HALF + _PER_OCTAVE]]
         return (self.total - ends.diff(dim=1)[:, 0]).double() / self.total  # 0/0 is NaN
 
     def histogram(self, bars: int, tail: float = 0.001) -> tuple[Tensor, Tensor, Tensor]:
-        """Low and high (C,), beyond either of which lies at most a share `tail`, and shares of inputs (C, bars) in between."""
+        """Return low and high (C,), with at most a share `tail` beyond either, and shares (C, bars) in between."""
         low = self.edges.gather(1, self._find(tail)[1])
         high = self.edges.gather(1, self._find(1 - tail)[1] + 1)
         ends = low + (high - low) * torch.linspace(0, 1, bars + 1, dtype=torch.float64, device="cpu")
@@ -121,6 +122,6 @@ class Distribution:
         return low, high, below.diff(dim=1) / self.total[:, None]
 
     def _find(self, share: float) -> tuple[Tensor, Tensor]:
-        """The rank of that quantile, counted from 1, and the bin it is in, both (C, 1)."""
+        """Return the rank of the quantile, counted from 1, and its bin, both (C, 1)."""
         rank = (share * self.total.double()).ceil().long().clamp(min=1)[:, None]
         return rank, torch.searchsorted(self.below, rank).clamp(max=self.counts.shape[1]) - 1

@@ -1,4 +1,4 @@
-"""Shapes: what kind of function each channel has learned, as numbers and classes."""
+"""Classify the learned function of each channel by its shape."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from pwlu.initial_functions import initial_parameters
 from pwlu.text import columns
 
 STEPS = 256
-# up to or from which number a channel is of a class: UnitShapes says which
+# Thresholds of the classes, which UnitShapes documents.
 LINEAR = 0.05
 RELU_LIKE = 0.1
 V_SHAPED = 0.2
@@ -28,7 +28,7 @@ COLLAPSED = 0.05
 
 
 class ShapeClass(NamedTuple):
-    """A class of shapes: what it is called, which number of :class:`UnitShapes` decides, and which values of it belong."""
+    """A class of shapes: its label, the number of :class:`UnitShapes` that decides, and the condition on that number."""
 
     words: str
     column: str
@@ -50,27 +50,30 @@ _COLUMNS = ("bend", "relu_distance", "v", "back", "left_end", "right_end", "move
 
 @dataclass
 class UnitShapes:
-    """One unit: lists have an entry for each of its functions; NaN is what cannot be known.
+    """The shapes of one PWLU. Every list has one entry per function; NaN marks unknown values.
 
-    A function f is looked at from ``low`` to ``high``: from p5 to p95 of its inputs if an alignment was given (of a layer-wise
-    unit: from the lowest to the highest of all channels), else between its bounds. It has 257 evenly spaced values there, the
-    range R = max f - min f, and the variation V = sum |f_{j+1} - f_j|. Numbers, each with the class that it decides:
+    A function f is examined from ``low`` to ``high``. With an alignment, these are p5 and p95 of its inputs (for a layer-wise
+    unit the smallest p5 and the largest p95 of all channels). Otherwise they are its bounds. f is evaluated at 257 evenly
+    spaced points. Its range is R = max f - min f, and its variation is V = sum |f_{j+1} - f_j|.
 
-    - ``bend``: max |f - line|/R, with the straight line of least squares. *linear*: at most 0.05.
-    - ``relu_distance``: max |f - g|/R, with g(x) = b + a max(0, x - k) of least squares, a > 0, and k the best of 17 places
-      in the middle half of [low, high]; infinite if no a is above 0. *relu_like*: at most 0.1.
-    - ``v``: how far f falls and rises again, (min(f(low), f(high)) - min f - wrong)/R, where wrong is all that f rises before
-      its minimum and falls after it. 1 for |x| around 0; 0 or less for what is monotone, or goes up and down more than
-      once. *v_shaped*: at least 0.2.
-    - ``back``: the smaller of all rises and all falls of f, as a share of R; 0 if it is monotone. *non_monotone*: at least 0.1.
-    - ``left_end``, ``right_end``: the mean |f'| over the first and the last eighth, relative to that over the whole, 8 V_end/V.
-      *flat_left*, *flat_right*: at most 0.1. A function that saturates on both sides is both.
-    - ``movement``: how far the unit is from its start s, max_k |Y_k - s(B_k)|, relative to the range of Y or of s(B), whichever
-      is larger. *moved*: at least 0.1.
-    - ``width``: (B_R - B_L)/(p95 - p5), or, without inputs, B_R - B_L relative to the unit's median. *collapsed*: below 0.05;
-      it is below 0 if the bounds have crossed.
-    - ``outside``: the share of inputs outside of the bounds.
-    - ``empty``: the share of intervals that no inputs fall in, as far as the histograms of the alignment tell.
+    These numbers decide the classes (in italics):
+
+    - ``bend``: max |f - line|/R with the least-squares line. *linear*: at most 0.05.
+    - ``relu_distance``: max |f - g|/R with the least-squares g(x) = b + a max(0, x - k), a > 0. k is the best of 17 points in
+      the middle half of [low, high]. It is infinite if no a is positive. *relu_like*: at most 0.1.
+    - ``v``: how far f falls and rises again, (min(f(low), f(high)) - min f - wrong)/R. Here wrong sums all rises of f before
+      its minimum and all falls after it. It is 1 for |x| around 0. It is at most 0 for a function that is monotone or
+      oscillates. *v_shaped*: at least 0.2.
+    - ``back``: the smaller of the sum of all rises and the sum of all falls, divided by R; 0 if f is monotone.
+      *non_monotone*: at least 0.1.
+    - ``left_end``, ``right_end``: the mean |f'| over the first and the last eighth, relative to the mean over everything,
+      8 V_end/V. *flat_left*, *flat_right*: at most 0.1. A function that saturates on both sides is in both classes.
+    - ``movement``: the distance from the initial function s, max_k |Y_k - s(B_k)|, divided by the larger range of Y and s(B).
+      *moved*: at least 0.1.
+    - ``width``: (B_R - B_L)/(p95 - p5). Without inputs, B_R - B_L relative to the median of the unit. It is negative if the
+      bounds have crossed. *collapsed*: below 0.05.
+    - ``outside``: fraction of the inputs outside the bounds.
+    - ``empty``: fraction of the intervals without inputs, according to the histograms of the alignment.
     """
 
     name: str
@@ -89,29 +92,33 @@ class UnitShapes:
 
     @property
     def channels(self) -> int:
-        """How many functions it has."""
+        """Return the number of functions."""
         return len(self.low)
 
     def members(self, shape: str) -> list[bool]:
-        """Whether each channel is of that class, one of ``CLASSES``; False where that cannot be known."""
-        numbers, has = self._decided(shape)
+        """Return, per channel, whether it belongs to a class of ``CLASSES``; False if that is unknown."""
+        numbers, has = self._deciding(shape)
         return [has(number) for number in numbers]
 
     def share(self, shape: str) -> float:
-        """The share of that class among the channels of which it is known; NaN if it is known of none."""
-        numbers, has = self._decided(shape)
+        """Return the fraction of the channels in a class, among those where it is known; NaN if there are none."""
+        numbers, has = self._deciding(shape)
         known = [has(number) for number in numbers if not math.isnan(number)]
         return sum(known) / len(known) if known else math.nan
 
-    def _decided(self, shape: str) -> tuple[list[float], Callable[[float], bool]]:
+    def _deciding(self, shape: str) -> tuple[list[float], Callable[[float], bool]]:
         if shape not in CLASSES:
-            raise ValueError(f"{shape!r} is no class of shapes. Write one of {', '.join(CLASSES)}")
+            raise ValueError(f"{shape!r} is not a class of shapes. Choose from {', '.join(CLASSES)}")
         return getattr(self, CLASSES[shape].column), CLASSES[shape].has
 
 
 @dataclass
 class Shapes:
-    """Every unit, in the order of the model. Prints as a table: of each unit the share of channels of each class."""
+    """The shapes of every PWLU, in model order. Prints as a table: per unit, the fraction of channels in each class.
+
+    Attributes:
+        units: One :class:`~pwlu.analysis.shapes.UnitShapes` per PWLU.
+    """
 
     units: list[UnitShapes] = field(default_factory=list)
 
@@ -122,16 +129,16 @@ class Shapes:
         return len(self.units)
 
     def share(self, shape: str) -> float:
-        """Of all channels of which it is known, the share that is of this class, one of ``CLASSES``; NaN if of none."""
+        """Return the fraction of all channels in a class of ``CLASSES``, among those where it is known; NaN if none is."""
         return self.together().share(shape)
 
     def together(self) -> UnitShapes:
-        """All channels as if they were of one unit."""
+        """Return the channels of all units as one unit."""
         columns = (f.name for f in fields(UnitShapes) if f.name != "name")
         return UnitShapes("all", *([number for unit in self.units for number in getattr(unit, c)] for c in columns))
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """A row for each channel, numbers and classes, for a data frame."""
+        """Return one row per channel, with numbers and classes, for a data frame."""
         rows = []
         for unit in self.units:
             classes = {shape: unit.members(shape) for shape in CLASSES}
@@ -141,7 +148,7 @@ class Shapes:
         return rows
 
     def to_json(self) -> str:
-        """A list of units with their numbers and classes; numbers have 6 digits, what is not finite becomes null."""
+        """Return the units with numbers and classes as JSON, with 6 digits per number and null for non-finite ones."""
         units = []
         for unit in self.units:
             columns = {
@@ -161,23 +168,36 @@ class Shapes:
 
 
 def describe(model: nn.Module | Mapping[str, Mapping[str, Any]], alignment: Alignment | None = None) -> Shapes:
-    """Say of every function of every PWLU what shape it has: straight, ReLU-like, V-shaped, flat at its ends, and more.
+    """Classify every function of every PWLU by its shape: linear, ReLU-like, V-shaped, flat at its ends, and more.
 
-    :class:`UnitShapes` has the formulas and the thresholds. The paper says that V shapes appear often and that
-    those of the first layer are close to linear: ``print(pwlu.describe(model))`` shows whether it is so.
+    :class:`~pwlu.analysis.shapes.UnitShapes` has the formulas and the thresholds. According to the paper, V shapes are
+    frequent, and the functions of the first layer are close to linear. ``print(pwlu.describe(model))`` shows whether that
+    holds for your model.
 
     Args:
-        model: with PWLUs; or their parameters, by name, as :func:`pwlu.plot_functions` takes them.
-        alignment: what ``pwlu.alignment`` measured. Functions are then looked at where their inputs are; without it, what lies
-            within the bounds but beyond the inputs counts as well, and that nothing has taught.
+        model: A model with PWLUs, or their parameters by name, as for :func:`pwlu.plot_functions`.
+        alignment: Result of :func:`pwlu.alignment`. With it, functions are examined where their inputs are. Without it, they
+            are examined between their bounds, including parts without inputs that training did not reach.
+
+    Returns:
+        The numbers and classes of every unit.
+
+    Raises:
+        ValueError: If the model has no PWLU, or the alignment does not fit the model.
+        TypeError: If an argument has the wrong type.
+
+    Example:
+        >>> shapes = pwlu.describe(torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(8)))
+        >>> shapes.share("relu_like")
+        1.0
     """
     units = curves_of(model, "describe")
     inputs = inputs_of(units, alignment, "describe")
-    return Shapes([_described(name, curves, inputs.get(name)) for name, curves in units.items()])
+    return Shapes([_describe_unit(name, curves, inputs.get(name)) for name, curves in units.items()])
 
 
 class _Inputs(NamedTuple):
-    """Of the inputs of each function (C,): p5, p95, share outside of the bounds, share of intervals with none; NaN for none."""
+    """Per function (C,): p5 and p95 of the inputs, share outside the bounds, share of empty intervals; NaN if unknown."""
 
     p5: Tensor
     p95: Tensor
@@ -185,13 +205,13 @@ class _Inputs(NamedTuple):
     empty: Tensor
 
 
-def _described(name: str, curves: Curves, seen: UnitAlignment | None) -> UnitShapes:
+def _describe_unit(name: str, curves: Curves, seen: UnitAlignment | None) -> UnitShapes:
     inputs = _inputs(curves, seen)
-    usual = inputs.p95 > inputs.p5  # else there are none, or they are all the same
-    low, high = torch.where(usual, inputs.p5, curves.left), torch.where(usual, inputs.p95, curves.right)
+    has_spread = inputs.p95 > inputs.p5  # else there are no inputs, or all are equal
+    low, high = torch.where(has_spread, inputs.p5, curves.left), torch.where(has_spread, inputs.p95, curves.right)
     between = curves.right - curves.left
-    usually = torch.where(usual, inputs.p95 - inputs.p5, between.abs().nanmedian())
-    width = torch.where(between == 0, between, between / usually)
+    input_width = torch.where(has_spread, inputs.p95 - inputs.p5, between.abs().nanmedian())
+    width = torch.where(between == 0, between, between / input_width)
     shares = torch.linspace(0, 1, STEPS + 1, dtype=torch.float64, device="cpu")
     x = low[:, None] + (high - low)[:, None] * shares
     y = reference.forward(x, *curves[:5], channel_dim=0)
@@ -201,15 +221,15 @@ def _described(name: str, curves: Curves, seen: UnitAlignment | None) -> UnitSha
 
 
 def _numbers(x: Tensor, y: Tensor) -> Iterator[Tensor]:
-    """bend, relu_distance, v, back, left_end, right_end (C,) of functions with the values y (C, J) at x (J,)."""
+    """Yield bend, relu_distance, v, back, left_end and right_end (C,) of functions with the values y (C, J) at x (J,)."""
     scale = y.amax(1) - y.amin(1)
     step = y.diff(dim=1)
     rises, falls = step.clamp(min=0), -step.clamp(max=0)
 
-    def share(number: Tensor) -> Tensor:  # of the range; a constant function has none of anything
+    def share(number: Tensor) -> Tensor:  # of the range; 0 for a constant function
         return torch.where(scale == 0, 0.0, number / scale)
 
-    def distance(g: Tensor) -> tuple[Tensor, Tensor]:  # from b + a g, and a
+    def distance(g: Tensor) -> tuple[Tensor, Tensor]:  # to the least-squares b + a g, and a
         g = g - g.mean()
         a = (y @ g) / (g @ g)
         return share((y - y.mean(1, keepdim=True) - a[:, None] * g).abs().amax(1)), a
@@ -245,11 +265,11 @@ def _inputs(curves: Curves, seen: UnitAlignment | None) -> _Inputs:
     p5, p95, outside, count = (
         torch.tensor(values, dtype=torch.float64, device="cpu") for values in (seen.p5, seen.p95, seen.outside, seen.count)
     )
-    full = _reached(curves, seen) if seen.histogram else None
-    if curves.channels < seen.channels:  # layer-wise: one function for all of them
-        some = count > 0
-        p5 = p5.masked_fill(~some, torch.inf).amin(0, keepdim=True)
-        p95 = p95.masked_fill(~some, -torch.inf).amax(0, keepdim=True)
+    full = _intervals_with_inputs(curves, seen) if seen.histogram else None
+    if curves.channels < seen.channels:  # layer-wise: one function for all channels
+        has_inputs = count > 0
+        p5 = p5.masked_fill(~has_inputs, torch.inf).amin(0, keepdim=True)
+        p95 = p95.masked_fill(~has_inputs, -torch.inf).amax(0, keepdim=True)
         outside = (outside.nan_to_num() * count).sum(0, keepdim=True) / count.sum()
         full = None if full is None else full.any(0, keepdim=True)
         count = count.sum(0, keepdim=True)
@@ -258,8 +278,8 @@ def _inputs(curves: Curves, seen: UnitAlignment | None) -> _Inputs:
     return _Inputs(p5, p95, outside, empty)
 
 
-def _reached(curves: Curves, seen: UnitAlignment) -> Tensor:
-    """Whether inputs fall in each interval (C, N): whether a bar of the histogram that is not empty overlaps it."""
+def _intervals_with_inputs(curves: Curves, seen: UnitAlignment) -> Tensor:
+    """Return whether inputs fall in each interval (C, N): whether a non-empty bar of the histogram overlaps it."""
     low, high, bars = (torch.tensor(v, dtype=torch.float64, device="cpu") for v in (seen.low, seen.high, seen.histogram))
     number = bars.shape[1]
     edges = low[:, None] + (high - low)[:, None] * torch.arange(number + 1, device="cpu") / number

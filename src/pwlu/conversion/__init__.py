@@ -1,1 +1,1 @@
-"""Changes of other people's models: ``convert_`` and ``restore_``, fused norms, and files that hold a conversion."""
+"""Convert models: find their activations, replace them, fuse batch norms with PWLUs, and save what was done."""

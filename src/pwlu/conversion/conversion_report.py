@@ -1,4 +1,4 @@
-"""What a conversion found and did."""
+"""The report of a conversion."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,20 +9,33 @@ from torch import Tensor
 from pwlu.initial_functions import InitialFunction
 from pwlu.text import columns
 
-EXACT = 1e-6  # a start that is no further from what stood there than this equals it to rounding
+EXACT = 1e-6  # an initial function within this distance of the original activation is equal up to rounding
 
 
 @dataclass
 class Site:
-    """One place in one module where an activation is applied.
+    """A place in the code of one module that applies an activation.
 
-    ``name``: of the module that computes it after the conversion. ``was``: what stood there. ``shape``: of its input for the
-    sample (the first, if it was called more than once). ``modes``: train, eval or both. ``action``: converted, skipped (by a
-    rule or on request), impossible, or unreached. ``error``: the largest difference of the new activation's start to what
-    stood there; None if it does not start as that. It is taken for |x| <= 100, or with ``bounds="sample"`` between the
-    smallest and the largest input. ``layout``: "guess" if ``channel_dim`` is a guess, "several" if no single dimension has
-    the channels, so that there is one function for the layer; else empty. ``glu``: what it returns multiplies a path beside
-    it, as in SwiGLU.
+    Attributes:
+        name: Full name, after the conversion, of the module that computes the activation.
+        was: The original activation.
+        kind: Its kind, such as ``"relu"``.
+        shape: Shape of its input for the sample. If it is called more than once, the shape of the first call.
+        channels: Number of channels.
+        channel_dim: Dimension of the channels.
+        layout: ``"guess"`` if ``channel_dim`` is a guess. ``"several"`` if the channels are spread over several dimensions, so
+            that one function serves the layer. Otherwise empty.
+        positions: Height x width of a feature map; None for vectors and sequences.
+        modes: The modes in which it is called: train, eval or both.
+        calls: Number of calls, over all samples and modes.
+        source: File and line of the call.
+        action: ``"converted"``, ``"skipped"`` (by a rule or on request), ``"impossible"`` or ``"unreached"``.
+        reason: Why it was not converted, or a remark.
+        parameters: Number of parameters added.
+        error: Largest difference between the initial function and the original activation; None if the PWLU starts as
+            something else. It is measured for |x| <= 100, or over the range of the inputs with ``bounds="sample"``.
+        glu: Whether the output multiplies a parallel path, as in SwiGLU.
+        start: The initial function that equals the original activation.
     """
 
     name: str
@@ -46,9 +59,11 @@ class Site:
 
 @dataclass
 class Change:
-    """How far the outputs of a model on the sample changed, in evaluation mode.
+    """How much the outputs of a model on the sample changed, in evaluation mode.
 
-    ``maximum``: the largest difference of an output. ``relative``: the same, divided by the largest output before.
+    Attributes:
+        maximum: Largest difference of an output.
+        relative: ``maximum`` divided by the largest output before the conversion.
     """
 
     maximum: float
@@ -56,7 +71,7 @@ class Change:
 
     @classmethod
     def between(cls, before: Sequence[Tensor], after: Sequence[Tensor]) -> "Change":
-        """Return the change of these outputs, one by one of the same shape. NaN counts where it was not before."""
+        """Return the change between two lists of outputs of equal shapes. A NaN counts only if it was not there before."""
         maximum = largest = 0.0
         for old, new in zip(before, after, strict=True):
             same = (old == new) | (old.isnan() & new.isnan())
@@ -79,7 +94,11 @@ class Change:
 class Report:
     """Every site of a model, in the order in which the sample reached them. Prints as a table; iterates over sites.
 
-    ``change``: how far the outputs changed. It is None if all starts are exact, or if the outputs could not be compared.
+    Attributes:
+        model: Class name of the model.
+        sites: The sites.
+        notes: Remarks about the conversion as a whole.
+        change: How much the outputs changed. None if every initial function is exact, or if the outputs could not be compared.
     """
 
     model: str
@@ -94,21 +113,21 @@ class Report:
         return len(self.sites)
 
     def of(self, action: str) -> list[Site]:
-        """The sites of which this became: converted, skipped, impossible or unreached."""
+        """Return the sites with this action: converted, skipped, impossible or unreached."""
         return [site for site in self.sites if site.action == action]
 
     @property
     def converted(self) -> list[Site]:
-        """The sites that have a new activation."""
+        """Return the sites that have a new activation."""
         return self.of("converted")
 
     @property
     def parameters(self) -> int:
-        """Parameters added."""
+        """Return the number of parameters added."""
         return sum(site.parameters for site in self.sites)
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """For a data frame or JSON."""
+        """Return one dictionary per site, for a data frame or JSON."""
         rows = [asdict(site) for site in self.sites]
         for row, site in zip(rows, self.sites, strict=True):
             row["start"] = site.start and site.start.name
@@ -132,7 +151,7 @@ def _why(site: Site) -> str:
         if site.layout == "guess":
             notes.append(f"channels in dimension {site.channel_dim}: a guess")
         if site.layout == "several":
-            notes.append("one function for the layer: no single dimension has its channels")
+            notes.append("one function for the layer: its channels are spread over several dimensions")
         if site.error is not None and site.error > EXACT:
             notes.append(f"starts within {site.error:.2g} of it")
         if len(site.modes) == 1:

@@ -1,6 +1,6 @@
-"""Products in a model: which of them are gates, activations written out by hand, or gated linear units.
+"""Products in a model: gates, activations written out by hand, and gated linear units.
 
-A gate is a bounded function whose output multiplies another path, as the sigmoid of squeeze-and-excitation does.
+A gate is a bounded function whose output multiplies another path, such as the sigmoid in squeeze-and-excitation.
 """
 
 import math
@@ -10,16 +10,16 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pwlu.conversion.nodes import BEHIND_GATE, LAYERS, SAMPLE, Node, node_of
+from pwlu.conversion.nodes import KEEPS_VALUES, LAYERS, SAMPLE, Node, node_of
 
-_WIDEST = 10.0  # a wider range, as of a guard against overflow, makes no gate
-# What the factor of x is called that makes an activation of x * factor(x).
+_WIDEST = 10.0  # a function with a wider range is no gate: it may be a guard against overflow
+# Activations of the form x * factor(x), by a function in the factor.
 _WRITTEN_OUT = {"hardsigmoid": "hardswish", "relu6": "hardswish", "clamp": "hardswish", "hardtanh": "hardswish"}
 _WRITTEN_OUT |= {"tanh": "gelu", "erf": "gelu"}
 
 
 def factors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Node]:
-    """Return what this call multiplies, element by element; nothing if it does not."""
+    """Return the factors of an elementwise product; an empty list if the call is no such product."""
     given = [*args, *kwargs.values()]
     if name == "mul":
         found = given
@@ -39,10 +39,11 @@ def _sums_nothing(equation: str) -> bool:
 
 
 def gate_of(product: Node) -> tuple[Node, Node] | None:
-    """Return the gate among the factors and what it multiplies: the gate is bounded, and narrower than the other.
+    """Return the gate among the factors and the factor it multiplies; None if there is no gate.
 
-    The other is no constant (as in 255 * sigmoid(x)) and as large as the product. A layer made it, or the gate is made of it:
-    a mask that is part of the sample is no features.
+    The gate is bounded, and its bounds are narrower than those of the other factor. The other factor varies (unlike the 255
+    of 255 * sigmoid(x)) and has the shape of the product. It comes from a layer, or the gate is computed from it: a mask in
+    the sample holds no features.
     """
     for factor in product.factors:
         for other in product.factors:
@@ -52,21 +53,21 @@ def gate_of(product: Node) -> tuple[Node, Node] | None:
                 and factor.size <= _WIDEST
                 and factor.size < other.size
                 and other.shape == product.shape
-                and (other.behind_layer or other in before([factor]))
+                and (other.behind_layer or other in ancestors([factor]))
             ):
                 return factor, other
     return None
 
 
 def written_out(product: Node) -> tuple[str, set[Node]] | None:
-    """Return the kind of activation that x * gate(x) is, and the nodes it consists of; None if it is none."""
+    """Return the kind of activation that x * gate(x) computes, and the nodes it consists of; None if it is none."""
     found = gate_of(product)
     if found is None:
         return None
     factor, x = found
     while x.name in ("mul", "div", "neg") and len(varying := [node for node in x.inputs if node.varies]) == 1:
         (x,) = varying  # the x of 0.5 * x
-    between = {node for node in before([factor], stop=[x]) if node.varies}
+    between = {node for node in ancestors([factor], stop=[x]) if node.varies}
     if any(node.name == SAMPLE or node.name in LAYERS or node.shape != x.shape for node in between):
         return None
     names = {node.name for node in between}
@@ -74,13 +75,13 @@ def written_out(product: Node) -> tuple[str, set[Node]] | None:
     return "mish" if {"tanh", "softplus"} <= names else kind, between
 
 
-def chain(factor: Node) -> set[Node]:
-    """Return the bounded function that a gate ends in, and what is between it and the product: shapes, scales, 1 - x."""
+def gate_chain(factor: Node) -> set[Node]:
+    """Return the nodes from the bounded function of a gate to the product: reshapes, scales, 1 - x."""
     found, todo = set[Node](), [factor]
     while todo:
         node = todo.pop()
         found.add(node)
-        values = node.inputs[:1] if node.name in BEHIND_GATE else node.inputs  # x.expand_as(y) has the values of x
+        values = node.inputs[:1] if node.name in KEEPS_VALUES else node.inputs  # x.expand_as(y) has the values of x
         inputs = [other for other in values if other.varies]
         if all(other.size < math.inf for other in inputs):
             todo += inputs
@@ -88,25 +89,25 @@ def chain(factor: Node) -> set[Node]:
 
 
 def gated_linear_units(products: Iterable[Node], activations: set[Node]) -> set[Node]:
-    """Return the activations whose output multiplies a path beside theirs: the SiLU of SwiGLU."""
+    """Return the activations whose output multiplies a parallel path, such as the SiLU of SwiGLU."""
     found = set()
     for product in products:
         for factor in product.factors:
             node = factor
-            while node.name in BEHIND_GATE and node.inputs:
+            while node.name in KEEPS_VALUES and node.inputs:
                 node = node.inputs[0]
             others = [other for other in product.factors if other is not factor and other.behind_layer]
-            if node in activations and any(other.shape == product.shape and _beside(other, node) for other in others):
+            if node in activations and any(other.shape == product.shape and _independent(other, node) for other in others):
                 found.add(node)
     return found
 
 
-def _beside(one: Node, other: Node) -> bool:
-    return one not in before([other]) and other not in before([one])
+def _independent(one: Node, other: Node) -> bool:
+    return one not in ancestors([other]) and other not in ancestors([one])
 
 
-def before(ends: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
-    """Return all nodes from which a way leads to one of the ends, these included; no way leads through `stop`."""
+def ancestors(ends: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
+    """Return the ends and all nodes they were computed from. Paths through `stop` do not count."""
     stop, found, todo = set(stop), set[Node](), list(ends)
     while todo:
         node = todo.pop()

@@ -1,4 +1,4 @@
-"""Which functions of torch are activations: their kinds, their arguments, and the start that equals each."""
+"""The functions of torch that are activations: their kinds, their arguments and the matching initial functions."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from pwlu.baselines import PReLU
 from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction, Slopes
 
-PRELU = (nn.PReLU, PReLU)
+PRELU_CLASSES = (nn.PReLU, PReLU)
 
-# What convert_ replaces unless told otherwise. The rest of ARGUMENTS serve as gates and outputs more often than as activations.
+# What convert_ replaces by default. The other kinds in ARGUMENTS are more often gates or outputs than activations.
 DEFAULT_KINDS = ("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "hardswish")
 
 # Arguments after the input, in order, with their defaults.
@@ -49,7 +49,7 @@ _ALIASES = {"log_sigmoid": "logsigmoid", "_threshold": "threshold", "clip": "cla
 
 
 class Activation(NamedTuple):
-    """A call of an activation: its kind, its input, the start that equals it, and whether it writes into its input."""
+    """A call of an activation: its kind, its input, the matching initial function, and whether it works in place."""
 
     kind: str
     x: Tensor
@@ -57,12 +57,12 @@ class Activation(NamedTuple):
     in_place: bool
 
     def apply(self) -> Tensor:
-        """The result, never in place."""
+        """Return the result, out of place."""
         return self.start.function(self.x)
 
 
 def recognise(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Activation | None:
-    """The activation that this call of a torch function is, if it is one: F.relu, torch.relu, x.relu(), x.relu_(), ..."""
+    """Return the activation that a call of a torch function computes (F.relu, torch.relu, x.relu_(), ...), or None."""
     name = getattr(function, "__name__", "")
     kind = name.removesuffix("_")
     if kind == "clamp_max":
@@ -77,27 +77,27 @@ def recognise(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         return Activation(kind, x, InitialFunction(partial(F.prelu, weight=given["weight"]), name=kind), in_place)
     if kind == "clamp" and not all(v is None or isinstance(v, (int, float)) for v in given.values()):
         return None
-    given.pop("training", None)  # of a function that is random: it is not another one in evaluation
+    given.pop("training", None)  # rrelu counts as random in evaluation mode too
     special = {k: v for k, v in given.items() if v != ARGUMENTS[kind][k]}
     if kind == "hardtanh" and (special.get("min_val"), special.get("max_val")) == (0, 6):
-        kind, special = "relu6", {}  # that is how nn.ReLU6 says it
-    return Activation(kind, x, _start(kind, *special.items()), in_place)
+        kind, special = "relu6", {}  # nn.ReLU6 calls hardtanh(0, 6)
+    return Activation(kind, x, _initial_function(kind, *special.items()), in_place)
 
 
-_BASES = {  # of kinds that no unit starts as by their name
-    "hardshrink": InitialFunction(F.hardshrink, (), (1.0, 1.0), "hardshrink"),  # it jumps
+_WITHOUT_NAME = {  # kinds that are not in INITIAL_FUNCTIONS
+    "hardshrink": InitialFunction(F.hardshrink, (), (1.0, 1.0), "hardshrink"),  # not continuous, so it has no kinks
     "rrelu": InitialFunction(partial(F.rrelu, training=True), (0.0,), name="rrelu"),
     "threshold": InitialFunction(partial(F.threshold, threshold=0.0, value=0.0), (0.0,), (0.0, 1.0), "threshold"),
 }
 
 
 @cache
-def _start(kind: str, *arguments: tuple[str, Any]) -> InitialFunction:
-    """The start of that kind, with other arguments than the default ones if there are any."""
+def _initial_function(kind: str, *arguments: tuple[str, Any]) -> InitialFunction:
+    """Return the initial function of a kind, with these arguments in place of the default ones."""
     special = dict(arguments)
     if kind == "clamp":
-        return _clamp(special.get("min"), special.get("max"))
-    known = INITIAL_FUNCTIONS.get(kind) or _BASES[kind]
+        return _clamp_function(special.get("min"), special.get("max"))
+    known = INITIAL_FUNCTIONS.get(kind) or _WITHOUT_NAME[kind]
     if not special:
         return known
     function = partial(known.function, **special)
@@ -106,7 +106,7 @@ def _start(kind: str, *arguments: tuple[str, Any]) -> InitialFunction:
     if kind == "leaky_relu":
         slopes = (float(special["negative_slope"]), 1.0)
     elif kind == "elu":
-        kinks = (0.0,)  # its slopes on either side of 0 are alpha and 1
+        kinks = (0.0,)  # the slopes at 0 are alpha and 1
     elif kind == "threshold":
         kinks = (float(special.get("threshold", 0.0)),)
     elif kind == "softshrink":
@@ -116,7 +116,7 @@ def _start(kind: str, *arguments: tuple[str, Any]) -> InitialFunction:
     return InitialFunction(function, kinks, slopes, name)
 
 
-def _clamp(low: float | None, high: float | None) -> InitialFunction:
+def _clamp_function(low: float | None, high: float | None) -> InitialFunction:
     known = (
         INITIAL_FUNCTIONS["relu"] if (low, high) == (0, None) else INITIAL_FUNCTIONS["relu6"] if (low, high) == (0, 6) else None
     )
@@ -126,11 +126,11 @@ def _clamp(low: float | None, high: float | None) -> InitialFunction:
 
 
 def prelu_function(weight: Tensor) -> InitialFunction:
-    """Return the start that equals PReLU with these slopes, one per channel or one for all."""
+    """Return the initial function that equals PReLU with these slopes, one per channel or one for all."""
     if weight.is_meta:
         return InitialFunction(partial(F.prelu, weight=weight), name="prelu")
     if len(weight) == 1:
-        return _start("leaky_relu", ("negative_slope", weight.item()))
+        return _initial_function("leaky_relu", ("negative_slope", weight.item()))
     return InitialFunction(Slopes(weight), (0.0,), None, "prelu", len(weight))
 
 
@@ -140,22 +140,22 @@ def _quick_gelu(x: Tensor) -> Tensor:
 
 _QUICK_GELU = InitialFunction(_quick_gelu, (), (0.0, 1.0), "quick_gelu")
 Recognised = tuple[str, InitialFunction]
-# Kind and start of what modules write out.
+# Kind and initial function of activations that a module may write out by hand.
 WRITTEN_OUT: list[Recognised] = [
     *((kind, INITIAL_FUNCTIONS[kind]) for kind in ARGUMENTS if kind in INITIAL_FUNCTIONS),
-    ("gelu", _start("gelu", ("approximate", "tanh"))),
+    ("gelu", _initial_function("gelu", ("approximate", "tanh"))),
     ("gelu", _QUICK_GELU),
 ]
 
 
 def recognise_module(module: nn.Module, kinds: Iterable[str | type[nn.Module]]) -> Recognised | None:
-    """Kind and start of a module that is an activation because of its class: one of `kinds`, or PReLU."""
-    learned = prelu_function(module.weight) if isinstance(module, nn.PReLU) and type(module) in PRELU else None
+    """Return kind and initial function of a module whose class is an activation: one of `kinds`, or PReLU."""
+    learned = prelu_function(module.weight) if isinstance(module, nn.PReLU) and type(module) in PRELU_CLASSES else None
     if kind := next((kind for kind in kinds if isinstance(kind, type) and isinstance(module, kind)), None):
-        return kind.__name__, learned or InitialFunction(frozen(module), name=type(module).__name__)
+        return kind.__name__, learned or InitialFunction(frozen_copy(module), name=type(module).__name__)
     return ("prelu", learned) if learned else None
 
 
-def frozen(module: nn.Module) -> nn.Module:
-    """Return a copy of the module that starts are computed with: in float64, on the CPU, in evaluation mode."""
+def frozen_copy(module: nn.Module) -> nn.Module:
+    """Return a copy to compute initial functions with: float64, on the CPU, in evaluation mode."""
     return copy.deepcopy(module).to("cpu", torch.float64).requires_grad_(False).eval()

@@ -1,4 +1,4 @@
-"""Every tensor that a torch function returns while a model runs carries a node that knows the nodes it was computed from."""
+"""Nodes: every tensor that a torch function returns while a model runs carries one, linked to the nodes of its inputs."""
 
 import math
 from typing import Any
@@ -10,21 +10,21 @@ Range = tuple[float, float]
 SHAPING = frozenset(
     {"view", "reshape", "expand", "expand_as", "unsqueeze", "squeeze", "permute", "transpose", "flatten", "unflatten"}
 )
-# What there may be between a gate and what it multiplies: the values stay.
-BEHIND_GATE = SHAPING | {
+# Functions that keep the values: they may stand between a gate and the product.
+KEEPS_VALUES = SHAPING | {
     *("getitem", "view_as", "reshape_as", "broadcast_to", "repeat", "repeat_interleave", "interpolate", "contiguous", "clone"),
     *("to", "type", "type_as", "float", "half", "bfloat16", "double", "detach", "dropout", "chunk", "split", "unbind", "flip"),
     *("movedim", "moveaxis", "swapaxes", "swapdims", "rearrange"),
 }
 CONVOLUTIONS = {f"{name}{n}d": n for name in ("conv", "conv_transpose") for n in (1, 2, 3)}
-OVER_DIM_1 = frozenset({"batch_norm", "group_norm", "instance_norm"})
-OVER_LAST = frozenset({"linear", "layer_norm", "rms_norm", "embedding", "matmul", "mm", "addmm"})
-LAYERS = frozenset({*CONVOLUTIONS, *OVER_DIM_1, *OVER_LAST})
-SAMPLE = "sample"  # in place of the name of a function
-SEVERAL = 10**6  # in place of a dimension: channels were split into several
+CHANNELS_IN_DIM_1 = frozenset({"batch_norm", "group_norm", "instance_norm"})
+CHANNELS_IN_LAST_DIM = frozenset({"linear", "layer_norm", "rms_norm", "embedding", "matmul", "mm", "addmm"})
+LAYERS = frozenset({*CONVOLUTIONS, *CHANNELS_IN_DIM_1, *CHANNELS_IN_LAST_DIM})
+SAMPLE = "sample"  # name of the nodes of the sample
+SPLIT_CHANNELS = 10**6  # channel_dim of a tensor whose channels are spread over several dimensions
 ATTRIBUTE = "_pwlu_node"
 ANYTHING = (-math.inf, math.inf)
-_CONSTANT = (-1e30, 1e30)  # of a parameter, say: bounded, but its values are not known
+_CONSTANT = (-1e30, 1e30)  # range of a parameter: finite, but the values are unknown
 
 _RANGES: dict[str, Range] = {
     **dict.fromkeys(("sigmoid", "hardsigmoid", "softmax", "softmin", "special_expit", "expit", "_softmax"), (0.0, 1.0)),
@@ -32,14 +32,17 @@ _RANGES: dict[str, Range] = {
     **dict.fromkeys(("exp", "softplus", "abs", "square"), (0.0, math.inf)),
 }
 _LIMITS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0), "hardtanh": (-1.0, 1.0), "clamp": ANYTHING, "clip": ANYTHING}
-_AS_BEFORE = BEHIND_GATE | {"mean", "amax", "amin", "cat", "concat", "stack", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"}
+_RANGE_OF_INPUT = KEEPS_VALUES | {
+    *("mean", "amax", "amin", "cat", "concat", "stack", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d")
+}
 
 
 class Node:
-    """One call of a torch function: its name, what it was computed from, its shape, and the range of its values.
+    """One call of a torch function: its name, its inputs, its shape, and the range of its values.
 
-    ``channel_dim``: the dimension of its channels if known. ``factors``: what it multiplies, element by element. ``call``: its
-    number. ``varies``: with the sample, unlike a parameter or a constant. ``behind_layer``: some layer took part.
+    ``channel_dim``: the dimension of the channels, if known. ``factors``: the factors of an elementwise product. ``call``: the
+    number of the call. ``varies``: whether it depends on the sample, unlike a parameter or a constant. ``behind_layer``:
+    whether it depends on the output of a layer.
     """
 
     __slots__ = ("behind_layer", "call", "channel_dim", "factors", "inputs", "name", "range", "shape", "varies")
@@ -53,29 +56,29 @@ class Node:
 
     @property
     def size(self) -> float:
-        """Return the largest absolute value it can have."""
+        """Return the largest possible absolute value."""
         return max(abs(limit) for limit in self.range)
 
 
 def node_of(tensor: Tensor) -> Node | None:
-    """Return the call that made this tensor, if it was seen."""
+    """Return the call that made this tensor, if it was recorded."""
     return getattr(tensor, ATTRIBUTE, None)
 
 
-def plain_name(function_name: str) -> str:
-    """Return the name of a function, the same for all ways to call it: ``mul`` for ``mul_`` and ``multiply``."""
+def canonical_name(function_name: str) -> str:
+    """Return one name for all variants of a function: ``mul`` for ``mul_`` and ``multiply``."""
     name = function_name.strip("_") if function_name.startswith("__") else function_name.removesuffix("_")
     return {"multiply": "mul", "subtract": "sub", "divide": "div", "true_divide": "div", "truediv": "div"}.get(name, name)
 
 
 def range_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Range:
-    """Return between which numbers the result of this call lies, as far as that is easily said."""
+    """Return bounds of the result of a call, as far as simple rules tell."""
     values = [_range(value) for value in args[:2]]
     if name in _RANGES:
         return _RANGES[name]
     if name in _LIMITS:
-        return _limited(values[0] if values else ANYTHING, *_limits(name, args, kwargs))
-    if name in _AS_BEFORE:
+        return _clamp_range(values[0] if values else ANYTHING, *_clamp_limits(name, args, kwargs))
+    if name in _RANGE_OF_INPUT:
         found = [_range(leaf) for leaf in tree_leaves(args[:1]) if isinstance(leaf, Tensor)]
         return (min(low for low, _ in found), max(high for _, high in found)) if found else ANYTHING
     if name in ("rsub", "rtruediv", "rdiv"):
@@ -83,7 +86,7 @@ def range_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Range:
     if name == "neg" and values:
         return -values[0][1], -values[0][0]
     if name == "reciprocal" and values:
-        return _divided((1.0, 1.0), values[0])
+        return _divide_ranges((1.0, 1.0), values[0])
     if len(values) < 2 or kwargs:
         return ANYTHING
     (a, b), (c, d) = values
@@ -92,8 +95,8 @@ def range_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Range:
     if name == "sub":
         return a - d, b - c
     if name == "mul":
-        return _multiplied((a, b), (c, d))
-    return _divided((a, b), (c, d)) if name == "div" else ANYTHING
+        return _multiply_ranges((a, b), (c, d))
+    return _divide_ranges((a, b), (c, d)) if name == "div" else ANYTHING
 
 
 def _range(value: Any) -> Range:
@@ -103,7 +106,7 @@ def _range(value: Any) -> Range:
     return (float(value), float(value)) if isinstance(value, (int, float)) else ANYTHING
 
 
-def _limits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _clamp_limits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     low, high = _LIMITS[name]
     if name in ("clamp", "clip", "hardtanh"):
         given = dict(zip(("min", "max"), args[1:3], strict=False))
@@ -112,17 +115,17 @@ def _limits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[A
     return low, high
 
 
-def _limited(values: Range, low: Any, high: Any) -> Range:
+def _clamp_range(values: Range, low: Any, high: Any) -> Range:
     low = _range(low)[0] if low is not None else -math.inf
     high = _range(high)[1] if high is not None else math.inf
     return max(values[0], low), min(values[1], high)
 
 
-def _multiplied(one: Range, other: Range) -> Range:
-    products = [a * b if a and b else 0.0 for a in one for b in other]  # 0 times infinity: values are finite
+def _multiply_ranges(one: Range, other: Range) -> Range:
+    products = [a * b if a and b else 0.0 for a in one for b in other]  # values are finite, so 0 times an infinite bound is 0
     return min(products), max(products)
 
 
-def _divided(one: Range, other: Range) -> Range:
+def _divide_ranges(one: Range, other: Range) -> Range:
     low, high = other
-    return _multiplied(one, (1 / high, 1 / low)) if low > 0 or high < 0 else ANYTHING
+    return _multiply_ranges(one, (1 / high, 1 / low)) if low > 0 or high < 0 else ANYTHING

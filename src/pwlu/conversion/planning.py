@@ -1,4 +1,4 @@
-"""How sites are converted: which module gets which child, and which calls have to be rewritten for that."""
+"""Plan the conversion of sites: which module gets which child, and which calls must be rewritten."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,45 +6,45 @@ from collections.abc import Sequence
 from torch import fx, nn
 
 from pwlu.conversion import rewrite
-from pwlu.conversion.sites import Found, joined
+from pwlu.conversion.sites import Candidate, full_name
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def plan(model: nn.Module, founds: Sequence[Found]) -> None:
-    """Which module gets which child, and which calls have to be rewritten for that."""
+def plan(model: nn.Module, candidates: Sequence[Candidate]) -> None:
+    """Choose the owner and the name of each new activation, and the call to rewrite for it."""
     taken: set[str] = set()
-    by_module: dict[str, list[Found]] = {}
-    crowds = Counter(found.calls[0].location for found in founds)
-    for found in founds:
-        found.alone = crowds[found.calls[0].location] == 1
-        name = found.calls[0].module
+    by_module: dict[str, list[Candidate]] = {}
+    crowds = Counter(candidate.calls[0].location for candidate in candidates)
+    for candidate in candidates:
+        candidate.alone = crowds[candidate.calls[0].location] == 1
+        name = candidate.calls[0].module
         if name is not None:
-            by_module.setdefault(name, []).append(found)
-        elif found.wanted:
-            _plan_rewrite(model, found, found.site.kind, taken)
+            by_module.setdefault(name, []).append(candidate)
+        elif candidate.selected:
+            _plan_rewrite(model, candidate, candidate.site.kind, taken)
     for name, places in by_module.items():
         owner, _, key = name.rpartition(".")
-        # The registered module is replaced itself where that serves one place; every other place gets a child of its own.
-        everywhere = all(found.wanted and not any(call.by_keyword for call in found.calls) for found in places)
-        if everywhere and (len(places) == 1 or _one_place_stays(model, places, owner, key, taken)):
+        # Replacing the registered module serves one place. Every other place gets its own child.
+        everywhere = all(candidate.selected and not any(call.by_keyword for call in candidate.calls) for candidate in places)
+        if everywhere and (len(places) == 1 or _keep_one_place(model, places, owner, key, taken)):
             continue
-        for found in places:
-            if found.wanted:
-                _plan_rewrite(model, found, key, taken)
-    for found in founds:
-        if found.wanted and not found.key:
-            found.owner, _, found.key = found.site.name.rpartition(".")
+        for candidate in places:
+            if candidate.selected:
+                _plan_rewrite(model, candidate, key, taken)
+    for candidate in candidates:
+        if candidate.selected and not candidate.key:
+            candidate.owner, _, candidate.key = candidate.site.name.rpartition(".")
 
 
-def _one_place_stays(model: nn.Module, places: Sequence[Found], owner: str, key: str, taken: set[str]) -> bool:
-    """Rewrite all places but one, which keeps the module's name: the one that cannot be rewritten, else the first."""
+def _keep_one_place(model: nn.Module, places: Sequence[Candidate], owner: str, key: str, taken: set[str]) -> bool:
+    """Rewrite all places but one, which keeps the module's name. Keep a place that cannot be rewritten, else the first."""
     fixed = []
-    for found in places:
+    for candidate in places:
         try:
-            _edit(model, found, key)
-        except rewrite.NotPossible:
-            fixed.append(found)
+            _edit(model, candidate, key)
+        except rewrite.CannotRewrite:
+            fixed.append(candidate)
     if len(fixed) > 1:
         if len({(f.site.channels, f.site.channel_dim) for f in fixed}) > 1:
             return False
@@ -52,42 +52,44 @@ def _one_place_stays(model: nn.Module, places: Sequence[Found], owner: str, key:
             fixed[0].modes.update(other.modes)
             other.site.action, other.site.reason = (
                 "skipped",
-                f"shares {fixed[0].site.name}: the places that call it cannot be told apart",
+                f"shares {fixed[0].site.name}: the calls cannot be told apart",
             )
     stays = (fixed or places)[0]
-    for found in places:
-        if found is not stays and found not in fixed:
-            _plan_rewrite(model, found, key, taken)
+    for candidate in places:
+        if candidate is not stays and candidate not in fixed:
+            _plan_rewrite(model, candidate, key, taken)
     return True
 
 
-def _edit(model: nn.Module, found: Found, child: str) -> rewrite.Edit:
-    call = found.calls[0]
+def _edit(model: nn.Module, candidate: Candidate, child: str) -> rewrite.Edit:
+    call = candidate.calls[0]
     location = call.location
     if location.owner is None:
-        raise rewrite.NotPossible(f"it is called in {location.code.co_qualname}, {location}, which is no method of a module")
+        raise rewrite.CannotRewrite(
+            f"it is called in {location.code.co_qualname} ({location}), which is not a method of a module"
+        )
     owner = model.get_submodule(location.owner)
     if isinstance(owner, fx.GraphModule):
-        raise rewrite.NotPossible("it is in a graph of torch.fx: convert the model before its graph is made")
+        raise rewrite.CannotRewrite("it is in a torch.fx graph: convert the model before tracing it")
     if isinstance(owner, _CONTAINERS):
-        raise rewrite.NotPossible(f"it is called by {type(owner).__name__}, where a new child would become a layer")
-    if not found.alone:
-        raise rewrite.NotPossible(f"it is called at a place, {location}, that calls other activations too")
+        raise rewrite.CannotRewrite(f"it is called by {type(owner).__name__}, where a new child would become a layer")
+    if not candidate.alone:
+        raise rewrite.CannotRewrite(f"the same place in the code ({location}) also calls other activations")
     return rewrite.plan(type(owner), location.code, location.end, child, call.method)
 
 
-def _plan_rewrite(model: nn.Module, found: Found, wanted: str, taken: set[str]) -> None:
-    """Give the owner of the call a new child, with a name near the wanted one, and let the call go there."""
-    owner = found.calls[0].location.owner
+def _plan_rewrite(model: nn.Module, candidate: Candidate, preferred: str, taken: set[str]) -> None:
+    """Plan a new child of the module that makes the call, with the preferred name or one like it."""
+    owner = candidate.calls[0].location.owner
     try:
-        _edit(model, found, wanted)
-    except rewrite.NotPossible as why:
-        found.site.action, found.site.reason = "impossible", str(why)
+        _edit(model, candidate, preferred)
+    except rewrite.CannotRewrite as why:
+        candidate.site.action, candidate.site.reason = "impossible", str(why)
         return
     assert owner is not None
     module = model.get_submodule(owner)
-    names = [wanted, *(f"{wanted}_{n}" for n in range(2, 10_000))]
-    child = next(n for n in names if not hasattr(module, n) and joined(owner, n) not in taken)
-    taken.add(joined(owner, child))
-    found.owner, found.key, found.edit = owner, child, _edit(model, found, child)
-    found.site.name = joined(owner, child)
+    names = [preferred, *(f"{preferred}_{n}" for n in range(2, 10_000))]
+    child = next(n for n in names if not hasattr(module, n) and full_name(owner, n) not in taken)
+    taken.add(full_name(owner, child))
+    candidate.owner, candidate.key, candidate.edit = owner, child, _edit(model, candidate, child)
+    candidate.site.name = full_name(owner, child)

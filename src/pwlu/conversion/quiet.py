@@ -1,4 +1,4 @@
-"""Running the code of others without a trace."""
+"""Run a user's code without side effects."""
 
 import logging
 import random
@@ -13,11 +13,11 @@ from torch.nn.modules import module as modules
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No gradients, no warnings, no hooks of all modules, and random numbers afterwards as if nothing had been drawn."""
+    """Run without gradients, warnings and global module hooks, and restore the random state afterwards."""
     state, log = random.getstate(), logging.getLogger("torch._subclasses.fake_tensor")
     numpy = sys.modules.get("numpy")
     of_numpy = numpy.random.get_state() if numpy else None
-    enabled, log.disabled = not log.disabled, True  # it logs as an error that a shape does not fit, which is raised too
+    enabled, log.disabled = not log.disabled, True  # it also logs the errors that it raises
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
     hooks = [
         (registered, dict(registered)) for registered in (modules._global_forward_hooks, modules._global_forward_pre_hooks)

@@ -1,4 +1,4 @@
-"""New modules in the place of activations: put in, named, and taken out again."""
+"""Insert new modules in the place of activations, and restore the original ones."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from pwlu.conversion import rewrite
 from pwlu.conversion.conversion_report import Site
-from pwlu.conversion.sites import Found
+from pwlu.conversion.sites import Candidate
 from pwlu.conversion.tracing import Call, stateless_leaf, unshare
 
-_REPLACED = "_pwlu_replaced"  # what stood there, by child, in the owner's __dict__; None for a call of a function
-_SHARED = "_pwlu_shared"  # likewise, where one module without state stood in several places
+_REPLACED = "_pwlu_replaced"  # in the owner's __dict__: the original activation by child name; None for a function call
+_SHARED = "_pwlu_shared"  # likewise, for a stateless module that was registered in several places
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -24,8 +24,8 @@ _HOOKS = (
 )
 
 
-class _StandIn(nn.Module):
-    """Computes what stood there: the course of a model may depend on values."""
+class _OriginalActivation(nn.Module):
+    """Computes the original activation in a trial run, because a model's control flow may depend on values."""
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         super().__init__()
@@ -35,27 +35,30 @@ class _StandIn(nn.Module):
         return self.function(x)
 
 
-def apply(model: nn.Module, founds: Sequence[Found], trial: bool = False) -> None:
-    """Put the new activations in (for a trial, stand-ins) and rewrite the calls."""
-    wanted = [found for found in founds if found.wanted]
-    rewritten = {model.get_submodule(found.owner) for found in wanted if found.edit is not None}
+def apply(model: nn.Module, candidates: Sequence[Candidate], trial: bool = False) -> None:
+    """Insert the new activations and rewrite the calls. `trial`: insert the original activations instead."""
+    selected = [candidate for candidate in candidates if candidate.selected]
+    rewritten = {model.get_submodule(candidate.owner) for candidate in selected if candidate.edit is not None}
     for parent, key, shared in unshare(model, lambda module: module in rewritten and stateless_leaf(module)):
         parent.__dict__.setdefault(_SHARED, {}).setdefault(key, shared)
-    modules = [_StandIn(model, found.calls[0]) if trial or found.module is None else found.module for found in wanted]
-    for found, new in zip(wanted, modules, strict=True):
-        owner = model.get_submodule(found.owner)
-        old = owner._modules.get(found.key)
-        if old is not None and not trial:  # its hooks go on, and their handles still remove them
+    new_modules = [
+        _OriginalActivation(model, candidate.calls[0]) if trial or candidate.module is None else candidate.module
+        for candidate in selected
+    ]
+    for candidate, new in zip(selected, new_modules, strict=True):
+        owner = model.get_submodule(candidate.owner)
+        old = owner._modules.get(candidate.key)
+        if old is not None and not trial:  # keep its hooks, so that their handles still remove them
             new.__dict__.update({key: old.__dict__[key] for key in _HOOKS if key in old.__dict__})
-        owner.__dict__.setdefault(_REPLACED, {}).setdefault(found.key, old)
-        owner._modules[found.key] = new.train(owner.training)
-        if found.edit is not None:
-            rewrite.rewrite_(owner, found.edit)
-        _leave_fast_path(model, found.owner)
+        owner.__dict__.setdefault(_REPLACED, {}).setdefault(candidate.key, old)
+        owner._modules[candidate.key] = new.train(owner.training)
+        if candidate.edit is not None:
+            rewrite.rewrite_(owner, candidate.edit)
+        _disable_fast_path(model, candidate.owner)
 
 
-def replaced(model: nn.Module) -> dict[str, nn.Module]:
-    """Return what :func:`convert_` put into the model, by name."""
+def inserted_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that :func:`convert_` inserted into the model, by name."""
     return {
         f"{name}.{key}" if name else key: owner._modules[key]
         for name, owner in model.named_modules()
@@ -64,17 +67,17 @@ def replaced(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def put_(model: nn.Module, new: Mapping[str, tuple[nn.Module, rewrite.Edit | None]]) -> None:
-    """Put known modules in by name, each with the call to be rewritten for it, as :func:`convert_` did to another model."""
-    founds = []
+def insert_(model: nn.Module, new: Mapping[str, tuple[nn.Module, rewrite.Edit | None]]) -> None:
+    """Insert given modules by name and rewrite their calls, to repeat a conversion that was done to another model."""
+    candidates = []
     for name, (module, edit) in new.items():
         owner, _, key = name.rpartition(".")
-        founds.append(Found(Site(name, "", "", action="converted"), [], Counter(), owner, key, edit, module))
-    apply(model, founds)
+        candidates.append(Candidate(Site(name, "", "", action="converted"), [], Counter(), owner, key, edit, module))
+    apply(model, candidates)
 
 
-def _leave_fast_path(model: nn.Module, name: str) -> None:
-    """torch's transformer layers have, for evaluation, one kernel for everything, with an activation of its own."""
+def _disable_fast_path(model: nn.Module, name: str) -> None:
+    """Disable the fused inference kernel of torch's transformer layers, which has its own activation."""
     while True:
         module = model.get_submodule(name)
         for cls, key, value in (
@@ -90,14 +93,30 @@ def _leave_fast_path(model: nn.Module, name: str) -> None:
 
 
 def restore_(model: nn.Module) -> list[str]:
-    """Put the activations back that :func:`convert_` replaced; return the names of what was taken out."""
+    """Put the activations back that :func:`convert_` replaced, in place.
+
+    Args:
+        model: A converted model.
+
+    Returns:
+        The names of the activations that were removed.
+
+    Raises:
+        ValueError: If the model was not converted, or was wrapped after the conversion.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
+        >>> report = pwlu.convert_(model, torch.randn(2, 4))
+        >>> pwlu.restore_(model)
+        ['1']
+    """
     owners = [(name, module) for name, module in model.named_modules() if _REPLACED in module.__dict__]
     if not owners:
-        raise ValueError(f"restore_: {type(model).__name__} has nothing that pwlu.convert_ put there")
+        raise ValueError(f"restore_: {type(model).__name__} was not converted by pwlu.convert_, so there is nothing to restore")
     for name, module in owners:
         if hasattr(type(module), "_pwlu_edits") and "_pwlu_edits" not in vars(type(module)):
             raise ValueError(
-                f"restore_: {name or 'the model'} was wrapped after the conversion (fully_shard?). Restore it before that"
+                f"restore_: {name or 'the model'} was wrapped after the conversion (fully_shard?). Restore before wrapping"
             )
     removed = []
     for name, module in owners:
@@ -110,10 +129,10 @@ def restore_(model: nn.Module) -> list[str]:
                 delattr(module, key)
             else:
                 module._modules[key] = old.train(module.training)
-        module.__class__ = rewrite.original(type(module))
+        module.__class__ = rewrite.original_class(type(module))
     for module in list(model.modules()):
         for key, shared in module.__dict__.pop(_SHARED, {}).items():
             module._modules[key] = shared
-    if any(_REPLACED in module.__dict__ for module in model.modules()):  # in what was put back
+    if any(_REPLACED in module.__dict__ for module in model.modules()):  # the restored modules may have been converted too
         removed += restore_(model)
     return removed

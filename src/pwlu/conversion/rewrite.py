@@ -1,8 +1,8 @@
-"""Rewriting a method so that one call in it goes to another module, for one instance: ``F.relu(x)`` becomes ``self.relu(x)``.
+"""Rewrite a method of one instance so that one call goes to a child module: ``F.relu(x)`` becomes ``self.relu(x)``.
 
-The instance gets a class of its own, derived from the one it had and of the same name, with the rewritten methods; so
-``isinstance``, hooks and everything else stay as they were. Only the expressions change: source lines, globals, closures and
-defaults are those of the original method. The class is made anew from the source when an instance is unpickled elsewhere.
+The instance gets its own class: a subclass of its former class, with the same name and the rewritten methods. So
+``isinstance`` and hooks keep working. Only the call changes: source lines, globals, closures and defaults are those of the
+original method. Unpickling builds the class again from the source.
 """
 
 import __future__
@@ -20,52 +20,52 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from pwlu.conversion.source import innermost, nested
+from pwlu.conversion.source import nested_code, undecorated
 
 _FUTURES = functools.reduce(
     lambda flags, name: flags | getattr(__future__, name).compiler_flag, __future__.all_feature_names, 0
 )
 
 
-class NotPossible(Exception):
-    """A call that cannot be rewritten; the text says why."""
+class CannotRewrite(Exception):
+    """A call that cannot be rewritten; the message tells why."""
 
 
 class Edit(NamedTuple):
-    """One call to be rewritten: its method, where it ends (line counted from the method's first), the child to call instead."""
+    """One call to rewrite: its method, its end (lines counted from the first line of the method), and the child to call."""
 
     method: str
     end: tuple[int, int]
     child: str
     of_tensor: bool  # x.relu() rather than F.relu(x)
-    digest: str  # of the method's source
+    digest: str  # hash of the method's source, to notice later edits
 
 
 def plan(cls: type, code: CodeType, end: tuple[int, int] | None, child: str, of_tensor: bool) -> Edit:
-    """The edit of the call that ends there, in a method of that class; NotPossible if there is something in the way."""
+    """Return the edit of the call that ends there, in a method of `cls`. Raise CannotRewrite if that is not possible."""
     if end is None:
-        raise NotPossible("Python was told to keep no positions in the code (-X no_debug_ranges)")
+        raise CannotRewrite("Python runs without code positions: start it without -X no_debug_ranges")
     name, function = _find_method(cls, code)
     tree = definition(function)
     edit = Edit(name, (end[0] - function.__code__.co_firstlineno, end[1]), child, of_tensor, _digest(tree))
-    rewritten(original(cls), (edit,))  # all that can go wrong goes wrong here
+    rewritten_class(original_class(cls), (edit,))  # raises now if the edit fails, before anything is changed
     return edit
 
 
 def rewrite_(module: nn.Module, edit: Edit) -> None:
-    """Give the module a class in which this call, and those rewritten before, go to its children."""
+    """Give the module a class in which this call, and all calls rewritten before, go to its children."""
     cls = type(module)
-    module.__class__ = rewritten(original(cls), tuple(sorted({*getattr(cls, "_pwlu_edits", ()), edit})))
+    module.__class__ = rewritten_class(original_class(cls), tuple(sorted({*getattr(cls, "_pwlu_edits", ()), edit})))
 
 
-def original(cls: type) -> type:
-    """The class as it was before anything was rewritten."""
+def original_class(cls: type) -> type:
+    """Return the class before any rewriting."""
     return cls.__dict__.get("_pwlu_original", cls)
 
 
 @functools.cache
-def rewritten(cls: type, edits: tuple[Edit, ...]) -> type:
-    """A class derived from `cls`, of the same name, in which `edits` are made."""
+def rewritten_class(cls: type, edits: tuple[Edit, ...]) -> type:
+    """Return a subclass of `cls` with the same name, with the edits applied."""
     body: dict[str, Any] = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
@@ -76,33 +76,33 @@ def rewritten(cls: type, edits: tuple[Edit, ...]) -> type:
     }
     for name in dict.fromkeys(edit.method for edit in edits):
         outer = _unedited(cls, name)
-        inner = innermost(outer)
+        inner = undecorated(outer)
         of_method = [edit for edit in edits if edit.method == name]
         tree = copy.deepcopy(definition(inner))
         if any(edit.digest != _digest(tree) for edit in of_method):
             raise RuntimeError(
-                f"pwlu: the source of {cls.__qualname__}.{name} is not what it was when the model was converted. "
-                "Convert again: make the model, pwlu.convert_(model, sample), and load its state dict."
+                f"pwlu: the source of {cls.__qualname__}.{name} has changed since the model was converted. "
+                "Create the model, convert it again with pwlu.convert_(model, sample), and load the state dict."
             )
-        new = _replaced(outer, inner, _Rewriter(of_method, inner.__code__).function(inner, tree))
-        body |= {alias: new for alias in _names(cls) if _unedited(cls, alias) is outer}
+        new = _replace_inner(outer, inner, _Rewriter(of_method, inner.__code__).function(inner, tree))
+        body |= {alias: new for alias in _attribute_names(cls) if _unedited(cls, alias) is outer}
     try:
-        return types.new_class(cls.__name__, (_Unannounced, cls), exec_body=lambda namespace: namespace.update(body))
+        return types.new_class(cls.__name__, (_SkipInitSubclass, cls), exec_body=lambda namespace: namespace.update(body))
     except Exception as error:
-        raise NotPossible(f"no class can be derived from {cls.__qualname__} ({error})") from error
+        raise CannotRewrite(f"{cls.__qualname__} cannot be subclassed ({error})") from error
 
 
-class _Unannounced(nn.Module):
-    """Keeps ``__init_subclass__`` of the class from being told: that is often where classes are registered by their names."""
+class _SkipInitSubclass(nn.Module):
+    """Skips ``__init_subclass__`` of the original class, which often registers classes by name."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass
 
 
 def rewritten_places(cls: type) -> Iterator[tuple[str, tuple[int, int]]]:
-    """File and end of the calls that were rewritten in this class."""
+    """Yield file and end of the calls that were rewritten in this class."""
     for edit in getattr(cls, "_pwlu_edits", ()):
-        code = innermost(_unedited(cls, edit.method)).__code__
+        code = undecorated(_unedited(cls, edit.method)).__code__
         yield code.co_filename, (edit.end[0] + code.co_firstlineno, edit.end[1])
 
 
@@ -112,7 +112,7 @@ def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
 
 
 def _rebuild(cls: type, edits: Sequence[Sequence[Any]]) -> nn.Module:
-    new: Any = rewritten(cls, tuple(Edit(*edit) for edit in edits))
+    new: Any = rewritten_class(cls, tuple(Edit(*edit) for edit in edits))
     return new.__new__(new)
 
 
@@ -120,59 +120,59 @@ def _rebuild(cls: type, edits: Sequence[Sequence[Any]]) -> nn.Module:
 
 
 def _lookup(cls: type, name: str) -> Any:
-    """What `name` means in the class, undecorated by Python's lookup."""
+    """Return the raw attribute `name` of the class, without binding descriptors."""
     return next(vars(klass)[name] for klass in cls.__mro__ if name in vars(klass))
 
 
 def _unedited(cls: type, name: str) -> Any:
-    """The same, or what it was before an edit: the class may be derived from an edited one, as by torch's parametrizations."""
-    return next(vars(klass)[name] for klass in cls.__mro__ if name in vars(klass) and original(klass) is klass)
+    """Return the raw attribute before any edit. Torch's parametrizations may have subclassed a rewritten class."""
+    return next(vars(klass)[name] for klass in cls.__mro__ if name in vars(klass) and original_class(klass) is klass)
 
 
-def _names(cls: type) -> list[str]:
+def _attribute_names(cls: type) -> list[str]:
     return list(dict.fromkeys(name for klass in cls.__mro__ for name in vars(klass)))
 
 
 def _find_method(cls: type, code: CodeType) -> tuple[str, FunctionType]:
     for klass in cls.__mro__:
         for name, value in vars(klass).items():
-            function = innermost(value)
+            function = undecorated(value)
             if isinstance(function, FunctionType) and function.__code__ is code:
                 if _lookup(cls, name) is not value:
-                    raise NotPossible(
+                    raise CannotRewrite(
                         f"it is in {klass.__name__}.{name}, which {cls.__name__} overrides and calls through super()"
                     )
-                return name, innermost(_unedited(klass, name))
-    raise NotPossible(f"it is in {code.co_qualname}, which is not a method of {cls.__name__}")
+                return name, undecorated(_unedited(klass, name))
+    raise CannotRewrite(f"it is in {code.co_qualname}, which is not a method of {cls.__name__}")
 
 
 @functools.cache
-def _parsed(source: str, flags: int) -> tuple[dict[tuple[str, int], ast.FunctionDef], frozenset[CodeType]]:
-    """The functions in a file, by name and first line, and what they are compiled to."""
+def _parse_functions(source: str, flags: int) -> tuple[dict[tuple[str, int], ast.FunctionDef], frozenset[CodeType]]:
+    """Return the functions in a source file by name and first line, and the code objects they compile to."""
     try:
         nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-        codes = nested(compile(source, "", "exec", flags=flags, dont_inherit=True))
+        codes = nested_code(compile(source, "", "exec", flags=flags, dont_inherit=True))
     except SyntaxError:
         return {}, frozenset()
     return {(node.name, min([node.lineno, *(d.lineno for d in node.decorator_list)])): node for node in nodes}, frozenset(codes)
 
 
 def definition(function: FunctionType) -> ast.FunctionDef:
-    """The source of the function, which must be what was compiled: files are edited while a program runs."""
+    """Return the syntax tree of the function. Raise if its file was edited since the import."""
     code = function.__code__
     linecache.checkcache(code.co_filename)
     lines = linecache.getlines(code.co_filename)
     if not lines:
-        raise NotPossible(f"the source {code.co_filename} cannot be read")
-    nodes, codes = _parsed("".join(lines), code.co_flags & _FUTURES)
+        raise CannotRewrite(f"the source {code.co_filename} cannot be read")
+    nodes, codes = _parse_functions("".join(lines), code.co_flags & _FUTURES)
     node = nodes.get((code.co_name, code.co_firstlineno))
-    if node is None or not (code in codes or _asserts(node)):
-        raise NotPossible(f"the source of {code.co_qualname} is not what it was when {code.co_filename} was imported")
+    if node is None or not (code in codes or _has_assert(node)):
+        raise CannotRewrite(f"the source of {code.co_qualname} has changed since {code.co_filename} was imported")
     return node
 
 
-def _asserts(tree: ast.AST) -> bool:
-    """Whether there is an assert, for which pytest compiles something else than is written."""
+def _has_assert(tree: ast.AST) -> bool:
+    """Return whether there is an assert: pytest compiles asserts to other code than the source says."""
     return any(isinstance(node, ast.Assert) for node in ast.walk(tree))
 
 
@@ -188,16 +188,17 @@ class _Rewriter(ast.NodeTransformer):
         self.code, self.done = code, set[Edit]()
 
     def run(self, tree: ast.FunctionDef) -> ast.FunctionDef:
-        """The tree with all edits made."""
+        """Return the tree with all edits applied."""
         tree = self.visit(tree)
         if missing := set(self.edits.values()) - self.done:
-            raise NotPossible(f"no call was found at {', '.join(str(edit.end) for edit in missing)} of {self.code.co_qualname}")
+            ends = ", ".join(str(edit.end) for edit in missing)
+            raise CannotRewrite(f"no call was found at {ends} of {self.code.co_qualname}")
         return tree
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         call = node.value
         if isinstance(call, ast.Call) and (call.end_lineno, call.end_col_offset) in self.edits:
-            raise NotPossible("its result is not used")
+            raise CannotRewrite("its result is not used")
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -207,14 +208,14 @@ class _Rewriter(ast.NodeTransformer):
             return node
         self.done.add(edit)
         child = ast.Attribute(ast.Name(self.code.co_varnames[0], ast.Load()), edit.child, ast.Load())
-        new = ast.Call(child, [_argument(node, edit.of_tensor)], [])
+        new = ast.Call(child, [_input_of_call(node, edit.of_tensor)], [])
         for part in (child, child.value, new):
             ast.copy_location(part, node)
         return new
 
     def function(self, old: FunctionType, tree: ast.FunctionDef) -> FunctionType:
-        """The method with all edits made, in the surroundings of the old one."""
-        code = _compiled(self.run(tree), old)
+        """Return the method with all edits applied, with the globals, defaults and closure of the old one."""
+        code = _compile_like(self.run(tree), old)
         cells = dict(zip(old.__code__.co_freevars, old.__closure__ or (), strict=True))
         new = FunctionType(
             code.replace(co_qualname=old.__code__.co_qualname),
@@ -223,17 +224,17 @@ class _Rewriter(ast.NodeTransformer):
             old.__defaults__,
             tuple(cells[name] for name in code.co_freevars),
         )
-        return _dressed(new, old)
+        return _copy_metadata(new, old)
 
 
-def _compiled(tree: ast.FunctionDef, old: FunctionType) -> CodeType:
-    """The code of the tree in the surroundings of the old function."""
+def _compile_like(tree: ast.FunctionDef, old: FunctionType) -> CodeType:
+    """Return the code of the tree, compiled in the scope of the old function."""
     tree.decorator_list = []
-    # Compiled inside a class, for names that begin with two underscores, and a function that has its free variables.
+    # A class around it mangles names that begin with two underscores; a function around that has its free variables.
     free = [name for name in old.__code__.co_freevars if name != "__class__"]
     arguments = ast.arguments([], [ast.arg(name) for name in free], None, [], [], None, [])
-    # Underscores before its name change nothing in it, and let the method mean the class itself where it names that.
-    class_name, used = _class_around(old.__code__), {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    # Leading underscores do not change mangling. They keep the class from hiding a name that the method uses.
+    class_name, used = _enclosing_class(old.__code__), {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     while class_name in used or class_name in free:
         class_name = f"_{class_name}"
     around = ast.ClassDef(class_name, [], [], [tree], [])
@@ -243,64 +244,66 @@ def _compiled(tree: ast.FunctionDef, old: FunctionType) -> CodeType:
             part.type_params = []
     module = ast.fix_missing_locations(ast.Module([factory], []))
     compiled = compile(module, old.__code__.co_filename, "exec", flags=old.__code__.co_flags & _FUTURES, dont_inherit=True)
-    return next(c for c in nested(compiled) if c.co_name == tree.name and c.co_firstlineno >= old.__code__.co_firstlineno)
+    return next(c for c in nested_code(compiled) if c.co_name == tree.name and c.co_firstlineno >= old.__code__.co_firstlineno)
 
 
-def _class_around(code: CodeType) -> str:
-    """The class that the function is written in; "_", which changes no name, if there is none."""
+def _enclosing_class(code: CodeType) -> str:
+    """Return the name of the class that contains the function; "_", which mangles no names, if there is none."""
     names = code.co_qualname.split(".")[:-1]
     while names and names[-1] == "<locals>":
-        del names[-2:]  # and the function that it is local to
+        del names[-2:]  # and the function that contains it
     return names[-1] if names else "_"
 
 
-def _argument(node: ast.Call, of_tensor: bool) -> ast.expr:
-    """What the activation is applied to."""
+def _input_of_call(node: ast.Call, of_tensor: bool) -> ast.expr:
+    """Return the expression that the activation is applied to."""
     if isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id):
-        raise NotPossible(f"it is called by {node.func.id}(...), not by the code itself")
+        raise CannotRewrite(f"it is called inside {node.func.id}(...), not directly")
     if of_tensor and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value).split(".")[-1] != "Tensor":
         return node.func.value  # x.clamp(0), unlike torch.Tensor.clamp(x, 0)
     if node.args:
         if isinstance(node.args[0], ast.Starred):
-            raise NotPossible("its arguments are given as *args")
+            raise CannotRewrite("its arguments are passed as *args")
         return node.args[0]
     named = [keyword.value for keyword in node.keywords if keyword.arg in ("input", "x")]
     if named:
         return named[0]
-    raise NotPossible("the tensor it is applied to is not among its arguments")
+    raise CannotRewrite("its input is not among its arguments")
 
 
-def _replaced(outer: Any, inner: FunctionType, new: FunctionType) -> Any:
-    """The decorated function `outer` with `inner` replaced, if its decorators are functions that keep it in a cell."""
+def _replace_inner(outer: Any, inner: FunctionType, new: FunctionType) -> Any:
+    """Return the decorated function `outer` with `inner` replaced. Its decorators must be closures over it."""
     if outer is inner:
         return new
     if not isinstance(outer, FunctionType) or outer.__closure__ is None:
-        raise NotPossible(f"it is in a method decorated by something that is no function, {type(outer).__name__}")
+        raise CannotRewrite(f"the decorator of its method returns a {type(outer).__name__}, not a function")
     changed = {
-        index: _replaced(cell.cell_contents, inner, new) for index, cell in enumerate(outer.__closure__) if _holds(cell, inner)
+        index: _replace_inner(cell.cell_contents, inner, new)
+        for index, cell in enumerate(outer.__closure__)
+        if _cell_holds(cell, inner)
     }
     if not changed:
-        raise NotPossible(f"the decorator of {inner.__qualname__} hides it")
+        raise CannotRewrite(f"the decorator of {inner.__qualname__} does not keep it in a closure")
     cells = tuple(CellType(changed[i]) if i in changed else cell for i, cell in enumerate(outer.__closure__))
     copied = FunctionType(outer.__code__, outer.__globals__, outer.__name__, outer.__defaults__, cells)
-    _dressed(copied, outer).__wrapped__ = changed[next(iter(changed))]  # type: ignore[attr-defined]
+    _copy_metadata(copied, outer).__wrapped__ = changed[next(iter(changed))]  # type: ignore[attr-defined]
     return copied
 
 
-def _dressed(new: FunctionType, old: FunctionType) -> FunctionType:
-    """With the name, documentation, annotations and attributes of the old one."""
+def _copy_metadata(new: FunctionType, old: FunctionType) -> FunctionType:
+    """Copy name, docstring, annotations and attributes of the old function."""
     for name in ("__kwdefaults__", "__doc__", "__module__", "__qualname__", "__type_params__"):
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))
-    lazily = hasattr(old, "__annotate__")  # from Python 3.14 on annotations are a function
+    lazily = hasattr(old, "__annotate__")  # since Python 3.14, a function returns the annotations
     name = "__annotate__" if lazily else "__annotations__"
     setattr(new, name, getattr(old, name))
     new.__dict__.update(old.__dict__)
     return new
 
 
-def _holds(cell: CellType, inner: FunctionType) -> bool:
+def _cell_holds(cell: CellType, inner: FunctionType) -> bool:
     try:
-        return innermost(cell.cell_contents) is inner
+        return undecorated(cell.cell_contents) is inner
     except ValueError:  # empty
         return False

@@ -1,12 +1,12 @@
-"""Running copies of a model on samples, in training and in evaluation mode.
+"""Run copies of a model on samples, in training and in evaluation mode.
 
-On fake tensors, which have shapes but no values, or for real where a model's course depends on values.
+The runs use fake tensors, which have shapes but no values, or real ones if the control flow depends on values.
 """
 
 import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pwlu.conversion.kinds import PRELU, recognise_module
+from pwlu.conversion.kinds import PRELU_CLASSES, recognise_module
 from pwlu.conversion.nodes import SAMPLE
 from pwlu.conversion.probing import known_functions
 from pwlu.conversion.quiet import quiet
@@ -23,7 +23,7 @@ from pwlu.conversion.tracing import Call, Recorder, registrations, stateless_lea
 
 
 class Run(NamedTuple):
-    """Which run of the model: in which mode, on which sample."""
+    """One run of the model: its mode and the number of its sample."""
 
     mode: str
     sample: int
@@ -33,18 +33,18 @@ Recorded = dict[Run, list[Call]]
 
 
 class Runs:
-    """Copies of a model that can be run on samples, fake where possible. A list is several samples."""
+    """Runs copies of a model on samples, on fake tensors where possible. A list holds several samples."""
 
     def __init__(self, model: nn.Module, sample: Any) -> None:
         self.model, samples = model, sample if isinstance(sample, list) else [sample]
         self.samples = [dict(one) if isinstance(one, Mapping) else one for one in samples]
         self.failures: dict[Run, Exception] = {}
-        self.ways: dict[Run, tuple[bool, bool]] = {}  # for real or on fake tensors, with hooks or without
+        self.settings: dict[Run, tuple[bool, bool]] = {}  # (real tensors, user's hooks)
         self.known = known_functions(model)
         self.reached: set[str] = set()
 
     def copy(self, number: int, real: bool, hooks: bool) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
-        """A copy of the model, arguments for it, and the mode to run it in. `hooks`: whether it has those of the user."""
+        """Return a copy of the model, its arguments, and the fake tensor mode or None. `hooks`: keep the user's hooks."""
         if real:
             mode: Any = None
             model, sample = copy.deepcopy(self.model), copy.deepcopy(self.samples[number])
@@ -55,36 +55,36 @@ class Runs:
             sample = tree_map_only(Tensor, mode.from_tensor, self.samples[number])
         if not hooks:
             for registered in _hooks(model):
-                for number in [number for number, hook in registered.items() if not _of_torch(hook)]:
+                for number in [number for number, hook in registered.items() if not _is_torch_hook(hook)]:
                     del registered[number]
         if isinstance(sample, dict):
             return model, (), sample, mode
         return model, (sample if isinstance(sample, tuple) else (sample,)), {}, mode
 
     def record(self, kinds: Iterable[Any]) -> Recorded:
-        """Return the calls in training and in evaluation mode, sample by sample; runs that fail are left out."""
+        """Return the calls of every run, in training and evaluation mode. Leave out runs that fail."""
         found = {}
         for run in (Run(mode, number) for mode in ("train", "eval") for number in range(len(self.samples))):
-            for hooks, real in self._ways():
+            for hooks, real in self._settings_to_try():
                 try:
                     found[run] = self._record(run, real, hooks, kinds)
-                    self.ways[run] = real, hooks
+                    self.settings[run] = real, hooks
                     self.failures.pop(run, None)
                     break
                 except Exception as error:
                     self.failures[run] = error
         return found
 
-    def _ways(self) -> list[tuple[bool, bool]]:
-        """With the hooks of the user or without, for real or not; hooks take part only if a model cannot run without them."""
+    def _settings_to_try(self) -> list[tuple[bool, bool]]:
+        """Return pairs (with hooks, real) in the order to try them. User hooks run only if the model fails without them."""
         with_hooks = (
-            (False, True) if any(not _of_torch(hook) for one in _hooks(self.model) for hook in one.values()) else (False,)
+            (False, True) if any(not _is_torch_hook(hook) for one in _hooks(self.model) for hook in one.values()) else (False,)
         )
         return [(hooks, real) for hooks in with_hooks for real in (False, True)]
 
     def _record(self, run: Run, real: bool, hooks: bool, kinds: Iterable[Any]) -> list[Call]:
         model, args, kwargs, fake = self.copy(run.sample, real, hooks)
-        classes = (*PRELU, *(kind for kind in kinds if isinstance(kind, type)))
+        classes = (*PRELU_CLASSES, *(kind for kind in kinds if isinstance(kind, type)))
         known = {model.get_submodule(name) for name in self.known}
 
         def candidate(module: nn.Module) -> bool:
@@ -100,17 +100,17 @@ class Runs:
                 by_class, known_as = recognise_module(self.model.get_submodule(name), kinds), self.known.get(name)
                 module.forward = partial(recorder.module_called, name, module, module.forward, by_class, known_as)
         model.train(run.mode == "train")
-        with quiet(), _maybe(fake), recorder:
+        with quiet(), fake or nullcontext(), recorder:
             outputs = model(*args, **kwargs)
         self.reached |= recorder.reached
         return recorder.finish(outputs)
 
     def outputs(self) -> list[Tensor] | Exception:
-        """Return the numbers that the model, as it is now, returns for the sample in evaluation mode, or why there are none."""
+        """Return the outputs of the model on the samples in evaluation mode, or the exception that prevents it."""
         outputs = []
         for number in range(len(self.samples)):
             try:
-                model, args, kwargs, _ = self.copy(number, True, self.ways.get(Run("eval", number), (True, False))[1])
+                model, args, kwargs, _ = self.copy(number, True, self.settings.get(Run("eval", number), (True, False))[1])
                 with quiet():
                     outputs.append(model.eval()(*args, **kwargs))
             except Exception as error:
@@ -121,41 +121,41 @@ class Runs:
         return [tensor for tensor in tensors if tensor.is_floating_point()]
 
     def input_ranges(self, change: Any, names: Iterable[str]) -> dict[str, tuple[float, float]]:
-        """Make the change to a copy and run it for real: the smallest and the largest finite input of these modules.
+        """Apply the change to a copy and return the smallest and largest finite input of each named module.
 
-        In evaluation mode, or in training mode if the model runs in that alone.
+        The copy runs in evaluation mode, or in training mode if the model only runs in that.
         """
         found: dict[str, tuple[float, float]] = {}
 
-        def note(name: str, _: nn.Module, given: tuple[Tensor, ...]) -> None:
+        def widen(name: str, _: nn.Module, given: tuple[Tensor, ...]) -> None:
             x = given[0].detach().double()
             x = x[x.isfinite()]
             if x.numel():
                 low, high = found.get(name, (torch.inf, -torch.inf))
                 found[name] = min(low, x.min().item()), max(high, x.max().item())
 
-        mode = "eval" if any(run.mode == "eval" for run in self.ways) else "train"
-        for run, (_, hooks) in self.ways.items():
+        mode = "eval" if any(run.mode == "eval" for run in self.settings) else "train"
+        for run, (_, hooks) in self.settings.items():
             if run.mode == mode:
                 model, args, kwargs, _ = self.copy(run.sample, True, hooks)
                 change(model)
                 for name in names:
-                    model.get_submodule(name).register_forward_pre_hook(partial(note, name))
+                    model.get_submodule(name).register_forward_pre_hook(partial(widen, name))
                 with quiet():
                     model.train(mode == "train")(*args, **kwargs)
         return found
 
     def check(self, change: Any, expected: Mapping[str, Counter[Run]]) -> dict[str, bool]:
-        """Make the change to a copy and run it again: which of these modules are never called (False) or too often (True)?"""
+        """Apply the change to a copy and run it. Return the modules that are never called (False) or too often (True)."""
         wrong = {}
-        for run, (real, hooks) in self.ways.items():
+        for run, (real, hooks) in self.settings.items():
             model, args, kwargs, fake = self.copy(run.sample, real, hooks)
             change(model)
             called = Counter[str]()
             for name in expected:
-                model.get_submodule(name).register_forward_pre_hook(partial(_note, called, name))
+                model.get_submodule(name).register_forward_pre_hook(partial(_count_call, called, name))
             model.train(run.mode == "train")
-            with quiet(), _maybe(fake):
+            with quiet(), fake or nullcontext():
                 model(*args, **kwargs)
             for name, calls in expected.items():
                 if called[name] > calls[run] or (calls[run] and not called[name]):
@@ -169,20 +169,11 @@ def _hooks(model: nn.Module) -> Iterator[dict[int, Any]]:
         yield module._forward_pre_hooks
 
 
-def _of_torch(hook: Any) -> bool:
-    """Return whether it is one of torch's own, without which a model may be another: weight norm, pruning."""
-    hook = getattr(hook, "func", hook)  # of a partial
+def _is_torch_hook(hook: Any) -> bool:
+    """Return whether torch registered the hook, as for weight norm and pruning: without it the model computes otherwise."""
+    hook = getattr(hook, "func", hook)  # unwrap a partial
     return any(str(getattr(of, "__module__", "")).split(".")[0] == "torch" for of in (hook, *type(hook).__mro__))
 
 
-def _note(called: Counter[str], name: str, *_: Any) -> None:
+def _count_call(called: Counter[str], name: str, *_: Any) -> None:
     called[name] += 1
-
-
-@contextmanager
-def _maybe(mode: Any) -> Iterator[None]:
-    if mode is None:
-        yield
-    else:
-        with mode:
-            yield

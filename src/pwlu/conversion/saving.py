@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pwlu import checks, files, reference
 from pwlu.conversion import rewrite
 from pwlu.conversion.convert import check_unwrapped
-from pwlu.conversion.replacing import put_, replaced
+from pwlu.conversion.replacing import insert_, inserted_modules
 from pwlu.conversion.safetensors_file import read_file, require_safetensors, tensors_to_bytes
 from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction, find_initial_function
 from pwlu.module import PWLU, require_units, units_of, unwrapped
@@ -97,11 +97,11 @@ def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
 def conversion_of(model: nn.Module) -> dict[str, Any]:
     """Return how a model was converted, as a dictionary for JSON. :func:`convert_as_` converts another model in that way."""
     units = require_units("save", model)
-    strange = [name for name, module in (replaced(model) | units).items() if type(module) is not PWLU]
+    strange = [name for name, module in (inserted_modules(model) | units).items() if type(module) is not PWLU]
     if strange:
         kinds = ", ".join(sorted({type(model.get_submodule(name)).__name__ for name in strange}))
         raise ValueError(
-            f"save: {abbreviate(strange)} ({kinds}) is no PWLU. Save before pwlu.fuse_ and pwlu.simplify_, and call these "
+            f"save: {abbreviate(strange)} ({kinds}) is not a PWLU. Save before pwlu.fuse_ and pwlu.simplify_, and call these "
             "after loading. For other activations, save model.state_dict(), and convert with the same to= before loading it"
         )
     edits = {
@@ -226,7 +226,7 @@ def _made(row: dict[str, Any], model: nn.Module, again: bool) -> _Unit:
     tensor = next(model.parameters(), next(model.buffers(), None))
     dtype = getattr(torch, row["dtype"])
     if dtype not in checks.FLOATS:
-        raise ValueError(f"{dtype} is no type of a PWLU")
+        raise ValueError(f"a PWLU cannot have the dtype {dtype}")
     # The constructor would fit the bounds to the initial function once more, so they are set afterwards.
     device = None if tensor is None else tensor.device
     unit = PWLU(row["channels"], row["intervals"], init="identity", channel_dim=row["channel_dim"], device=device, dtype=dtype)
@@ -249,7 +249,7 @@ def _made(row: dict[str, Any], model: nn.Module, again: bool) -> _Unit:
 
 
 def _put(model: nn.Module, units: Sequence[_Unit]) -> None:
-    put_(model, {unit.name: (unit.module, unit.edit) for unit in units})
+    insert_(model, {unit.name: (unit.module, unit.edit) for unit in units})
 
 
 def _check_shapes(model: nn.Module, new: dict[str, PWLU], found: dict[str, tuple[int, ...]]) -> None:

@@ -1,4 +1,4 @@
-"""From calls to sites: which calls are one place, what is known of it, and whether a rule leaves it alone."""
+"""Group calls into sites, determine their channels, and decide which sites to convert."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pwlu.conversion.conversion_report import Site
-from pwlu.conversion.nodes import SEVERAL
+from pwlu.conversion.nodes import SPLIT_CHANNELS
 from pwlu.conversion.rewrite import Edit
 from pwlu.conversion.sample_runs import Recorded, Run
 from pwlu.conversion.tracing import Call
@@ -17,33 +17,33 @@ from pwlu.text import counted
 
 
 @dataclass
-class Found:
+class Candidate:
     """A site and how it would be converted."""
 
     site: Site
     calls: list[Call]
-    modes: Counter[Run]  # how many of the calls are in each run
-    owner: str = ""  # the module that gets a child
-    key: str = ""  # under this name
+    modes: Counter[Run]  # number of calls per run
+    owner: str = ""  # the module that gets the new child
+    key: str = ""  # name of the child
     edit: Edit | None = None
     module: nn.Module | None = None
-    inputs: tuple[float, float] | None = None  # between which numbers they lie for the sample, if that was asked for
-    alone: bool = True  # no other site is at the same place in the source, as in a loop over activations
+    inputs: tuple[float, float] | None = None  # their range on the sample, for bounds='sample'
+    alone: bool = True  # no other site is at the same place in the source, as in a loop
 
     @property
-    def wanted(self) -> bool:
-        """Whether it is to be converted."""
+    def selected(self) -> bool:
+        """Return whether it will be converted."""
         return self.site.action == "converted"
 
     @property
     def runs(self) -> int:
-        """How often it runs in one pass, at most."""
+        """Return the largest number of calls in one forward pass."""
         return max(self.modes.values())
 
 
 @dataclass
 class Rules:
-    """What is to be left alone."""
+    """The rules that decide which sites to convert."""
 
     kinds: tuple[str | type[nn.Module], ...]
     granularity: str
@@ -51,12 +51,12 @@ class Rules:
     min_positions: int
 
     def includes(self, kind: str) -> bool:
-        """Whether activations of this kind are replaced."""
+        """Return whether activations of this kind are replaced."""
         return kind in {k if isinstance(k, str) else k.__name__ for k in self.kinds}
 
 
-def find_sites(recorded: Recorded) -> list[Found]:
-    """Calls with the same module and place are one site. A module called from one place only is a site by itself."""
+def find_sites(recorded: Recorded) -> list[Candidate]:
+    """Group calls of the same module at the same place into sites."""
     groups: dict[Any, list[Call]] = {}
     runs: dict[Any, list[Run]] = {}
     for run, calls in recorded.items():
@@ -66,7 +66,7 @@ def find_sites(recorded: Recorded) -> list[Found]:
             groups.setdefault(key, []).append(call)
             runs.setdefault(key, []).append(run)
     return [
-        Found(_site(calls, tuple(dict.fromkeys(run.mode for run in runs[key]))), calls, Counter(runs[key]))
+        Candidate(_site(calls, tuple(dict.fromkeys(run.mode for run in runs[key]))), calls, Counter(runs[key]))
         for key, calls in groups.items()
     ]
 
@@ -76,28 +76,28 @@ def _site(calls: list[Call], modes: tuple[str, ...]) -> Site:
     if first.module is not None:
         name, was = first.module, first.was
     else:
-        name = joined(first.location.owner or first.location.nearest, first.kind)
+        name = full_name(first.location.owner or first.location.nearest, first.kind)
         was = f"{'x' if first.method else 'F'}.{first.was}" if not first.written_out else f"{first.was}, written out"
     return Site(
         name, was, first.kind, first.shape, modes=modes, calls=len(calls), source=str(first.location), start=first.start
     )
 
 
-def joined(prefix: str, name: str) -> str:
-    """The full name of a child."""
+def full_name(prefix: str, name: str) -> str:
+    """Return the full name of a child."""
     return f"{prefix}.{name}" if prefix else name
 
 
-def _lay_out(site: Site, calls: list[Call]) -> None:
-    """Set ``dim`` of every call: where layers do not tell, it is the dimension whose size is the same for all samples.
+def _find_channel_dims(site: Site, calls: list[Call]) -> None:
+    """Set ``dim`` of every call. If no layer tells, it is the dimension, except the batch, whose size all samples share.
 
-    The first dimension, the batch, does not count. Without samples of different sizes it is a guess.
+    If the samples do not differ in size, it is a guess.
     """
     unknown = []
     for call in calls:
         n = len(call.shape)
         call.dim = call.channel_dim if call.channel_dim is not None and -n <= call.channel_dim < n else 1 if n >= 4 else -1
-        if call.channel_dim == SEVERAL:
+        if call.channel_dim == SPLIT_CHANNELS:
             site.layout = "several"
         elif call.dim != call.channel_dim and n > 1:
             unknown.append(call)
@@ -116,7 +116,7 @@ def _lay_out(site: Site, calls: list[Call]) -> None:
 
 
 def _positions(call: Call, dim: int) -> int | None:
-    """Of a map, height x width; None for a vector or a sequence."""
+    """Return height x width of a feature map; None for a vector or a sequence."""
     n = len(call.shape)
     if n < 3 or (n == 3 and dim % n == n - 1):
         return None
@@ -124,10 +124,10 @@ def _positions(call: Call, dim: int) -> int | None:
     return int(torch.Size(rest).numel())
 
 
-def decide(found: Found, rules: Rules) -> None:
-    """Whether a site is to be converted, and if not, why."""
-    site, calls = found.site, found.calls
-    _lay_out(site, calls)
+def decide(candidate: Candidate, rules: Rules) -> None:
+    """Decide whether to convert a site, and record why not."""
+    site, calls = candidate.site, candidate.calls
+    _find_channel_dims(site, calls)
     dims = {call.dim for call in calls if call.shape}
     if len({len(call.shape) for call in calls}) == 1 and len({dim % len(calls[0].shape) for dim in dims}) == 1:
         dims = {max(dims)}  # 1 and -1 are the same dimension of a matrix
@@ -142,7 +142,7 @@ def decide(found: Found, rules: Rules) -> None:
     if not any(rules.includes(call.kind) for call in calls):
         site.reason = f"{site.kind} is not in kinds"
     elif len(starts) > 1:
-        site.action, site.reason = "impossible", f"one place, called with {' and '.join(starts)}"
+        site.action, site.reason = "impossible", f"the same place applies {' and '.join(starts)}"
     elif not all(call.dtype.is_floating_point for call in calls):
         site.reason = f"its input is {calls[0].dtype}"
     elif all(call.is_gate for call in calls):
@@ -150,24 +150,29 @@ def decide(found: Found, rules: Rules) -> None:
     elif all(call.feeds_gate for call in calls):
         site.reason = "it feeds a gate"
     elif site.positions is not None and site.positions < rules.min_positions:
-        site.reason = f"maps of {counted(site.positions, 'position')}"
+        site.reason = f"feature maps of {counted(site.positions, 'position')}"
     elif rules.where is not None and not rules.where(site):
-        site.reason = "declined by where"
+        site.reason = "where returned False"
     elif any(call.written_out for call in calls):
         site.action = "impossible"
-        site.reason = f"it is written out: call F.{site.kind}, or name its module's class in kinds if that does nothing else"
+        site.reason = (
+            f"it is written out by hand: call F.{site.kind}, or pass its module's class in kinds if that does nothing else"
+        )
     elif any(call.kind == "prelu" and call.module is None for call in calls):
-        site.action, site.reason = "impossible", "its slopes are given to a function: make it an nn.PReLU"
+        site.action, site.reason = "impossible", "its slopes are passed to a function: use nn.PReLU"
     elif any(call.arguments > 1 for call in calls):
-        site.action, site.reason = "impossible", "it is called with more than its input"
+        site.action, site.reason = "impossible", "it is called with more than one argument"
     elif reused:
-        site.action, site.reason = "impossible", "it writes into its input, which is used again: make it inplace=False"
+        site.action, site.reason = "impossible", "it works in place, and its input is used again: set inplace=False"
     elif rules.granularity == "channel" and len(sizes) > 1:
         widths = ", ".join(map(str, sorted(sizes)))
-        site.action, site.reason = "impossible", f"one place, called with {widths} channels: granularity='layer' would do"
+        site.action, site.reason = "impossible", f"the same place is called with {widths} channels: pass granularity='layer'"
     elif rules.granularity == "channel" and len(dims) > 1 and site.layout != "several":
-        site.action, site.reason = "impossible", f"called with channels in dimensions {', '.join(map(str, sorted(dims)))}"
+        site.action, site.reason = (
+            "impossible",
+            f"the same place is called with channels in dimensions {', '.join(map(str, sorted(dims)))}",
+        )
     else:
         site.action = "converted"
     if rules.granularity == "layer":
-        site.layout = ""  # it does not matter
+        site.layout = ""  # one function does not depend on the channels

@@ -1,4 +1,4 @@
-"""Where in the code a call stands: the module that owns it, the method, the position in the source."""
+"""Locate a call in the source: the module that makes it, the method, the position."""
 
 import functools
 import os
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 _TORCH = os.path.dirname(torch.__file__)
-# Between a model's code and the activation: the call of a module, and what functions of torch are wrapped in.
+# Files whose frames lie between a model's code and the activation: module calls and wrappers of torch functions.
 _MACHINERY = frozenset(
     os.path.join(_TORCH, *path.split("/"))
     for path in (
@@ -25,21 +25,21 @@ _MACHINERY = frozenset(
 
 
 class Location(NamedTuple):
-    """A call in the source: its module (None if no method of a module contains it), the method's code, where the call ends."""
+    """A call in the source: the module that makes it (None if it is in no method of a module), its method, its end."""
 
     owner: str | None
-    nearest: str  # the module whose method led there
-    code: CodeType  # of the method of the owner, or of the function
+    nearest: str  # the innermost module with a method on the stack
+    code: CodeType  # of the owner's method, or of the function
     filename: str
     line: int
-    end: tuple[int, int] | None  # line and column after the call, which tells calls apart
+    end: tuple[int, int] | None  # line and column after the call; identifies it
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.filename)}:{self.line}"
 
 
-def caller(frame: FrameType, names: Mapping[nn.Module, str]) -> Location:
-    """The call, outside of torch's own machinery, that led to `frame`."""
+def call_location(frame: FrameType, names: Mapping[nn.Module, str]) -> Location:
+    """Return the location of the call, outside of torch's own code, that led to `frame`."""
     place: FrameType | None = frame
     while place is not None and place.f_code.co_filename in _MACHINERY:
         place = place.f_back
@@ -54,7 +54,7 @@ def caller(frame: FrameType, names: Mapping[nn.Module, str]) -> Location:
         cls: Any = type(module)
         if module is not None and module in names and _has_method(cls, outer.f_code):
             nearest = names[module]
-            if code is outer.f_code or code in nested(outer.f_code):
+            if code is outer.f_code or code in nested_code(outer.f_code):
                 owner, method = nearest, outer.f_code
             break
         outer = outer.f_back
@@ -62,7 +62,7 @@ def caller(frame: FrameType, names: Mapping[nn.Module, str]) -> Location:
 
 
 def _self(frame: FrameType) -> nn.Module | None:
-    """The module whose method this is, if it is one."""
+    """Return the module whose method this frame runs; None if it runs no method of a module."""
     code = frame.f_code
     value = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
     return value if isinstance(value, nn.Module) else None
@@ -70,20 +70,20 @@ def _self(frame: FrameType) -> nn.Module | None:
 
 @functools.cache
 def _has_method(cls: type, code: CodeType) -> bool:
-    values = (innermost(value) for klass in cls.__mro__ for value in vars(klass).values())
+    values = (undecorated(value) for klass in cls.__mro__ for value in vars(klass).values())
     return any(getattr(value.fget if isinstance(value, property) else value, "__code__", None) is code for value in values)
 
 
-def innermost(function: Any) -> Any:
-    """The function inside its decorators."""
+def undecorated(function: Any) -> Any:
+    """Return the function inside its decorators."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
 
 
-def nested(code: CodeType) -> Iterator[CodeType]:
-    """The code of all functions written inside this one."""
+def nested_code(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of all functions defined inside this one."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield constant
-            yield from nested(constant)
+            yield from nested_code(constant)

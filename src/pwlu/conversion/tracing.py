@@ -1,4 +1,4 @@
-"""Watching a model run: every call of an activation, where in the code it stands, and on what."""
+"""Record the activations that a model calls: where in the code, and on which inputs."""
 
 import copy
 import sys
@@ -15,13 +15,13 @@ from pwlu.conversion import gates
 from pwlu.conversion.dataflow import Dataflow
 from pwlu.conversion.kinds import Activation, Recognised, recognise
 from pwlu.conversion.nodes import Node, node_of
-from pwlu.conversion.source import Location, caller
+from pwlu.conversion.source import Location, call_location
 from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction
 
 
 @dataclass
 class Call:
-    """An activation applied once: kind and start, the module that owns the call (or is it), the place, and the input."""
+    """One call of an activation: its kind, its initial function, the module that makes it (or is it), its place, its input."""
 
     kind: str
     start: InitialFunction
@@ -32,60 +32,60 @@ class Call:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    channel_dim: int | None  # where layers tell
+    channel_dim: int | None  # if a layer tells
     node: Node | None = field(repr=False)
     output: Tensor | None = field(repr=False)
     x: Tensor | None = field(repr=False)
     is_gate: bool = False
     feeds_gate: bool = False
-    dim: int = 1  # of channels, known or not
-    glu: bool = False  # what it returns multiplies a path beside it
-    written_out: bool = False  # by several functions, such as x * torch.sigmoid(x)
-    reused: bool = False  # in place, and what it wrote into was used again
-    arguments: int = 1  # given to the module
-    by_keyword: bool = False  # which a PWLU cannot be called with
+    dim: int = 1  # of the channels, known or guessed
+    glu: bool = False  # its output multiplies a parallel path
+    written_out: bool = False  # by hand, such as x * torch.sigmoid(x)
+    reused: bool = False  # it works in place, and its input was used again
+    arguments: int = 1  # number of arguments
+    by_keyword: bool = False  # a PWLU takes no keyword arguments
 
 
 class Recorder(TorchFunctionMode):
-    """Sees every torch function that a model calls."""
+    """Records every torch function that a model calls."""
 
     def __init__(self, names: Mapping[nn.Module, str], clamps: bool) -> None:
         super().__init__()
-        self.clamps = clamps  # whether any clamp may be an activation, or only one that is ReLU or ReLU6
-        self.reached: set[str] = set()  # modules that were called, of those that may be activations
+        self.clamps = clamps  # whether every clamp may be an activation, or only ReLU and ReLU6
+        self.reached: set[str] = set()  # names of the modules that were called and may be activations
         self.names, self.calls, self.dataflow = names, list[Call](), Dataflow()
-        self.written: dict[int, list[tuple[Call, Tensor]]] = {}  # by storage: what activations wrote into
+        self.written: dict[int, list[tuple[Call, Tensor]]] = {}  # inputs of in-place activations, by storage
         self.used_again: list[tuple[Call, Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         activation = recognise(func, args, kwargs)
-        if activation is not None and activation.kind == "clamp" and not self._of_features(activation):
+        if activation is not None and activation.kind == "clamp" and not self._limits_features(activation):
             activation = None
         result = func(*args, **kwargs) if activation is None else activation.apply()
         name = getattr(func, "__name__", "")
         before = node_of(activation.x) if activation else None
         node = self.dataflow.record(name, args, kwargs, result)
         if node is not None:
-            self._used((args, kwargs))
+            self._note_use((args, kwargs))
         if activation is not None:
             call = self._call(activation.kind, activation.start, name, activation.x, before, node, result)
             call.method = not hasattr(func, "__module__") or func.__module__ is None  # x.relu(), not F.relu(x)
-            if activation.in_place:  # the result above is a new tensor: whoever uses the old one saw what was written into it
+            if activation.in_place:  # result is a new tensor, so note the input: a later use would expect the result
                 self.written.setdefault(_storage(activation.x), []).append((call, activation.x))
         elif node is not None and node.factors:
-            self._product(node, args, result)
+            self._check_product(node, args, result)
         return result
 
-    def _of_features(self, clamp: Activation) -> bool:
-        """Whether a clamp may be an activation: most limit parameters, whole numbers or boxes, or write into their input."""
+    def _limits_features(self, clamp: Activation) -> bool:
+        """Return whether a clamp may be an activation. Most clamps limit parameters, integers or boxes, or work in place."""
         node = node_of(clamp.x)
         if not self.clamps and clamp.start not in (INITIAL_FUNCTIONS["relu"], INITIAL_FUNCTIONS["relu6"]):
             return False
         return node is not None and node.varies and clamp.x.is_floating_point() and not clamp.in_place
 
-    def _product(self, node: Node, args: Any, y: Any) -> None:
-        """A product may be an activation that is written out: then the functions it consists of are none."""
+    def _check_product(self, node: Node, args: Any, y: Any) -> None:
+        """Record the product if it is an activation written out by hand, in place of the functions it consists of."""
         found = gates.written_out(node)
         x = next((x for x in tree_leaves(args) if isinstance(x, Tensor) and x.shape == y.shape), None)
         if found is not None and x is not None:
@@ -95,7 +95,7 @@ class Recorder(TorchFunctionMode):
             call = self._call(kind, INITIAL_FUNCTIONS[kind], kind, x, node_of(x), node, y)
             call.written_out = True
 
-    def _used(self, values: Any) -> None:
+    def _note_use(self, values: Any) -> None:
         for tensor in tree_leaves(values):
             if self.written and isinstance(tensor, Tensor):
                 self.used_again += [(call, x, tensor) for call, x in self.written.get(_storage(tensor), ())]
@@ -104,7 +104,7 @@ class Recorder(TorchFunctionMode):
         self, kind: str, start: InitialFunction, was: str, x: Tensor, before: Node | None, node: Node | None, y: Tensor
     ) -> Call:
         channel_dim = before.channel_dim if before is not None else None
-        location = caller(sys._getframe(2), self.names)
+        location = call_location(sys._getframe(2), self.names)
         call = Call(
             kind, start, was, None, location, False, tuple(x.shape), x.dtype, x.device, channel_dim, node, output=y, x=x
         )
@@ -114,9 +114,9 @@ class Recorder(TorchFunctionMode):
     def module_called(
         self, name: str, module: nn.Module, forward: Any, by_class: Any, known: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """In place of the forward of a module that may be an activation: if all it does is one activation, it is that.
+        """Run the forward of a module that may be an activation, and record it as one if it computes nothing else.
 
-        Kind and start of the module where they are known: `by_class`, because that is one of kinds, or `known` by its values.
+        `by_class`, `known`: kind and initial function, if known from its class (in kinds) or from its values.
         """
         self.reached.add(name)
         before = {id(call) for call in self.calls}
@@ -125,7 +125,7 @@ class Recorder(TorchFunctionMode):
         y = forward(*args, **kwargs)
         inner = [call for call in self.calls if id(call) not in before]
         alone = len(inner) == 1 and len(given) == 1 and not inner[0].written_out
-        alone = alone and (by_class is None or stateless_leaf(module))  # what has a state may do more than it seems
+        alone = alone and (by_class is None or stateless_leaf(module))  # a module with a state may do more than its one call
         recognised: Recognised | None = by_class or known
         if alone and inner[0].x is given[0] and inner[0].output is y:
             (call,) = inner
@@ -133,7 +133,7 @@ class Recorder(TorchFunctionMode):
                 return y
             if by_class:
                 call.kind = by_class[0]
-            elif known:  # x.clamp(min=0) is ReLU where a module does nothing else
+            elif known:  # a module that only computes x.clamp(min=0) is ReLU
                 call.kind, call.start = known
         elif recognised is not None and given and isinstance(given[0], Tensor) and isinstance(y, Tensor):
             self.calls = [call for call in self.calls if id(call) in before]
@@ -144,12 +144,12 @@ class Recorder(TorchFunctionMode):
             return y
         call.module, call.was, call.method = name, str(module), False
         call.arguments, call.by_keyword = len(given), bool(kwargs)
-        call.location = caller(sys._getframe(1), self.names)
+        call.location = call_location(sys._getframe(1), self.names)
         return y
 
     def finish(self, outputs: Any) -> list[Call]:
-        """All calls, told which of them feed a gate, and what they wrote into that was used again; tensors are let go."""
-        self._used(outputs)
+        """Return all calls with their relation to gates and the reuse of their inputs. Release the tensors."""
+        self._note_use(outputs)
         for call, x, tensor in self.used_again:
             call.reused = call.reused or _overlap(x, tensor)
         found, feeding = self.dataflow.feeding_gates(outputs)
@@ -163,12 +163,12 @@ class Recorder(TorchFunctionMode):
 def _storage(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage()._cdata
-    except NotImplementedError:  # sparse, say
+    except NotImplementedError:  # such as a sparse tensor
         return id(tensor)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
+    """Return whether two tensors on the same storage share an element."""
     if a is b or a.dtype != b.dtype:
         return True
     marks = torch.zeros(a.untyped_storage().nbytes() // a.element_size(), dtype=torch.bool, device="cpu")
@@ -178,12 +178,12 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def stateless_leaf(module: nn.Module) -> bool:
-    """Whether a module has neither children nor parameters nor buffers, as activations do."""
+    """Return whether a module has no children, parameters or buffers, as most activations."""
     return not (module._modules or module._parameters or module._buffers)
 
 
 def registrations(model: nn.Module) -> dict[str, tuple[nn.Module, str, nn.Module]]:
-    """Parent, key and module of everything that is registered, by full name; a module in a shared parent counts once."""
+    """Return parent, key and module of every registered module by full name. Modules of a shared parent count once."""
     return {
         f"{prefix}.{key}" if prefix else key: (parent, key, module)
         for prefix, parent in model.named_modules()
@@ -193,7 +193,7 @@ def registrations(model: nn.Module) -> dict[str, tuple[nn.Module, str, nn.Module
 
 
 def unshare(model: nn.Module, which: Callable[[nn.Module], bool]) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Give every place where such a module is registered one of its own; return the places that got one, and what was there."""
+    """Give every place that shares such a module its own copy. Return the changed places and their old modules."""
     seen: set[int] = set()
     changed = []
     for parent, key, module in registrations(model).values():

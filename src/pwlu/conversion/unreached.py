@@ -1,4 +1,4 @@
-"""Activations that the sample did not reach: modules that were not called, calls in the source that did not happen."""
+"""Find activations that the sample did not reach: modules that were not called, calls in the source that did not run."""
 
 import ast
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ from torch import nn
 from pwlu.conversion.conversion_report import Site
 from pwlu.conversion.kinds import ARGUMENTS, recognise_module
 from pwlu.conversion.probing import stateless
-from pwlu.conversion.rewrite import NotPossible, definition, original, rewritten_places
+from pwlu.conversion.rewrite import CannotRewrite, definition, original_class, rewritten_places
 from pwlu.conversion.sample_runs import Recorded
-from pwlu.conversion.sites import Rules, joined
-from pwlu.conversion.source import innermost
+from pwlu.conversion.sites import Rules, full_name
+from pwlu.conversion.source import undecorated
 from pwlu.conversion.tracing import Call, registrations, stateless_leaf
 
 _REASON = "the sample reaches it in neither training nor evaluation mode"
@@ -20,12 +20,12 @@ _LIBRARIES = frozenset({"F", "functional", "torch"})
 
 
 def unreached(model: nn.Module, recorded: Recorded, reached: set[str], rules: Rules) -> list[Site]:
-    """Sites that were not found in either mode. `reached`: the modules that were called, of those that may be activations."""
+    """Return the sites that no run reached. `reached`: names of the called modules that may be activations."""
     calls = [call for calls in recorded.values() for call in calls]
-    return [*_modules(model, reached, rules), *_calls(model, calls, rules)]
+    return [*_unreached_modules(model, reached, rules), *_unreached_calls(model, calls, rules)]
 
 
-def _modules(model: nn.Module, reached: set[str], rules: Rules) -> Iterator[Site]:
+def _unreached_modules(model: nn.Module, reached: set[str], rules: Rules) -> Iterator[Site]:
     names = {kind.replace("_", ""): kind for kind in ARGUMENTS}
     for name, (_, _, module) in registrations(model).items():
         by_class = recognise_module(module, rules.kinds)
@@ -34,38 +34,38 @@ def _modules(model: nn.Module, reached: set[str], rules: Rules) -> Iterator[Site
             yield Site(name, str(module), kind, action="unreached", reason=_REASON)
 
 
-def _calls(model: nn.Module, calls: list[Call], rules: Rules) -> Iterator[Site]:
-    """``F.relu(...)``, ``torch.relu(...)`` in methods of the model's classes; once a class."""
+def _unreached_calls(model: nn.Module, calls: list[Call], rules: Rules) -> Iterator[Site]:
+    """Yield a site for every ``F.relu(...)`` or ``torch.relu(...)`` in the model's methods, once per class."""
     sites = {call.module for call in calls}
     reached = {(call.location.filename, call.location.end) for call in calls}
-    reached |= {place for module in model.modules() for place in rewritten_places(type(module))}  # by an earlier conversion
+    reached |= {place for module in model.modules() for place in rewritten_places(type(module))}  # earlier conversions
     seen: set[type] = set()
     for name, module in model.named_modules():
-        cls = original(type(module))
+        cls = original_class(type(module))
         if cls in seen or cls.__module__.startswith("torch.nn.") or stateless(module) or name in sites:
-            continue  # an activation is a site itself
+            continue  # the module itself is a site
         seen.add(cls)
         for function in _methods(cls):
-            for call, kind in _written_in(function):
+            for call, kind in _activation_calls(function):
                 place = (function.__code__.co_filename, (call.end_lineno, call.end_col_offset))
                 if rules.includes(kind) and place not in reached:
                     where = f"{function.__qualname__}, line {call.lineno}"
                     was = ast.unparse(call.func)
-                    yield Site(joined(name, kind), was, kind, source=where, action="unreached", reason=f"{where}: {_REASON}")
+                    yield Site(full_name(name, kind), was, kind, source=where, action="unreached", reason=f"{where}: {_REASON}")
 
 
 def _methods(cls: type) -> Iterator[FunctionType]:
     for klass in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         for value in vars(klass).values():
-            if isinstance(function := innermost(value), FunctionType):
+            if isinstance(function := undecorated(value), FunctionType):
                 yield function
 
 
-def _written_in(function: FunctionType) -> Iterator[tuple[ast.Call, str]]:
-    """The calls of activations of torch in the source of a function, with their kinds."""
+def _activation_calls(function: FunctionType) -> Iterator[tuple[ast.Call, str]]:
+    """Yield the calls of torch's activations in the source of a function, with their kinds."""
     try:
         tree = definition(function)
-    except (NotPossible, SyntaxError):  # without source, nothing can be said
+    except (CannotRewrite, SyntaxError):  # there is no source to search
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

@@ -1,1 +1,1 @@
-"""Trained models for inference: fused, simplified, as int8 tables, or exported to ONNX."""
+"""Prepare trained models for inference: fuse, simplify, tabulate for int8, export to ONNX."""

@@ -1,7 +1,7 @@
-"""The plainest function within a tolerance of a unit's: a plain activation, or a unit with fewer intervals.
+"""Find the simplest function within a tolerance of a unit's function: a simple activation, or a unit with fewer intervals.
 
-Everything is in float64 on the CPU. Parameters are those of a unit, in the usual order; x and y have the shape (C, J). Both
-functions are straight between the places where one of them bends, so their difference is largest at one of these places.
+Everything is computed in float64 on the CPU. Parameters are those of a unit, in the usual order; x and y have the shape
+(C, J). Both functions are linear between the points where either bends, so their difference is largest at such a point.
 """
 
 from collections.abc import Iterator
@@ -12,17 +12,17 @@ from torch import Tensor
 
 from pwlu import reference
 
-PLAIN = ("identity", "relu", "line", "prelu")
+SIMPLE = ("identity", "relu", "line", "prelu")
 _ROUNDS = 30
-_Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-_Three = tuple[Tensor, Tensor, Tensor]
+_Parameters = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+_Triple = tuple[Tensor, Tensor, Tensor]
 
 
 class Fit(NamedTuple):
-    """What a unit can become: of :data:`PLAIN`, "fewer" or "kept"; the error of each channel, and the channel's range.
+    """The result for one unit: one of :data:`SIMPLE`, "fewer" or "kept"; the error and the range of each channel.
 
-    ``parameters``, as they will be stored: of a plain activation bias, slope below 0 and slope above 0, (C,) each; of a unit
-    with fewer intervals left, right (C,) and heights (C, M+1).
+    ``parameters`` are as they will be stored. For a simple activation: bias, slope below 0 and slope above 0, (C,) each. For a
+    unit with fewer intervals: left and right (C,), and heights (C, M+1).
     """
 
     became: str
@@ -32,13 +32,16 @@ class Fit(NamedTuple):
     reason: str = ""
 
 
-def fit(parameters: _Five, dtype: torch.dtype, tolerance: float, replace: bool) -> Fit:
-    """The plainest there is with an error of at most tolerance (max Y - min Y) in every channel, from B_L - W to B_R + W,
-    that beyond grows by no more than twice that for every W.
+def fit(parameters: _Parameters, dtype: torch.dtype, tolerance: float, replace: bool) -> Fit:
+    """Return the simplest fit with an error of at most tolerance (max Y - min Y) per channel, from B_L - W to B_R + W.
+
+    Further out, the error grows by at most twice that per W.
 
     Args:
-        dtype: the type in which parameters are stored; the error is that of what is stored.
-        replace: whether plain activations are tried.
+        parameters: of the unit.
+        dtype: of the stored parameters; the error includes the rounding to it.
+        tolerance: as a share of the range max Y - min Y.
+        replace: whether to try simple activations.
     """
     left, right, heights, left_slope, right_slope = parameters
     scale = heights.amax(1) - heights.amin(1)
@@ -46,31 +49,41 @@ def fit(parameters: _Five, dtype: torch.dtype, tolerance: float, replace: bool) 
     if not all(p.isfinite().all() for p in parameters):
         return Fit("kept", (), nothing, scale, "its parameters are not finite")
     allowed = tolerance * scale
-    if replace and (right > left).all():  # else it jumps at B_L
-        x = _places(parameters)
-        x = torch.cat([x, nothing[:, None].clamp(x[:, :1], x[:, -1:])], 1)  # plain activations bend at 0
+    if replace and (right > left).all():  # else the function jumps at B_L
+        x = _evaluation_points(parameters)
+        x = torch.cat([x, nothing[:, None].clamp(x[:, :1], x[:, -1:])], 1)  # simple activations bend at 0
         y = _function(x, parameters)
-        for became, lines in _plain(x, y, parameters, allowed):
+        for became, lines in _simple_fits(x, y, parameters, allowed):
             stored = tuple(p.to(dtype).double() for p in lines)
-            error = (_broken_line(x, *stored) - y).abs().amax(1)
+            error = (_bent_line(x, *stored) - y).abs().amax(1)
             _, below, above = stored
-            bend = torch.maximum((below - left_slope).abs(), (above - right_slope).abs())  # 0 may lie far outside
+            bend = torch.maximum(
+                (below - left_slope).abs(), (above - right_slope).abs()
+            )  # the bend at 0 may lie far outside the bounds
             if ((error <= allowed) & (bend * (right - left) <= 2 * allowed)).all():
                 return Fit(became, stored, error, scale)
-    hard = torch.arange(min(8, len(left)), device="cpu")
+    hardest = torch.arange(min(8, len(left)), device="cpu")
     for intervals in range(1, heights.shape[1] - 1):
-        k_l, k_r = left_slope[hard], right_slope[hard]
-        _, error = _with(intervals, (left[hard], right[hard], heights[hard], k_l, k_r), allowed[hard], dtype)
-        if (error > allowed[hard]).any():  # channels that needed more before mostly do so again: no need to try the others
+        k_l, k_r = left_slope[hardest], right_slope[hardest]
+        _, error = _fit_intervals(
+            intervals, (left[hardest], right[hardest], heights[hardest], k_l, k_r), allowed[hardest], dtype
+        )
+        if (error > allowed[hardest]).any():  # the channels that failed before mostly fail again, so try them first
             continue
-        new, error = _with(intervals, parameters, allowed, dtype)
+        new, error = _fit_intervals(intervals, parameters, allowed, dtype)
         if (error <= allowed).all():
             return Fit("fewer", new, error, scale)
-        hard = (error / allowed).nan_to_num(0.0).topk(len(hard)).indices
-    return Fit("kept", (), nothing, scale, "no fewer will do" if heights.shape[1] > 2 else "it has but one")
+        hardest = (error / allowed).nan_to_num(0.0).topk(len(hardest)).indices
+    return Fit(
+        "kept",
+        (),
+        nothing,
+        scale,
+        "fewer intervals exceed the tolerance" if heights.shape[1] > 2 else "it has only one interval",
+    )
 
 
-def _function(x: Tensor, parameters: _Five) -> Tensor:
+def _function(x: Tensor, parameters: _Parameters) -> Tensor:
     return reference.forward(x, *parameters, channel_dim=0)
 
 
@@ -78,41 +91,41 @@ def _knots(left: Tensor, right: Tensor, intervals: int) -> Tensor:
     return left[:, None] + (right - left)[:, None] * torch.arange(intervals + 1, device="cpu") / intervals
 
 
-def _places(parameters: _Five) -> Tensor:
-    """From B_L - W to B_R + W, with every knot between."""
+def _evaluation_points(parameters: _Parameters) -> Tensor:
+    """Return B_L - W, every knot, and B_R + W."""
     left, right, heights, *_ = parameters
     width = right - left
     return torch.cat([(left - width)[:, None], _knots(left, right, heights.shape[1] - 1), (right + width)[:, None]], 1)
 
 
-def _broken_line(x: Tensor, bias: Tensor, below: Tensor, above: Tensor) -> Tensor:
-    """b + a_1 min(x, 0) + a_2 max(x, 0): every plain activation is one of these."""
+def _bent_line(x: Tensor, bias: Tensor, below: Tensor, above: Tensor) -> Tensor:
+    """Return b + a_1 min(x, 0) + a_2 max(x, 0), the common form of the simple activations."""
     return bias[:, None] + below[:, None] * x.clamp(max=0) + above[:, None] * x.clamp(min=0)
 
 
-def _plain(x: Tensor, y: Tensor, parameters: _Five, allowed: Tensor) -> Iterator[tuple[str, _Three]]:
+def _simple_fits(x: Tensor, y: Tensor, parameters: _Parameters, allowed: Tensor) -> Iterator[tuple[str, _Triple]]:
     left, _, heights, left_slope, _ = parameters
     zero, one = torch.zeros_like(left), torch.ones_like(left)
     yield "identity", (zero, one, one)
     yield "relu", (zero, zero, one)
     start = torch.stack([left_slope, heights[:, 0] - left_slope * left], 1)
-    slope, bias = least_maximum(torch.stack([x, torch.ones_like(x)], 2), y, start, allowed).unbind(1)
+    slope, bias = minimax_fit(torch.stack([x, torch.ones_like(x)], 2), y, start, allowed).unbind(1)
     yield "line", (bias, slope, slope)
-    below = least_maximum(x.clamp(max=0)[:, :, None], y - x.clamp(min=0), left_slope[:, None], allowed)
+    below = minimax_fit(x.clamp(max=0)[:, :, None], y - x.clamp(min=0), left_slope[:, None], allowed)
     yield "prelu", (zero, below[:, 0], one)
 
 
-def _with(intervals: int, parameters: _Five, allowed: Tensor, dtype: torch.dtype) -> tuple[_Three, Tensor]:
-    """Bounds and heights of a unit with so many intervals, and the error of each channel.
+def _fit_intervals(intervals: int, parameters: _Parameters, allowed: Tensor, dtype: torch.dtype) -> tuple[_Triple, Tensor]:
+    """Return bounds and heights of a unit with this many intervals, and the error per channel.
 
-    The outer slopes stay as they are, so that the error goes on for ever as it is at the bounds. Channels that cannot do it
-    with their bounds try narrower ones.
+    The outer slopes do not change, so the error beyond the bounds is the error at the bounds. Channels whose error is too
+    large try narrower bounds.
     """
     left, right, heights, left_slope, right_slope = parameters
-    closed = right <= left  # nothing lies between the bounds, and of the heights only the outermost count
+    closed = right <= left  # nothing lies between the bounds: only the first and last height matter
     new = left, right, torch.cat([heights[:, :1].expand(-1, intervals), heights[:, -1:]], 1)
     error = torch.where(closed, torch.zeros_like(left), torch.full_like(left, torch.inf))
-    for bounds in ((left, right), _trimmed(parameters, allowed)):
+    for bounds in ((left, right), _trim_bounds(parameters, allowed)):
         todo = (error > allowed).nonzero()[:, 0]
         if not len(todo):
             break
@@ -120,47 +133,47 @@ def _with(intervals: int, parameters: _Five, allowed: Tensor, dtype: torch.dtype
         here = left[todo], right[todo], heights[todo], k_l, k_r
         low, high = (bound[todo].to(dtype).double() for bound in bounds)
         knots = _knots(low, high, intervals)
-        x = torch.cat([_places(here), knots], 1)
+        x = torch.cat([_evaluation_points(here), knots], 1)
         y = _function(x, here)
         flat = low, high, torch.zeros_like(knots), k_l, k_r
         basis = reference.partials(x, *flat, channel_dim=0)["heights"]
-        fitted = least_maximum(basis, y - _function(x, flat), _function(knots, here), allowed[todo]).to(dtype).double()
+        fitted = minimax_fit(basis, y - _function(x, flat), _function(knots, here), allowed[todo]).to(dtype).double()
         made = (_function(x, (low, high, fitted, k_l, k_r)) - y).abs().amax(1)
-        made[high <= low] = torch.inf  # knots that fell together when they were rounded
+        made[high <= low] = torch.inf  # rounding merged the knots
         new = new[0].index_copy(0, todo, low), new[1].index_copy(0, todo, high), new[2].index_copy(0, todo, fitted)
         error = error.index_copy(0, todo, made)
     return new, error
 
 
-def _trimmed(parameters: _Five, allowed: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds moved inwards, to the last knot up to which the function goes on as it does outside, give or take `allowed`."""
+def _trim_bounds(parameters: _Parameters, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return bounds moved inwards to where the function leaves its outer line by more than `allowed`."""
     left, right, heights, left_slope, right_slope = parameters
     intervals = heights.shape[1] - 1
     knots = _knots(left, right, intervals)
 
-    def straight(above: Tensor) -> Tensor:  # how many intervals it stays on the line on which `above` is constant
+    def straight(above: Tensor) -> Tensor:  # number of intervals over which `above` is nearly constant
         return (above.cummax(1).values - above.cummin(1).values <= allowed[:, None]).sum(1) - 1
 
     first = straight(heights - left_slope[:, None] * knots)
     last = intervals - straight((heights - right_slope[:, None] * knots).flip(1))
-    # one corner alone, or none: the interval after it
+    # With one corner or none, keep the interval after it.
     first = torch.where(first < last, first, last.clamp(max=intervals - 1))
     last = torch.maximum(last, first + 1)
     return knots.gather(1, first[:, None])[:, 0], knots.gather(1, last[:, None])[:, 0]
 
 
-def least_maximum(basis: Tensor, target: Tensor, start: Tensor, allowed: Tensor) -> Tensor:
-    """Coefficients c (C, P) with a small max_j |basis c - target|; basis (C, J, P), target (C, J), allowed (C,).
+def minimax_fit(basis: Tensor, target: Tensor, start: Tensor, allowed: Tensor) -> Tensor:
+    """Return coefficients c (C, P) with a small max_j |basis c - target|; basis (C, J, P), target (C, J), allowed (C,).
 
-    Lawson's algorithm: least squares, again and again, with weights that grow where the error is large. Whatever c is, its
-    largest error is at least the weighted root mean square of those errors, so it is also seen when `allowed` is out of
-    reach; then it stops. `start` is returned where that is about as good.
+    This is Lawson's algorithm: repeated least squares with weights that grow where the error is large. The largest error of
+    any c is at least the weighted root mean square of these errors. So the algorithm also notices that `allowed` cannot be
+    reached, and stops. It returns `start` if that is about as good.
     """
     target = target[:, :, None]
     best, error = start, (basis @ start[:, :, None] - target).abs().amax((1, 2))
     weights = torch.full_like(target, 1 / target.shape[1])
-    ridge = 1e-13 * torch.eye(basis.shape[2], dtype=torch.float64, device="cpu")  # a column may be 0
-    tiny = 1e-12 * target.abs().amax((1, 2)) + 1e-300  # less is rounding
+    ridge = 1e-13 * torch.eye(basis.shape[2], dtype=torch.float64, device="cpu")  # in case a column is 0
+    tiny = 1e-12 * target.abs().amax((1, 2)) + 1e-300  # smaller differences are rounding
     for _ in range(_ROUNDS):
         weighted = (basis * weights).mT
         normal = weighted @ basis

@@ -1,4 +1,4 @@
-"""The form for inference: a table look-up and a multiply-add."""
+"""Fuse PWLUs for inference: a table lookup and a multiply-add."""
 
 import warnings
 from typing import Any
@@ -14,13 +14,14 @@ from pwlu.text import abbreviate
 
 
 class FusedPWLU(nn.Module):
-    """y = x S_j + O_j with j = clip(floor((x - B_L)/d), -1, N): what :func:`fuse_` makes of a :class:`PWLU`.
+    """The inference form of a :class:`PWLU`: y = x S_j + O_j with j = clip(floor((x - B_L)/d), -1, N).
 
-    It has no parameters, and backward through it is an error. Traced or exported, it consists of aten operators alone
-    and runs where pwlu is not installed.
+    :func:`fuse_` creates it. It has no parameters and no backward pass. When traced or exported, it consists of aten operators
+    only, so the result runs without pwlu.
 
-    Buffers: ``left`` (C,), ``inv_step`` (C,), ``slopes`` (C, N+2), ``offsets`` (C, N+2), in float32 (float64 for a unit in
-    float64) whatever the model's type: lines rounded to 16 bits would no longer meet at the knots. So fuse after ``.half()``.
+    The buffers are ``left`` (C,), ``inv_step`` (C,), ``slopes`` (C, N+2) and ``offsets`` (C, N+2). They are float32 (float64
+    for a unit in float64), whatever the dtype of the model: lines rounded to 16 bits would no longer meet at the knots. So
+    call :func:`fuse_` after ``.half()``.
     """
 
     channels: int
@@ -34,17 +35,17 @@ class FusedPWLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             raise RuntimeError(
-                "a fused PWLU is for inference: call model.eval() first. To train, use the model as it was before pwlu.fuse_."
+                "a fused PWLU is for inference: call model.eval() first. To train, use the model from before pwlu.fuse_."
             )
-        buffers: dict[str, Any] = self._buffers  # by the way of attributes it would take microseconds
+        buffers: dict[str, Any] = self._buffers  # attribute access would cost microseconds
         tables = (buffers["left"], buffers["inv_step"], buffers["slopes"], buffers["offsets"])
         if torch.jit.is_tracing():
-            with warnings.catch_warnings():  # that the sizes of the tables are recorded as constants, as they should be
+            with warnings.catch_warnings():  # about table sizes becoming constants, which is right
                 warnings.simplefilter("ignore", torch.jit.TracerWarning)
                 return reference.lookup(x, *tables, self.channel_dim)
-        if _recorded(x):
+        if _is_traced(x):
             return reference.lookup(x, *tables, self.channel_dim, unchecked=is_compiled())
-        if not isinstance(x, Tensor):  # else the operator checks
+        if not isinstance(x, Tensor):  # the operator checks tensors
             checks.check_input(x)
         return ops.lookup(x, *tables, self.channel_dim)
 
@@ -55,40 +56,60 @@ class FusedPWLU(nn.Module):
         if any(prefix + name in state_dict for name in ("weight", "heights")):
             *_, error_msgs = rest
             error_msgs.append(
-                f"{prefix or 'the state'} holds the parameters of a PWLU, this model is fused. Load them into the model "
+                f"{prefix or 'the state'} holds the parameters of a PWLU, but this model is fused. Load them into the model "
                 "before pwlu.fuse_, then fuse it."
             )
             return
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def _recorded(x: Tensor) -> bool:
+def _is_traced(x: Tensor) -> bool:
     """Return whether the call is being exported or compiled, and so should consist of aten operators.
 
-    A compiled model that is being trained is the exception: only the operator can refuse the backward pass.
+    Training a compiled model is the exception: only the operator can refuse the backward pass.
     """
     if is_compiled():
         return not (torch.is_grad_enabled() and x.requires_grad)
-    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None  # make_fx is such a mode
+    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None  # such as make_fx
 
 
 @torch.no_grad()
 def fuse_(model: nn.Module) -> list[str]:
-    """Turn every PWLU of the model into its table form, in place, for inference; return their names.
+    """Replace every PWLU of a model by its table form for inference, in place.
 
-    The modules stay the same objects, so hooks and other references to them hold. Tables are computed in float64 and
-    rounded once. Nothing is cached: a fused model does not follow later changes of weights, it has none.
+    The modules stay the same objects, so hooks and other references remain valid. The tables are computed in float64 and
+    rounded once. A fused model has no PWLU weights, so it does not follow later changes to them.
+
+    Args:
+        model: A trained model with PWLUs. Call ``model.eval()`` to run it afterwards.
+
+    Returns:
+        The names of the fused PWLUs.
+
+    Raises:
+        ValueError: If the model has no PWLU.
+        TypeError: If a unit is an instance of a subclass of PWLU.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(8)).eval()
+        >>> pwlu.fuse_(model)
+        ['1']
     """
     units = require_units("fuse_", model)
-    if strange := [name for name, unit in units.items() if type(unit) is not PWLU]:
-        raise TypeError(f"fuse_: {', '.join(strange)} is of a subclass of PWLU, whose forward may do more than the table can")
-    if still := [name for name, unit in units.items() if unit.statistics.is_unfinished()]:
+    if subclassed := [name for name, unit in units.items() if type(unit) is not PWLU]:
+        raise TypeError(
+            f"fuse_: {abbreviate(subclassed)} is an instance of a subclass of PWLU, whose forward may do more than a table. "
+            "Replace it by a PWLU first"
+        )
+    if untrained := [name for name, unit in units.items() if unit.statistics.is_unfinished()]:
         warnings.warn(
-            f"fuse_: {abbreviate(still)} ended in Phase I and learned nothing. "
-            "Train past realign_at steps of pwlu.TwoPhase first",
+            f"fuse_: {abbreviate(untrained)} is still in Phase I and has not learned. "
+            "Train for more than realign_at steps of pwlu.TwoPhase first",
             stacklevel=3,
         )
-    tables = {name: _tables(unit) for name, unit in units.items()}  # all that can fail comes before the first change
+    tables = {
+        name: _tables(unit) for name, unit in units.items()
+    }  # compute all tables before the first change, in case one fails
     for name, unit in units.items():
         _fuse(unit, tables[name])
     return list(units)

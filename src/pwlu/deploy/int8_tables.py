@@ -1,4 +1,4 @@
-"""int8: a PWLU behind a quantised input is a table of 256 entries a channel."""
+"""int8: a PWLU with a quantised input is a table of 256 entries per channel."""
 
 import itertools
 from collections.abc import Iterator
@@ -19,10 +19,14 @@ _FLOW = "prepare_pt2e with pwlu.integrations.pt2e.PWLUQuantizer, calibrate, conv
 
 @dataclass
 class Tabulated:
-    """One call of a PWLU. ``rows``: of its table, one a channel or one for all; 0 if it has none, and ``reason`` says why.
+    """One call of a PWLU.
 
-    ``given`` and ``gives``: the types of its input and output, such as uint8 and uint8. The output is float32 where not all
-    that use it quantise it in the same way.
+    Attributes:
+        name: Name of the PWLU.
+        rows: Rows of its table: one per channel, or one for all. 0 if it has no table.
+        given: dtype of its input, such as ``"uint8"``.
+        gives: dtype of its output. It is ``"float32"`` unless all users quantise it in the same way.
+        reason: Why it has no table.
     """
 
     name: str
@@ -34,7 +38,12 @@ class Tabulated:
 
 @dataclass
 class Tables:
-    """Every call of a PWLU in a model, in the order of the graph. Prints as a table; iterates over calls."""
+    """The report of :func:`tabulate_`: every call of a PWLU, in graph order. Prints as a table; iterates over calls.
+
+    Attributes:
+        model: Class name of the model.
+        calls: One :class:`Tabulated` per call.
+    """
 
     model: str
     calls: list[Tabulated]
@@ -47,11 +56,11 @@ class Tables:
 
     @property
     def tabulated(self) -> list[Tabulated]:
-        """The calls that are tables now."""
+        """Return the calls that are tables now."""
         return [call for call in self.calls if call.rows]
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """For a data frame or JSON."""
+        """Return one dictionary per call, for a data frame or JSON."""
         return [asdict(call) for call in self.calls]
 
     def __str__(self) -> str:
@@ -64,9 +73,9 @@ class Tables:
 
 
 class _Plan(NamedTuple):
-    """What to do with a call: nodes `replaced` become ``table[starts + source]``.
+    """How to replace a call: the nodes in `replaced` become ``table[starts + source]``.
 
-    ``table``: (256 rows,); ``starts``: where the entry of the number 0 stands for each channel, in a shape that broadcasts.
+    ``table``: (256 rows,). ``starts``: the index of the entry for q = 0 of each channel, in a shape that broadcasts.
     """
 
     call: fx.Node
@@ -78,64 +87,69 @@ class _Plan(NamedTuple):
 
 
 def tabulate_(model: fx.GraphModule) -> Tables:
-    """Turn every PWLU whose input is quantised to 8 bits into a look-up, in place: y_q = table[c, x_q].
+    """Replace every PWLU with an 8-bit input by a table lookup, in place: y_q = table[c, x_q].
 
-    table[c, q] = quantise(PWLU_c(dequantise(q))), for all 256 numbers q that 8 bits hold and all channels c. It is filled by
-    the model's own operators, so the model's outputs stay what they were, bit for bit. Where the output is not quantised,
-    the table holds what PWLU gives.
+    table[c, q] = quantise(PWLU_c(dequantise(q))) for all 256 values q of an 8-bit integer and all channels c. The model's own
+    operators fill it, so the outputs of the model stay bitwise the same. If the output of a PWLU is not quantised, its table
+    holds floating-point values.
+
+    The lookup is one aten operator, so what you compile or export afterwards runs without pwlu. Compile the model with
+    ``torch.compile`` (with ``torch._inductor.config.freezing = True``) or AOTInductor.
 
     Args:
-        model: quantised by PyTorch's PT2E flow, as ``convert_pt2e`` returns it. PWLUs in it must not be fused (``pwlu.fuse_``):
-            each is one operator of the graph.
+        model: A model quantised by PyTorch's PT2E flow, as ``convert_pt2e`` returns it. Its PWLUs must not be fused
+            (:func:`pwlu.fuse_`): each is one operator of the graph.
 
     Returns:
-        which PWLUs are tables now, and why others are not.
+        A report: which PWLUs are tables now, and why the others are not.
 
-    The look-up is one aten operator: what is compiled or exported afterwards runs where pwlu is not installed. After that,
-    compile the model: ``torch.compile`` (with ``torch._inductor.config.freezing = True``) or AOTInductor.
+    Raises:
+        TypeError: If the model is not an ``fx.GraphModule``.
+        ValueError: If the graph has no PWLU, or none with an 8-bit input.
 
-    Example::
-
+    Example:
+        ```python
         prepared = prepare_pt2e(torch.export.export(model.eval(), (sample,)).module(), PWLUQuantizer(quantizer))
         prepared(images)  # calibrate
         quantised = convert_pt2e(prepared)
         print(pwlu.tabulate_(quantised))
+        ```
     """
     if not isinstance(model, fx.GraphModule):
         raise TypeError(
-            f"tabulate_: the model must be the graph that convert_pt2e returns, not {type(model).__name__}: {_FLOW}"
+            f"tabulate_: the model must be the graph that convert_pt2e returns, not {type(model).__name__}. Use {_FLOW}"
         )
     calls = [node for node in model.graph.nodes if node.target is ops.forward]
     if not calls:
         raise ValueError(
-            "tabulate_: the graph has no PWLU. Export and quantise the model as it was before pwlu.fuse_, which breaks PWLUs "
-            "up into smaller operators"
+            "tabulate_: the graph has no PWLU. Export and quantise the model without pwlu.fuse_, which splits PWLUs into "
+            "smaller operators"
         )
-    plans = [_plan(model, node) for node in calls]  # all that can fail comes before the first change
+    plans = [_plan(model, node) for node in calls]  # all plans before the first change, in case one fails
     entries = [plan.entry if isinstance(plan, _Plan) else plan for plan in plans]
     report = Tables(type(model).__name__, entries)
     if not report.tabulated:
-        raise ValueError(f"tabulate_: none of the PWLUs has an input of 8 bits. To quantise it: {_FLOW}\n{report}")
+        raise ValueError(f"tabulate_: no PWLU has an 8-bit input. To quantise it, use {_FLOW}\n{report}")
     for plan in plans:
         if isinstance(plan, _Plan):
-            _carry_out(model, plan)
+            _apply_plan(model, plan)
     model.graph.lint()
     model.recompile()
     return report
 
 
 def _plan(model: fx.GraphModule, call: fx.Node) -> _Plan | Tabulated:
-    entry = Tabulated(_owner(call) or call.name, reason=_obstacle(model, call))
+    entry = Tabulated(_owner(call) or call.name, reason=_why_not(model, call))
     if entry.reason:
         return entry
     before: Any = call.args[0]
     ndim = call.meta["val"].ndim
-    steps = [(node, _arguments(model, node)) for node in (before, call, _quantiser(model, call)) if node is not None]
-    if len(_dims(steps, ndim)) > 1:  # scales of the output along another dimension: it is quantised after the look-up
+    steps = [(node, _arguments(model, node)) for node in (before, call, _common_quantiser(model, call)) if node is not None]
+    if len(_dims(steps, ndim)) > 1:  # the output has scales along another dimension: quantise after the lookup
         steps = steps[:2]
     dims = _dims(steps, ndim)
     if len(dims) > 1:
-        entry.reason = f"its input has scales along dimension {dims[0]}, the PWLU its functions along dimension {dims[1]}"
+        entry.reason = f"its input has scales along dimension {dims[0]}, but the PWLU has functions along dimension {dims[1]}"
         return entry
     (_, given), (_, unit), *after = steps
     entry.rows = max(_channels(arguments) for _, arguments in steps)
@@ -151,25 +165,25 @@ def _plan(model: fx.GraphModule, call: fx.Node) -> _Plan | Tabulated:
     return _Plan(call, entry, before.args[0], list(call.users) if after else [call], value.t().reshape(-1), starts)
 
 
-def _obstacle(model: fx.GraphModule, call: fx.Node) -> str:
-    """Why the input of this PWLU is none for a table, if so."""
+def _why_not(model: fx.GraphModule, call: fx.Node) -> str:
+    """Return why this PWLU cannot become a table; empty if it can."""
     before = call.args[0]
     if not isinstance(before, fx.Node) or _operator(before) not in _DEQUANTISE:
         return "its input is not quantised"
     given = _arguments(model, before)
     if given["dtype"] not in (torch.uint8, torch.int8):
         return f"its input is quantised to {given['dtype']}".replace("torch.", "") + ", not to 8 bits"
-    if _computed(given):
-        return "the scale of its input is computed while the model runs"
-    if _computed(_arguments(model, call)):
-        return "its parameters are computed while the model runs"
-    return "" if "val" in call.meta else "the graph does not say how many dimensions its input has"
+    if _any_computed(given):
+        return "the scale of its input is computed at run time"
+    if _any_computed(_arguments(model, call)):
+        return "its parameters are computed at run time"
+    return "" if "val" in call.meta else "the graph does not record the number of dimensions of its input"
 
 
-def _quantiser(model: fx.GraphModule, call: fx.Node) -> fx.Node | None:
-    """One of those that quantise the output, if nothing else uses it and all do the same."""
+def _common_quantiser(model: fx.GraphModule, call: fx.Node) -> fx.Node | None:
+    """Return a node that quantises the output, if all users of the output quantise it in the same way."""
     users = list(call.users)
-    if not users or _operator(users[0]) not in _QUANTISE or _computed(_arguments(model, users[0])):
+    if not users or _operator(users[0]) not in _QUANTISE or _any_computed(_arguments(model, users[0])):
         return None
     first, *others = ((user.target, user.args, user.kwargs) for user in users)
     return users[0] if all(other == first for other in others) else None
@@ -180,7 +194,7 @@ def _operator(node: fx.Node) -> str:
 
 
 def _arguments(model: nn.Module, node: fx.Node) -> dict[str, Any]:
-    """By name, but for the first; constants of the model with their values."""
+    """Return the arguments of a node by name, except the first. Constants of the model become their values."""
     target: Any = node.target
     names = [argument.name for argument in target._schema.arguments]
     given: dict[str, Any] = dict(zip(names[1:], node.args[1:], strict=False)) | node.kwargs
@@ -188,12 +202,12 @@ def _arguments(model: nn.Module, node: fx.Node) -> dict[str, Any]:
     return given | {name: attrgetter(str(path))(model) for name, path in constants.items()}
 
 
-def _computed(arguments: dict[str, Any]) -> bool:
+def _any_computed(arguments: dict[str, Any]) -> bool:
     return any(isinstance(value, fx.Node) for value in arguments.values())
 
 
 def _dims(steps: list[tuple[fx.Node, dict[str, Any]]], ndim: int) -> list[int]:
-    """The dimensions along which these operators have channels, each of them once."""
+    """Return the distinct dimensions along which these operators have channels."""
     given = [arguments for _, arguments in steps if _channels(arguments) > 1]
     return list(dict.fromkeys(arguments["axis" if "axis" in arguments else "channel_dim"] % ndim for arguments in given))
 
@@ -205,17 +219,17 @@ def _channels(arguments: dict[str, Any]) -> int:
 
 
 def _run(node: fx.Node, arguments: dict[str, Any], value: Tensor) -> Tensor:
-    """The operator of a node on all numbers (256, rows): channels are in dimension 1."""
+    """Apply the operator of a node to all values (256, rows), with channels in dimension 1."""
     target: Any = node.target
     moved = {name: 1 for name in ("axis", "channel_dim") if name in arguments}
     return target(**{target._schema.arguments[0].name: value}, **arguments | moved)
 
 
-def _carry_out(model: fx.GraphModule, plan: _Plan) -> None:
+def _apply_plan(model: fx.GraphModule, plan: _Plan) -> None:
     graph, owner = model.graph, _owner(plan.call)
     with graph.inserting_before(plan.call):
         starts, table = _constant(model, owner, "starts", plan.starts), _constant(model, owner, "table", plan.table)
-        # one index, and of 32 bits: compiled, two take a tenth of the network's time more, and 64 bits a sixth
+        # One 32-bit index: in a compiled network, two indices cost a tenth more time, and 64 bits a sixth.
         number = graph.call_function(torch.ops.aten.to.dtype, (plan.source, torch.int32))
         place = graph.call_function(torch.ops.aten.add.Tensor, (number, starts))
         look_up = graph.call_function(torch.ops.aten.index.Tensor, (table, [place]))
@@ -223,11 +237,11 @@ def _carry_out(model: fx.GraphModule, plan: _Plan) -> None:
     for node in plan.replaced:
         node.replace_all_uses_with(look_up)
         _erase(graph, node)
-    _drop(model, owner)
+    _remove_unused(model, owner)
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """The node and what only it used."""
+    """Erase the node and the nodes that only it used."""
     inputs = node.all_input_nodes
     graph.erase_node(node)
     for each in inputs:
@@ -244,13 +258,13 @@ def _constant(model: fx.GraphModule, owner: str, what: str, value: Tensor) -> fx
 
 
 def _owner(call: fx.Node) -> str:
-    """The module that has its parameters; "" where they are none of the model's."""
+    """Return the module that holds the parameters of the call; empty if they are not the model's."""
     names = [str(node.target) for node in call.all_input_nodes if node.op == "get_attr"]
     return names[0].rpartition(".")[0] if names else ""
 
 
-def _drop(model: fx.GraphModule, owner: str) -> None:
-    """Parameters and buffers of a PWLU that nothing uses any more."""
+def _remove_unused(model: fx.GraphModule, owner: str) -> None:
+    """Remove parameters and buffers of a PWLU that nothing uses any more."""
     module = model.get_submodule(owner)
     names = {f"{owner}.{name}".removeprefix("."): name for name in dict([*module.named_parameters(), *module.named_buffers()])}
     nodes = [node for node in model.graph.nodes if node.op == "get_attr" and node.target in names]

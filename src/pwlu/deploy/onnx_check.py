@@ -1,8 +1,8 @@
-"""Whether an ONNX model computes in ONNX Runtime what the model computes in PyTorch.
+"""Check that an ONNX model computes in ONNX Runtime what the model computes in PyTorch.
 
-How far two results may lie apart follows from what rounding does to the model: its results are compared with those of a copy
-in float64. ONNX Runtime adds in another order, so its own distance to them is taken to be up to 3 times that of PyTorch, and
-more where a PWLU is written as a longer sum: errors of n roundings grow as the root of n.
+The tolerance follows from the rounding errors of the model: its results are compared with those of a copy in float64. ONNX
+Runtime adds in another order, so it may be up to 3 times as far from the float64 results as PyTorch. A PWLU that is written
+as a longer sum may be further away: the error of n roundings grows with the square root of n.
 """
 
 import copy
@@ -15,60 +15,65 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-_BATCHES_AND_SPREADS = ((1, 1.0), (3, 4.0), (2, 0.25), (None, 16.0))  # spreads as multiples of the sample's
-_ELEMENTS, _LARGEST_BATCH = 2**16, 128  # of the inputs in a large batch: small ones are drawn in large numbers
+_BATCHES_AND_SPREADS = (
+    (1, 1.0),
+    (3, 4.0),
+    (2, 0.25),
+    (None, 16.0),
+)  # batch size (None: large), multiple of the sample's spread
+_ELEMENTS, _LARGEST_BATCH = 2**16, 128  # small inputs come in large batches
 
 
 @dataclass
 class Inputs:
-    """What a model is called with. ``batch``: the size of dimension 0 that its tensors share."""
+    """The arguments of a model. ``batch``: the size of dimension 0 that its tensors share."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @classmethod
     def of(cls, sample: Any) -> "Inputs":
-        """A tensor, a tuple of arguments or a dictionary of keyword arguments."""
+        """Return the inputs for a tensor, a tuple of arguments, or a dictionary of keyword arguments."""
         if isinstance(sample, dict):
             return cls((), dict(sample))
         return cls(tuple(sample) if isinstance(sample, (tuple, list)) else (sample,), {})
 
     @property
     def tensors(self) -> list[Tensor]:
-        """In the order of the arguments."""
+        """Return the tensors in the order of the arguments."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
 
     @property
     def batch(self) -> int:
-        """That of the first tensor that has one, else 0."""
+        """Return the batch size of the first tensor that is not 0-d; 0 if there is none."""
         return next((t.shape[0] for t in self.tensors if t.ndim), 0)
 
     def batched(self, tensor: Any) -> bool:
-        """Whether dimension 0 of it is the batch."""
+        """Return whether dimension 0 of the tensor is the batch."""
         return isinstance(tensor, Tensor) and tensor.ndim > 0 and tensor.shape[0] == self.batch
 
     def map(self, function: Callable[[Tensor], Any]) -> "Inputs":
-        """The same with other tensors."""
+        """Return the inputs with a function applied to every tensor."""
         args, kwargs = tree_map_only(Tensor, function, (self.args, self.kwargs))
         return Inputs(args, kwargs)
 
-    def plus(self, tensors: list[Tensor]) -> "Inputs":
-        """With more tensors after those there are."""
+    def with_tensors(self, tensors: list[Tensor]) -> "Inputs":
+        """Return the tensors of these inputs followed by more tensors."""
         return Inputs((*self.tensors, *tensors), {})
 
     def shapes(self) -> Any:
-        """What torch.export wants to hear: dimension 0 is any number, the same for all."""
+        """Return dynamic shapes for torch.export: dimension 0 has any size, the same for all."""
         shapes = tree_map(lambda leaf: {0: "batch"} if self.batched(leaf) else None, (self.args, self.kwargs))
         return shapes[1] if self.kwargs else shapes[0]
 
     @property
     def large_batch(self) -> int:
-        """As many as give a good number of elements."""
+        """Return a batch size that gives many elements."""
         one = max((t[:1].numel() for t in self.tensors if t.ndim), default=1)
         return min(max(_ELEMENTS // max(one, 1), 3), _LARGEST_BATCH)
 
-    def drawn(self, batch: int | None, spread: float, generator: torch.Generator) -> "Inputs":
-        """Random inputs: normal with so many times the spread of the sample; whole numbers are drawn from those it has."""
+    def random(self, batch: int | None, spread: float, generator: torch.Generator) -> "Inputs":
+        """Return random inputs: normal, with `spread` times the sample's deviation; integers from the sample's values."""
 
         def draw(tensor: Tensor) -> Tensor:
             size = (batch, *tensor.shape[1:]) if batch and self.batched(tensor) else tensor.shape
@@ -84,8 +89,8 @@ class Inputs:
         return self.map(draw)
 
 
-class Largest(NamedTuple):
-    """The largest ``difference`` of all, as a ``share`` of the largest number in the same output, and its ``tolerance``."""
+class Difference(NamedTuple):
+    """A ``difference``, its ``share`` of the largest number in the same output, and its ``tolerance``."""
 
     difference: float
     share: float
@@ -98,24 +103,27 @@ class Largest(NamedTuple):
 
 @dataclass
 class Agreement:
-    """What is judged: ``difference`` and ``tolerance`` of the output that came closest to its own. To report: ``largest``."""
+    """The result of a comparison.
+
+    ``difference`` and ``tolerance`` are those of the output closest to its tolerance, and decide. ``largest`` is for reports.
+    """
 
     difference: float
     tolerance: float
-    largest: Largest
+    largest: Difference
     batches: tuple[int, ...]
 
 
 @dataclass
 class _Run:
     batch: int
-    found: list[Tensor]
-    plain: list[Tensor]
+    actual: list[Tensor]
+    expected: list[Tensor]
     exact: list[Tensor]
 
 
 def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-    """The tensors that the model returns, in the order in which it exports them."""
+    """Return the tensors that the model returns, in the order in which it exports them."""
     with torch.no_grad():
         return [leaf for leaf in tree_leaves(model(*inputs.args, **inputs.kwargs)) if isinstance(leaf, Tensor)]
 
@@ -128,58 +136,60 @@ def agreement(
     terms: int,
     tolerance: float | None,
 ) -> Agreement:
-    """Compare on random inputs.
+    """Compare two implementations on random inputs.
 
     Args:
-        model: in PyTorch, on the CPU.
-        run: the other one, from inputs to its outputs.
+        model: the PyTorch model, on the CPU.
+        run: the other implementation, from inputs to outputs.
         sample: inputs.
-        any_batch: whether batches of other sizes than the sample's are possible.
-        terms: of the sum that a PWLU is written as, 2 for x S_j + O_j.
-        tolerance: where one is given, it is a share of the largest output.
+        any_batch: whether batch sizes other than the sample's are possible.
+        terms: number of terms of the sum that a PWLU is written as, 2 for x S_j + O_j.
+        tolerance: as a share of the largest output; None to derive it.
     """
     exact = None if tolerance is not None else _in_float64(model, sample)
     runs = []
     generator = torch.Generator().manual_seed(0)
     for batch, spread in _BATCHES_AND_SPREADS:
-        inputs = sample.drawn((batch or sample.large_batch) if any_batch else None, spread, generator)
-        plain = outputs(model, inputs)
-        wide = outputs(exact, inputs.map(_double)) if exact else plain
-        runs.append(_Run(inputs.batch, run(inputs), plain, wide))
-    compared = _compared(runs, 1 + 3 * math.sqrt(terms / 2), tolerance)
+        inputs = sample.random((batch or sample.large_batch) if any_batch else None, spread, generator)
+        expected = outputs(model, inputs)
+        wide = outputs(exact, inputs.map(_double)) if exact else expected
+        runs.append(_Run(inputs.batch, run(inputs), expected, wide))
+    compared = _compare(runs, 1 + 3 * math.sqrt(terms / 2), tolerance)
     closest = max(compared, key=lambda each: ratio(each.difference, each.tolerance))
     return Agreement(closest.difference, closest.tolerance, max(compared), tuple(run.batch for run in runs))
 
 
-def ratio(difference: float, whole: float) -> float:
-    """The difference as a share of the whole, which may be 0."""
-    return difference / whole if whole else math.inf if difference else 0.0
+def ratio(difference: float, size: float) -> float:
+    """Return difference / size; size may be 0."""
+    return difference / size if size else math.inf if difference else 0.0
 
 
-def _compared(runs: list[_Run], apart: float, tolerance: float | None) -> list[Largest]:
-    """The largest difference of every output of every run. Where PyTorch's result is not finite, nothing is compared."""
+def _compare(runs: list[_Run], factor: float, tolerance: float | None) -> list[Difference]:
+    """Return the largest difference of every output of every run. Skip elements where PyTorch's result is not finite."""
     compared = []
-    for place in range(len(runs[0].plain)):
+    for place in range(len(runs[0].expected)):
         sizes, errors, found = [], [], []
         for run in runs:
-            plain, exact, other = (each[place].double() for each in (run.plain, run.exact, run.found))
-            if other.shape != plain.shape:
-                raise RuntimeError(f"output {place} has the shape {tuple(other.shape)}, PyTorch's {tuple(plain.shape)}")
-            finite = plain.isfinite() & exact.isfinite()
+            expected, exact, actual = (each[place].double() for each in (run.expected, run.exact, run.actual))
+            if actual.shape != expected.shape:
+                raise RuntimeError(
+                    f"output {place} has the shape {tuple(actual.shape)}, but PyTorch's has {tuple(expected.shape)}"
+                )
+            finite = expected.isfinite() & exact.isfinite()
             if not finite.any():
                 continue
             sizes.append(float(exact[finite].abs().max()))
-            errors.append(float((plain - exact)[finite].abs().max()))
-            distance = (other - plain)[finite].abs()
+            errors.append(float((expected - exact)[finite].abs().max()))
+            distance = (actual - expected)[finite].abs()
             found.append(float(distance.nan_to_num(nan=math.inf).max()))
-        dtype = runs[0].plain[place].dtype
+        dtype = runs[0].expected[place].dtype
         eps = torch.finfo(dtype if dtype.is_floating_point else torch.float32).eps
-        # of all runs together: in a single one of few elements PyTorch may be exact by chance
+        # Over all runs: in a single run with few elements, PyTorch may be exact by chance.
         share = max((error / size for error, size in zip(errors, sizes, strict=True) if size), default=0.0)
-        allowed = apart * (share + eps) if tolerance is None else tolerance
-        compared += [Largest(each, ratio(each, size), allowed * size) for each, size in zip(found, sizes, strict=True)]
+        allowed = factor * (share + eps) if tolerance is None else tolerance
+        compared += [Difference(each, ratio(each, size), allowed * size) for each, size in zip(found, sizes, strict=True)]
     if not compared:
-        raise RuntimeError("the model returned no finite number for any of the random inputs: nothing could be compared")
+        raise RuntimeError("the model returned no finite number for any random input, so nothing could be compared")
     return compared
 
 
@@ -189,8 +199,8 @@ def _in_float64(model: nn.Module, sample: Inputs) -> nn.Module:
         outputs(exact, sample.map(_double))
     except Exception as error:
         raise RuntimeError(
-            "export_onnx: the model does not run in float64, which would tell how far rounding may carry its results: "
-            f"{type(error).__name__}: {error}\nSay it yourself, as a share of the largest output: "
+            "export_onnx: the model does not run in float64, so no tolerance can be derived from its rounding errors: "
+            f"{type(error).__name__}: {error}\nPass a tolerance, as a share of the largest output: "
             "pwlu.export_onnx(..., tolerance=1e-5)"
         ) from error
     return exact

@@ -1,4 +1,4 @@
-"""Export to ONNX, checked at once in ONNX Runtime."""
+"""Export to ONNX, checked in ONNX Runtime."""
 
 import copy
 import importlib
@@ -16,29 +16,41 @@ from torch import Tensor, nn
 
 from pwlu import files
 from pwlu.deploy.fuse import FusedPWLU, fuse_
-from pwlu.deploy.onnx_check import Inputs, Largest, agreement, outputs
-from pwlu.deploy.onnx_file import finish, units_alone
-from pwlu.deploy.onnx_forms import FASTEST, FORMS, Form, write_as_
-from pwlu.deploy.onnx_units import UnitsChecked, calls_of, check_units
+from pwlu.deploy.onnx_check import Difference, Inputs, agreement, outputs
+from pwlu.deploy.onnx_file import finish, write_units_alone
+from pwlu.deploy.onnx_forms import FASTEST, FORMS, Form, set_form_
+from pwlu.deploy.onnx_units import UnitsCheck, calls_of, check_units
 from pwlu.module import require_model, units_of
 from pwlu.text import counted, install
 
-_OLDEST_OPSET = 18  # what torch writes by itself; ONNX Runtime reads it since 1.14
-_LARGEST_FILE = 2**31 - 2**24  # of protobuf; larger models keep their weights in a second file
+_OLDEST_OPSET = 18  # torch's default; ONNX Runtime reads it since 1.14
+_LARGEST_FILE = 2**31 - 2**24  # protobuf's limit; larger models keep their weights in a second file
 
-_ELEMENT_TYPES = {torch.float32: 1, torch.float16: 10, torch.float64: 11, torch.bfloat16: 16}  # as ONNX numbers them
+_ELEMENT_TYPES = {torch.float32: 1, torch.float16: 10, torch.float64: 11, torch.bfloat16: 16}  # ONNX's numbers of the types
 
 
 @dataclass
 class OnnxReport:
-    """What was written and how it was checked in ONNX Runtime.
+    """What :func:`export_onnx` wrote, and how it was checked in ONNX Runtime.
 
-    ``size`` in bytes; ``units``: the PWLUs in the file; ``unreached``: those that are not, since the sample does not reach
-    them; ``operators``: how many of each; ``difference``: the largest between the model's outputs and PyTorch's, on random
-    inputs in ``batches`` of these sizes; ``share``: the same as a share of the largest number in that output; ``tolerance``:
-    what rounding can explain of it (every output was within its own). ``unit_difference``, ``unit_share`` and
-    ``unit_tolerance``: likewise of the units, fed by hand with numbers from the share ``reached`` of all segments of all
-    functions, tails included.
+    Attributes:
+        path: The file.
+        size: Its size in bytes.
+        opset: Version of the operators.
+        form: How PWLUs are written.
+        units: Names of the PWLUs in the file.
+        unreached: Names of the PWLUs that are not in the file, because the sample does not reach them.
+        operators: Number of operators of each kind.
+        any_batch: Whether any batch size works.
+        runtime: Version of ONNX Runtime.
+        difference: Largest difference between the outputs of ONNX Runtime and PyTorch, on random inputs.
+        share: ``difference`` divided by the largest number in that output.
+        tolerance: What rounding can explain of ``difference``. Every output was within its own tolerance.
+        batches: Batch sizes of the random inputs.
+        unit_difference: Largest difference of a single PWLU, on inputs chosen for every segment.
+        unit_share: ``unit_difference`` divided by the largest number in that output.
+        unit_tolerance: What rounding can explain of ``unit_difference``.
+        reached: Fraction of all segments of all functions, including the outer ones, that these inputs cover.
     """
 
     path: Path
@@ -66,9 +78,9 @@ class OnnxReport:
             f"{self.path}: {self.size / 1e6:.2f} MB, opset {self.opset}, {batch}, {units}",
             "operators: " + ", ".join(f"{name} {count}" for name, count in self.operators.items()),
             f"ONNX Runtime {self.runtime} and PyTorch, on random batches of {', '.join(map(str, self.batches))}: "
-            f"{Largest(self.difference, self.share, self.tolerance)}",
+            f"{Difference(self.difference, self.share, self.tolerance)}",
             f"each PWLU alone, on {100 * self.reached:.4g} % of all segments: "
-            f"{Largest(self.unit_difference, self.unit_share, self.unit_tolerance)}",
+            f"{Difference(self.unit_difference, self.unit_share, self.unit_tolerance)}",
         ]
         if self.unreached:
             lines.append(f"not reached by the sample, so not in the file: {', '.join(self.unreached)}")
@@ -86,58 +98,70 @@ def export_onnx(
     tolerance: float | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> OnnxReport:
-    """Write the model as an ONNX file of standard operators, and run it in ONNX Runtime to see that it computes the same.
+    """Write a model as an ONNX file of standard operators, and check the file in ONNX Runtime.
 
-    The model itself is not changed: what is not fused is fused on a copy. Where the check fails, that is an error and nothing
-    is written. Weights of float32 or float16; PWLUs compute in float32 in either case.
+    The model itself does not change: PWLUs are fused on a copy. If the check fails, nothing is written. Weights may be float32
+    or float16; PWLUs compute in float32 in both cases.
 
     Args:
-        model: with PWLUs, fused or not, in evaluation mode.
-        sample: what the model is called with: a tensor, a tuple of arguments or a dictionary of keyword arguments. It shows
-            shapes, and the spread that inputs have. What it does not reach of the model is not in the file.
-        path: of the file.
-        form: how a PWLU is written: ``"elements"``, two tables read by GatherElements, the fastest in ONNX Runtime;
-            ``"gather"``, one long table, as torch exports it; ``"clips"``, a sum of N + 2 clipped lines, without any index.
-        opset: version of the operators, 18 or later.
-        dynamic_batch: whether dimension 0 of the inputs may have any size; those that share the first one's size share it then.
-        tolerance: the largest difference that passes, as a share of the largest output. By default it is derived from what
-            rounding does to the model, whose results are compared with those of a copy in float64.
-        metadata: names and texts that the file carries, its ``metadata_props``.
+        model: A model with PWLUs, fused or not, in evaluation mode.
+        sample: What the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments. It gives
+            the shapes and the spread of the inputs. Parts of the model that it does not reach are not in the file.
+        path: The file to write.
+        form: How PWLUs are written. ``"elements"``: two tables read by GatherElements, the fastest in ONNX Runtime.
+            ``"gather"``: one long table, as torch exports it. ``"clips"``: a sum of N + 2 clipped lines, without an index.
+            Default: ``"elements"``.
+        opset: Version of the operators, 18 or later. Default: 18.
+        dynamic_batch: Whether dimension 0 of the inputs may have any size. Inputs with the same batch size as the first one
+            share it. Default: True.
+        tolerance: Largest allowed difference, as a share of the largest output. By default it is derived from the rounding
+            errors of the model, which is compared with a copy in float64.
+        metadata: Names and texts to store in the file as ``metadata_props``.
 
-    Example::
+    Returns:
+        A report of what was written and how it was checked.
 
-        report = pwlu.export_onnx(model.eval(), torch.randn(1, 3, 224, 224), "model.onnx")
-        print(report)
+    Raises:
+        ValueError: If an argument is wrong, the model has no PWLU, is in training mode, or is in bfloat16 or float64.
+        RuntimeError: If the model does not run on the sample, cannot be exported, or fails the check.
+        FileNotFoundError: If the folder does not exist.
+        ImportError: If onnx, onnxscript or onnxruntime is not installed.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(8)).eval()
+        >>> report = pwlu.export_onnx(model, torch.randn(2, 4), "model.onnx")
+        >>> report.units
+        ['1']
     """
     require_model("export_onnx", model)
-    target = _checked(model, path, form, opset)
+    target = _check_arguments(model, path, form, opset)
     onnx, runtime = _packages()
     inputs = Inputs.of(sample).map(lambda t: t.detach().cpu())
     plain = copy.deepcopy(model).to("cpu")
-    inputs = _in_order(plain, inputs)
+    inputs = _in_declared_order(plain, inputs)
     try:
         outputs(plain, inputs)
     except Exception as error:
         raise RuntimeError(
-            f"export_onnx: the model does not run on the sample: {type(error).__name__}: {error}\nThe sample is what the model "
-            "is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments."
+            f"export_onnx: the model does not run on the sample: {type(error).__name__}: {error}\nThe sample must be what the "
+            "model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments."
         ) from error
     written = copy.deepcopy(plain)
     if units_of(written):
         fuse_(written)
-    units = write_as_(written, form)
+    units = set_form_(written, form)
     with files.atomic_write(target) as file:
         _write(written, inputs, file, opset, dynamic_batch)
-        alone = _units(onnx, runtime, file, plain, units, inputs, dynamic_batch)
+        alone = _check_units_alone(onnx, runtime, file, plain, units, inputs, dynamic_batch)
         operators = finish(onnx, file, opset, metadata or {})
         terms = max(units[name].terms for name in alone.units)
         found = agreement(plain, _runner(runtime, file, inputs), inputs, dynamic_batch, terms, tolerance)
-        for each, what in ((alone, f"of the PWLU {alone.unit!r}, on inputs of every segment"), (found, "of the model")):
+        for each, what in ((alone, f"of the PWLU {alone.unit!r}, on inputs of every segment,"), (found, "of the model")):
             if not each.difference <= each.tolerance:
-                explained = "the tolerance allows" if each is found and tolerance is not None else "rounding explains"
+                allowed = "the tolerance allows" if each is found and tolerance is not None else "rounding explains"
                 raise RuntimeError(
-                    f"export_onnx: what ONNX Runtime makes {what}, differs from PyTorch's result by {each.difference:.3g}, and "
-                    f"{explained} {each.tolerance:.3g}. Nothing was written to {target}. Another form may do: "
+                    f"export_onnx: the result {what} in ONNX Runtime differs from PyTorch's by {each.difference:.3g}, but "
+                    f"{allowed} only {each.tolerance:.3g}. Nothing was written to {target}. Try another form: "
                     f"form={' or '.join(repr(f) for f in FORMS if f != form)}."
                 )
         size = sum(finished.stat().st_size for finished in file.parent.iterdir())
@@ -158,37 +182,37 @@ def export_onnx(
     )
 
 
-def _checked(model: nn.Module, path: str | os.PathLike[str], form: str, opset: int) -> Path:
+def _check_arguments(model: nn.Module, path: str | os.PathLike[str], form: str, opset: int) -> Path:
     if form not in FORMS:
         raise ValueError(f"export_onnx: form must be one of {', '.join(map(repr, FORMS))}, not {form!r}")
     if isinstance(opset, bool) or not isinstance(opset, int) or opset < _OLDEST_OPSET:
-        raise ValueError(f"export_onnx: opset must be a whole number of at least {_OLDEST_OPSET}, not {opset!r}")
+        raise ValueError(f"export_onnx: opset must be an integer of at least {_OLDEST_OPSET}, not {opset!r}")
     target = Path(path)
     if not target.parent.is_dir():
-        raise FileNotFoundError(f"export_onnx: there is no folder {target.parent}: make it first, or write to another")
+        raise FileNotFoundError(f"export_onnx: the folder {target.parent} does not exist: create it first, or write to another")
     if target.is_dir():
-        raise IsADirectoryError(f"export_onnx: {target} is a folder. Name a file in it, such as {target / 'model.onnx'}")
+        raise IsADirectoryError(f"export_onnx: {target} is a folder. Pass a file in it, such as {target / 'model.onnx'}")
     if not units_of(model) and not any(isinstance(module, FusedPWLU) for module in model.modules()):
         kinds = Counter(type(module).__name__ for module in model.modules() if not list(module.children()))
         raise ValueError(
             f"export_onnx: {type(model).__name__} has no PWLU, only {', '.join(f'{n} {kind}' for kind, n in kinds.items())}. "
-            "Such a model needs nothing of pwlu: torch.onnx.export(model, args, path)"
+            "Export it without pwlu: torch.onnx.export(model, args, path)"
         )
     if training := [name for name, module in model.named_modules() if module.training]:
-        some = ", ".join(name or "the model" for name in training[:3]) + (", ..." if len(training) > 3 else "")
-        raise ValueError(f"export_onnx: {some} is in training mode. Call model.eval() first")
+        listed = ", ".join(name or "the model" for name in training[:3]) + (", ..." if len(training) > 3 else "")
+        raise ValueError(f"export_onnx: {listed} is in training mode. Call model.eval() first")
     types = {str(t.dtype).removeprefix("torch.") for t in model.parameters() if t.is_floating_point()}
     if wrong := types & {"bfloat16", "float64"}:
         raise ValueError(
-            f"export_onnx: the model is in {wrong.pop()}, in which ONNX Runtime has no convolution on the CPU, so that "
-            "nothing could be checked. Export a copy in another type: "
+            f"export_onnx: the model is in {wrong.pop()}, for which ONNX Runtime has no convolution on the CPU, so the file "
+            "could not be checked. Export a copy in float32: "
             "pwlu.export_onnx(copy.deepcopy(model).float(), sample.float(), path)"
         )
     return target
 
 
 def _packages() -> tuple[Any, Any]:
-    """onnx and onnxruntime; torch.onnx itself needs onnxscript."""
+    """Return the modules onnx and onnxruntime. Check onnxscript too, which torch.onnx needs."""
     try:
         importlib.import_module("onnxscript")
         return importlib.import_module("onnx"), importlib.import_module("onnxruntime")
@@ -196,24 +220,26 @@ def _packages() -> tuple[Any, Any]:
         raise ImportError(f"export_onnx needs onnx, onnxscript and onnxruntime ({error}): {install('onnx')}") from error
 
 
-def _in_order(model: nn.Module, inputs: Inputs) -> Inputs:
-    """Keyword arguments in the order in which the model declares them: that is the order of the file's inputs."""
+def _in_declared_order(model: nn.Module, inputs: Inputs) -> Inputs:
+    """Return the inputs with keyword arguments in the order of the model's signature, which is the order in the file."""
     declared = list(inspect.signature(model.forward).parameters)
     kwargs = sorted(inputs.kwargs, key=lambda name: declared.index(name) if name in declared else len(declared))
     return Inputs(inputs.args, {name: inputs.kwargs[name] for name in kwargs})
 
 
 def _write(model: nn.Module, inputs: Inputs, file: Path, opset: int, dynamic_batch: bool) -> None:
-    if dynamic_batch and inputs.batch == 1:  # torch.export takes a size of 1 for a constant
+    if dynamic_batch and inputs.batch == 1:  # torch.export treats a size of 1 as a constant
         inputs = inputs.map(lambda t: torch.cat([t, t]) if inputs.batched(t) else t)
     weights = sum(t.nbytes for t in model.state_dict().values() if isinstance(t, Tensor))
     try:
         with warnings.catch_warnings():
-            # that the sizes of several inputs are one and the same, as they should be; and that, where an argument is no
-            # tensor, the size is not named "batch" in the file
+            # Expected warnings: several inputs share one batch size, and non-tensor arguments leave it without the name
+            # "batch" in the file.
             warnings.filterwarnings("ignore", "# The axis name: batch will not be used", UserWarning)
             warnings.filterwarnings("ignore", "# ONNX model has different number of inputs", UserWarning)
-            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)  # torch 2.11's own
+            warnings.filterwarnings(
+                "ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning
+            )  # torch 2.11 causes it itself
             program = torch.onnx.export(
                 model,
                 inputs.args,
@@ -224,35 +250,35 @@ def _write(model: nn.Module, inputs: Inputs, file: Path, opset: int, dynamic_bat
                 verbose=False,
             )
     except Exception as error:
-        hint = "\nA model that cannot take batches of any size is exported with dynamic_batch=False." if dynamic_batch else ""
+        hint = "\nIf the model needs a fixed batch size, pass dynamic_batch=False." if dynamic_batch else ""
         raise RuntimeError(f"export_onnx: torch.onnx.export failed: {type(error).__name__}: {error}{hint}") from error
     assert program is not None
     program.save(file, external_data=weights > _LARGEST_FILE)
 
 
-def _units(
+def _check_units_alone(
     onnx: Any, runtime: Any, file: Path, model: nn.Module, forms: dict[str, Form], sample: Inputs, dynamic_batch: bool
-) -> UnitsChecked:
-    """Run the PWLUs of the file alone, beside those of the model."""
-    inputs = sample.drawn(sample.large_batch if dynamic_batch else None, 1.0, torch.Generator().manual_seed(0))
+) -> UnitsCheck:
+    """Compare every PWLU of the file alone with that of the model."""
+    inputs = sample.random(sample.large_batch if dynamic_batch else None, 1.0, torch.Generator().manual_seed(0))
     calls = calls_of(model, inputs)
     if not calls:
         raise ValueError(
-            f"export_onnx: the sample reaches none of the model's PWLUs, such as {next(iter(forms))!r}. Give one that does"
+            f"export_onnx: the sample reaches none of the model's PWLUs, such as {next(iter(forms))!r}. Pass a sample that does"
         )
     alone = file.with_name("units.onnx")
-    names = units_alone(onnx, file, alone, [_ELEMENT_TYPES[call.x.dtype] for call in calls])
+    names = write_units_alone(onnx, file, alone, [_ELEMENT_TYPES[call.x.dtype] for call in calls])
     if names != [call.unit for call in calls]:
-        raise RuntimeError(f"export_onnx: the file calls the PWLUs {names}, PyTorch {[call.unit for call in calls]}")
-    run = _runner(runtime, alone, inputs.plus([call.x for call in calls]))
+        raise RuntimeError(f"export_onnx: the file calls the PWLUs {names}, but PyTorch calls {[call.unit for call in calls]}")
+    run = _runner(runtime, alone, inputs.with_tensors([call.x for call in calls]))
     alone.unlink()
-    return check_units(model, forms, calls, lambda given: run(inputs.plus(given)))
+    return check_units(model, forms, calls, lambda given: run(inputs.with_tensors(given)))
 
 
 def _runner(runtime: Any, file: Path, inputs: Inputs) -> Callable[[Inputs], list[Tensor]]:
-    """The file as a function of its inputs."""
+    """Return a function that runs the file in ONNX Runtime."""
     options = runtime.SessionOptions()
-    options.log_severity_level = 3  # errors alone
+    options.log_severity_level = 3  # errors only
 
     def run(drawn: Inputs) -> list[Tensor]:
         given = {each.name: tensor.numpy() for each, tensor in zip(session.get_inputs(), drawn.tensors, strict=True)}

@@ -1,4 +1,4 @@
-"""An ONNX file as torch writes it, with marks where each PWLU begins and ends: made ready to run, or to ship."""
+"""Edit the ONNX file that torch writes, in which marks show where each PWLU begins and ends."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -9,28 +9,28 @@ from pwlu.deploy.onnx_forms import MARKS
 
 
 def finish(onnx: Any, file: Path, opset: int, metadata: Mapping[str, str]) -> dict[str, int]:
-    """Take out the marks and what tells of the machine it was made on, put in the metadata, and count the operators.
+    """Remove the marks and all traces of the exporting machine, add the metadata, and count the operators.
 
     Returns:
-        How many there are of each, most frequent first.
+        The number of operators of each kind, most frequent first.
     """
     model = onnx.load(file, load_external_data=False)
     new_names = {node.output[0]: node.input[0] for node in model.graph.node if node.domain == MARKS}
     for node in [node for node in model.graph.node if node.domain == MARKS]:
         model.graph.node.remove(node)
     _rename(model.graph, new_names)
-    for output in model.graph.output:  # it keeps its name, and what came before the mark may be wanted under its own
+    for output in model.graph.output:  # outputs keep their names, and so does the value before the mark
         if output.name in new_names:
-            result = _first(new_names, output.name)
+            result = _resolve(new_names, output.name)
             model.graph.node.append(onnx.helper.make_node("Identity", [result], [output.name]))
     for imported in [o for o in model.opset_import if o.domain == MARKS]:
         model.opset_import.remove(imported)
     nodes = list(_nodes(model.graph))
     if foreign := sorted({f"{node.domain}::{node.op_type}" for node in nodes if node.domain not in ("", "ai.onnx")}):
-        raise RuntimeError(f"export_onnx: the model needs operators that are not of ONNX: {', '.join(foreign)}")
+        raise RuntimeError(f"export_onnx: the model needs operators that are not part of ONNX: {', '.join(foreign)}")
     found = {(o.domain or "ai.onnx"): o.version for o in model.opset_import}
     if found.get("ai.onnx") != opset:
-        raise RuntimeError(f"export_onnx: torch wrote opset {found.get('ai.onnx')} instead of {opset}. Write another opset")
+        raise RuntimeError(f"export_onnx: torch wrote opset {found.get('ai.onnx')} instead of {opset}. Choose another opset")
     for each in (model, model.graph, *nodes, *model.graph.input, *model.graph.output, *model.graph.value_info):
         del each.metadata_props[:]
     onnx.helper.set_model_props(model, dict(metadata))
@@ -39,19 +39,19 @@ def finish(onnx: Any, file: Path, opset: int, metadata: Mapping[str, str]) -> di
     return dict(Counter(node.op_type for node in _nodes(model.graph)).most_common())
 
 
-def units_alone(onnx: Any, file: Path, copy: Path, element_types: list[int]) -> list[str]:
-    """Write a copy whose PWLUs get their inputs from outside: input ``enter_k``, output ``leave_k``; return their names.
+def write_units_alone(onnx: Any, file: Path, copy: Path, element_types: list[int]) -> list[str]:
+    """Write a copy whose PWLUs have their own inputs ``enter_k`` and outputs ``leave_k``; return the names of the PWLUs.
 
-    The same nodes as in the file, so that each can be run on numbers from all of its segments, which a network may never
-    bring about by itself. A unit that is called twice is there twice, in the order of the calls.
+    Its nodes are those of the file. So each PWLU can be run on values from all of its segments, which the network may
+    never produce. A unit that is called twice appears twice, in call order.
     """
     model = onnx.load(file, load_external_data=False)
     graph, value = model.graph, onnx.helper.make_tensor_value_info
     enters = [node for node in graph.node if (node.domain, node.op_type) == (MARKS, "Enter")]
     leaves = [node for node in graph.node if (node.domain, node.op_type) == (MARKS, "Leave")]
-    results: dict[str, list[str]] = {_unit(leave): [] for leave in leaves}
+    results: dict[str, list[str]] = {_unit_of(leave): [] for leave in leaves}
     for leave in leaves:
-        results[_unit(leave)].append(leave.input[0])
+        results[_unit_of(leave)].append(leave.input[0])
     names = {node.output[0]: node.input[0] for node in leaves}
     del graph.output[:]
     new_nodes = []
@@ -59,23 +59,23 @@ def units_alone(onnx: Any, file: Path, copy: Path, element_types: list[int]) -> 
         names[enter.output[0]] = f"enter_{k}"
         graph.input.append(value(f"enter_{k}", element_type, None))
         graph.output.append(value(f"leave_{k}", element_type, None))
-        new_nodes.append((results[_unit(enter)].pop(0), f"leave_{k}"))
+        new_nodes.append((results[_unit_of(enter)].pop(0), f"leave_{k}"))
     for node in (*enters, *leaves):
         graph.node.remove(node)
     _rename(graph, names)
     for result, name in new_nodes:
-        graph.node.append(onnx.helper.make_node("Identity", [_first(names, result)], [name]))
+        graph.node.append(onnx.helper.make_node("Identity", [_resolve(names, result)], [name]))
     del graph.value_info[:]
     onnx.save(model, copy)
-    return [_unit(enter) for enter in enters]
+    return [_unit_of(enter) for enter in enters]
 
 
-def _unit(mark: Any) -> str:
+def _unit_of(mark: Any) -> str:
     return next(a.s.decode() for a in mark.attribute if a.name == "unit")
 
 
-def _first(names: dict[str, str], name: str) -> str:
-    """Through marks that follow one another."""
+def _resolve(names: dict[str, str], name: str) -> str:
+    """Follow renamings to the final name, through consecutive marks."""
     while name in names:
         name = names[name]
     return name
@@ -84,7 +84,7 @@ def _first(names: dict[str, str], name: str) -> str:
 def _rename(graph: Any, names: dict[str, str]) -> None:
     for node in _nodes(graph):
         for i, name in enumerate(node.input):
-            node.input[i] = _first(names, name)
+            node.input[i] = _resolve(names, name)
 
 
 def _nodes(graph: Any) -> Iterator[Any]:

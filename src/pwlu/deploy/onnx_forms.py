@@ -1,7 +1,7 @@
-"""The ways in which a fused PWLU can be written with the operators of ONNX. All of them compute the same function.
+"""Ways to write a fused PWLU with ONNX operators. All of them compute the same function.
 
-A runtime goes through memory once for every operator, so what counts is how many there are and how good each one is.
-Arithmetic is in float32, also where x is of float16.
+A runtime passes over memory once per operator, so the number of operators and the speed of each decide. The arithmetic is in
+float32, also if x is float16.
 """
 
 import math
@@ -13,49 +13,49 @@ from torch import Tensor, nn
 from pwlu import reference
 from pwlu.deploy.fuse import FusedPWLU
 
-MARKS = "pwlu.marks"  # a domain of operators that never reaches the file
+MARKS = "pwlu.marks"  # operator domain of the marks, which are removed from the final file
 
 
 class Form(FusedPWLU):
-    """A fused PWLU that is going to be exported. Marks of no meaning tell later where in the file it begins and ends."""
+    """A fused PWLU to be exported. Marks around it show later where it begins and ends in the file."""
 
     name: str
 
     def forward(self, x: Tensor) -> Tensor:
-        """x as it is, marked, through the form, marked again."""
-        return self._marked("Leave", self.written(self._marked("Enter", x)))
+        """Return the result of compute, with marks around input and output."""
+        return self._mark("Leave", self.compute(self._mark("Enter", x)))
 
-    def _marked(self, mark: str, x: Tensor) -> Tensor:
+    def _mark(self, mark: str, x: Tensor) -> Tensor:
         return torch.onnx.ops.symbolic(f"{MARKS}::{mark}", (x,), {"unit": self.name}, dtype=x.dtype, shape=x.shape, version=1)
 
-    def written(self, x: Tensor) -> Tensor:
-        """What the unit computes, in operators that ONNX has."""
+    def compute(self, x: Tensor) -> Tensor:
+        """Compute the unit with operators that ONNX has."""
         raise NotImplementedError
 
     def prepare_(self) -> None:
-        """Compute tables that the form needs besides those it has."""
+        """Compute additional tables that the form needs."""
 
     @property
     def terms(self) -> int:
-        """Of the sum that the result is."""
+        """Return the number of terms of the sum that gives the result."""
         return 2
 
 
 class Elements(Form):
-    """S_j and O_j by GatherElements from a table of its own for every row: y = x S_j + O_j.
+    """Reads S_j and O_j with GatherElements from one table per row: y = x S_j + O_j.
 
-    x r + (1 - B_L r) is the position, counted from the left tail. What Cast makes of NaN is not defined, and GatherElements
-    fails on an index that is out of range: hence the second clamp, of the index. The value stays NaN.
+    x r + (1 - B_L r) is the position, counted from the left outer segment. Cast of NaN is undefined, and GatherElements fails
+    on an index out of range. Hence the second clamp, of the index. The value stays NaN.
     """
 
     shift: Tensor
 
     def prepare_(self) -> None:
-        """1 - B_L/d, rounded once."""
+        """Compute 1 - B_L/d, rounded once."""
         self.register_buffer("shift", (1 - self.left.double() * self.inv_step.double()).float())
 
-    def written(self, x: Tensor) -> Tensor:
-        """As the class says."""
+    def compute(self, x: Tensor) -> Tensor:
+        """Compute y = x S_j + O_j."""
         dim, last = self.channel_dim, self.slopes.shape[1] - 1
         value = reference.finite(x.float())
         inv_step, shift = (reference.along(t, x, dim) for t in (self.inv_step, self.shift))
@@ -64,7 +64,7 @@ class Elements(Form):
             rows: tuple[int, ...] = (math.prod(x.shape[:-1]), self.channels)
             slopes, offsets, axis = self.slopes.T, self.offsets.T, 0
         else:
-            # one function for everything: any rows will do, and threads share them out
+            # One function for everything: the choice of rows is free, and threads divide them.
             before = x.shape[: dim % x.ndim] if self.channels > 1 else x.shape[: min(2, x.ndim - 1)]
             rest = math.prod(x.shape[len(before) + (self.channels > 1) :])
             rows = (math.prod(before), self.channels, rest)
@@ -76,15 +76,15 @@ class Elements(Form):
 
 
 def _gather_elements(table: Tensor, index: Tensor, axis: int) -> Tensor:
-    """torch.gather, which ONNX would be given with an index of 64 bits."""
+    """Apply torch.gather with a 32-bit index; torch would export a 64-bit one."""
     return torch.onnx.ops.symbolic("GatherElements", (table, index), {"axis": axis}, dtype=table.dtype, shape=index.shape)
 
 
 class Clips(Form):
-    """y = Y_0 + K_L min(x - B_L, 0) + K_R max(x - B_R, 0) + sum over i of (Y_{i+1} - Y_i) clip((x - B_L)/d - i, 0, 1).
+    """Computes y = Y_0 + K_L min(x - B_L, 0) + K_R max(x - B_R, 0) + sum_i (Y_{i+1} - Y_i) clip((x - B_L)/d - i, 0, 1).
 
-    No index and no table. Far out all but one of the terms are constant, so that none of them grow and cancel, as those of a
-    sum of c_k relu(x - t_k) do.
+    It needs no index and no table. Far out, all terms but one are constant. So terms do not grow and cancel, as they do in a
+    sum of c_k relu(x - t_k).
     """
 
     start: Tensor
@@ -93,11 +93,11 @@ class Clips(Form):
 
     @property
     def terms(self) -> int:
-        """Of the sum that the result is."""
+        """Return the number of terms of the sum that gives the result."""
         return self.intervals + 3
 
     def prepare_(self) -> None:
-        """Y_0 and B_R (C,), and Y_{i+1} - Y_i (C, N), rounded once."""
+        """Compute Y_0 and B_R (C,), and Y_{i+1} - Y_i (C, N), rounded once."""
         left, inv_step, slopes, offsets = (t.double() for t in (self.left, self.inv_step, self.slopes, self.offsets))
         wide = {
             "start": left * slopes[:, 0] + offsets[:, 0],
@@ -107,8 +107,8 @@ class Clips(Form):
         for name, tensor in wide.items():
             self.register_buffer(name, tensor.float())
 
-    def written(self, x: Tensor) -> Tensor:
-        """As the class says."""
+    def compute(self, x: Tensor) -> Tensor:
+        """Compute the sum of clipped lines."""
 
         def along(parameter: Tensor) -> Tensor:
             return reference.along(parameter, x, self.channel_dim)
@@ -124,10 +124,10 @@ class Clips(Form):
 
 
 class Gather(Form):
-    """S_j and O_j by GatherND from one long table, as torch exports :func:`pwlu.reference.lookup`."""
+    """Reads S_j and O_j with GatherND from one long table, as torch exports :func:`pwlu.reference.lookup`."""
 
-    def written(self, x: Tensor) -> Tensor:
-        """The function as it is exported without this file."""
+    def compute(self, x: Tensor) -> Tensor:
+        """Compute the function as torch exports it."""
         return reference.lookup(x, self.left, self.inv_step, self.slopes, self.offsets, self.channel_dim)
 
 
@@ -135,8 +135,8 @@ FORMS: dict[str, type[Form]] = {"elements": Elements, "gather": Gather, "clips":
 FASTEST = "elements"
 
 
-def write_as_(model: nn.Module, form: str) -> dict[str, Form]:
-    """Let every fused PWLU of the model be exported in that form; return them by name."""
+def set_form_(model: nn.Module, form: str) -> dict[str, Form]:
+    """Set the form in which every fused PWLU of the model is exported; return them by name."""
     units: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, FusedPWLU)}
     for name, unit in units.items():
         for table in ("left", "inv_step", "slopes", "offsets"):

@@ -1,4 +1,4 @@
-"""The functions a model has learned, with fewer intervals or as plainer modules; and the same functions with more intervals."""
+"""simplify_ and refine_: fewer intervals or simpler modules with nearly the same functions; more intervals with the same."""
 
 import contextlib
 import gc
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pwlu import checks, reference
 from pwlu.baselines import PReLU
-from pwlu.deploy.fitting import PLAIN, Fit, fit
+from pwlu.deploy.fitting import SIMPLE, Fit, fit
 from pwlu.initial_functions import find_initial_function, fit_bounds
 from pwlu.module import PWLU, require_units
 from pwlu.text import abbreviate, columns, counted
@@ -20,9 +20,9 @@ _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FSDPModule", "FullyShar
 
 
 class Line(nn.Module):
-    """y = a x + b, a line for each channel: what :func:`simplify_` makes of a PWLU that has become straight.
+    """y = a x + b with one line per channel. :func:`simplify_` puts it in place of a PWLU that has become linear.
 
-    Parameters: ``weight`` (C,), a, at the start 1; ``bias`` (C,), b, at the start 0. Shape: any; output as input.
+    Parameters: ``weight`` (C,), a, initially 1; ``bias`` (C,), b, initially 0. The output has the shape of the input.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Line(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """y."""
+        """Return a x + b."""
         if self.channels > 1:
             checks.check_channels(x, self.channels, self.channel_dim)
         wide = reference.compute_dtype(x)
@@ -46,7 +46,7 @@ class Line(nn.Module):
         return (x.to(wide) * a + b).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """For print."""
+        """Return the options that print shows."""
         return f"channels={self.channels}, channel_dim={self.channel_dim}"
 
 
@@ -54,9 +54,17 @@ class Line(nn.Module):
 class Simplified:
     """What became of one unit.
 
-    ``became``: identity, relu, line, prelu, fewer (intervals) or kept. ``intervals``: of the PWLU it is now, 0 if it is none.
-    ``error``: the largest difference to what it was, over all channels; ``relative``: the largest share of a channel's
-    range, max Y - min Y. ``parameters``: how many it has now, and ``removed``: how many it has lost.
+    Attributes:
+        name: Full name.
+        channels: Number of channels.
+        was: Number of intervals before.
+        became: ``"identity"``, ``"relu"``, ``"line"``, ``"prelu"``, ``"fewer"`` (intervals) or ``"kept"``.
+        intervals: Number of intervals now; 0 if it is no longer a PWLU.
+        error: Largest difference between the old and the new function over all channels.
+        relative: Largest error relative to the range max Y - min Y of the channel.
+        parameters: Number of parameters now.
+        removed: Number of parameters removed.
+        reason: Why it was kept.
     """
 
     name: str
@@ -73,7 +81,13 @@ class Simplified:
 
 @dataclass
 class Simplification:
-    """Every unit of a model, in its order. Prints as a table; iterates over units."""
+    """The report of :func:`simplify_`: every unit, in model order. Prints as a table; iterates over units.
+
+    Attributes:
+        model: Class name of the model.
+        tolerance: The tolerance.
+        units: One :class:`Simplified` per unit.
+    """
 
     model: str
     tolerance: float
@@ -86,11 +100,11 @@ class Simplification:
         return len(self.units)
 
     def of(self, became: str) -> list[Simplified]:
-        """The units that became this: identity, relu, line, prelu, fewer or kept."""
+        """Return the units that became this: identity, relu, line, prelu, fewer or kept."""
         return [unit for unit in self.units if unit.became == became]
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """For a data frame or JSON."""
+        """Return one dictionary per unit, for a data frame or JSON."""
         return [asdict(unit) for unit in self.units]
 
     def __str__(self) -> str:
@@ -103,7 +117,7 @@ class Simplification:
             )
             for u in self.units
         ]
-        parts = [f"{n} {became}" for became in (*PLAIN, "fewer", "kept") if (n := len(self.of(became)))]
+        parts = [f"{n} {became}" for became in (*SIMPLE, "fewer", "kept") if (n := len(self.of(became)))]
         removed = sum(unit.removed for unit in self.units)
         return "\n".join([*columns(head, rows), f"{self.model}: {', '.join(parts)}; {counted(removed, 'parameter')} removed"])
 
@@ -116,60 +130,90 @@ def simplify_(
     replace: bool = True,
     where: Callable[[str, PWLU], bool] | None = None,
 ) -> Simplification:
-    """Give every PWLU as few intervals as its function needs, or make it the plainer module it has become, in place.
+    """Give every PWLU as few intervals as its function needs, or replace it by a simpler module, in place.
 
-    Returns a report of every unit, which prints as a table.
+    Let f be the old function of a channel and g the new one. Let W = B_R - B_L be the width between its bounds, and
+    R = max Y - min Y the range of f there. Then
 
-    With f the function a channel had, g the one it gets, W = B_R - B_L and R = max Y - min Y its range between the bounds:
+        |g(x) - f(x)| <= tolerance R    for all x in [B_L - W, B_R + W].
 
-        |g(x) - f(x)| <= tolerance R    for all x in [B_L - W, B_R + W],
+    This holds for the stored parameters; the forward pass rounds as before. Further out, a PWLU keeps its outer slopes, so the
+    error does not grow. The error of a module that replaces it may grow by at most 2 tolerance R/W per unit of x.
 
-    of the parameters as they are stored; rounding in a forward pass comes on top, before and after. Beyond, a PWLU has its
-    slopes as before, so that the error stays what it is at the bounds; of a module in its place it may grow, by at most
-    2 tolerance R/W for every unit of x.
+    The candidates, in this order: y = x (``nn.Identity``), ``nn.ReLU``, y = a x + b (``Line``), PReLU with its kink at 0
+    (``pwlu.baselines.PReLU``), a PWLU with 1, 2, ... intervals. One module, or one number of intervals, must fit all channels.
+    The heights minimise the maximum error. The bounds of a channel move inwards if its outermost intervals continue the outer
+    lines.
 
-    Tried in this order: y = x (``nn.Identity``), ``nn.ReLU``, y = a x + b (``Line``), PReLU with its kink in 0
-    (``pwlu.baselines.PReLU``), a PWLU with 1, 2, ... intervals. A module must do for all channels, and so must the number of
-    intervals. Heights are fitted for the least maximum error, and the bounds of a channel move inwards where its function goes
-    on as it does outside.
-
-    For the end of training: an optimizer still holds parameters that are gone, so make it anew if training goes on. The state
-    dict has other shapes then: save it before, and simplify after loading. The modules stay the same objects, so hooks and
-    other references to them hold.
+    Call this after training: parameters are removed, so create a new optimizer if you continue training. The shapes in the
+    state dict change too: save it before, and simplify after loading. The modules stay the same objects, so hooks and other
+    references remain valid.
 
     Args:
-        tolerance: the error allowed, as a share of a channel's range.
-        replace: False for PWLUs that stay PWLUs.
-        where: a function of a unit's name and the unit that says False to leave it as it is.
+        model: A trained model with PWLUs, not wrapped (DistributedDataParallel, ...).
+        tolerance: Largest allowed error, as a share of the range of a channel. Default: 1e-3.
+        replace: Whether to replace PWLUs by simpler modules. If False, PWLUs stay PWLUs. Default: True.
+        where: A function of a unit's name and the unit that returns False to leave the unit as it is.
+
+    Returns:
+        A report of every unit, which prints as a table.
+
+    Raises:
+        ValueError: If ``tolerance`` is not between 0 and 1, the model has no PWLU or is wrapped, or ``where`` leaves no unit.
+        TypeError: If a unit is an instance of a subclass of PWLU.
+        RuntimeError: If a :class:`pwlu.TwoPhase` still trains the model.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(8))
+        >>> report = pwlu.simplify_(model)
+        >>> report.units[0].became
+        'relu'
     """
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 < tolerance < 1:
         raise ValueError(
-            f"simplify_: tolerance must be a share of the function's range between 0 and 1, such as 1e-3, not {tolerance!r}"
+            f"simplify_: tolerance is a share of the function's range: write a number between 0 and 1, not {tolerance!r}"
         )
-    units = _checked("simplify_", model)
+    units = _check_model("simplify_", model)
     chosen = {name: unit for name, unit in units.items() if where is None or where(name, unit)}
-    fits = {name: _fit(unit, tolerance, replace) for name, unit in chosen.items()}  # all that can fail, before any change
+    fits = {name: _fit(unit, tolerance, replace) for name, unit in chosen.items()}  # before any change
     if not fits:
-        raise ValueError(f"simplify_: where said False to all of {abbreviate([name or 'the model' for name in units])}")
-    return Simplification(type(model).__name__, tolerance, [_carry_out(name, units[name], fits[name]) for name in fits])
+        raise ValueError(f"simplify_: where returned False for all of {abbreviate([name or 'the model' for name in units])}")
+    return Simplification(type(model).__name__, tolerance, [_apply_fit(name, units[name], fits[name]) for name in fits])
 
 
 @torch.no_grad()
 def refine_(model: nn.Module, intervals: int) -> list[str]:
-    """Give every PWLU so many intervals, a multiple of those it has, in place; return the names of those that changed.
+    """Increase the number of intervals of every PWLU to a multiple of the current number, in place.
 
-    Functions stay as they are: new knots lie on the lines between the old ones, up to the rounding of their heights. So do the
-    keys of the state dict and the running statistics. An optimizer must be made anew, as after :func:`simplify_`.
+    The functions do not change: new knots lie on the lines between the old ones, up to the rounding of their heights. The keys
+    of the state dict and the running statistics stay the same. Create a new optimizer afterwards, as after :func:`simplify_`.
+
+    Args:
+        model: A model with PWLUs, not wrapped.
+        intervals: The new number of intervals.
+
+    Returns:
+        The names of the PWLUs that changed.
+
+    Raises:
+        ValueError: If ``intervals`` is not a positive multiple of the current number, or the model has no PWLU or is wrapped.
+        TypeError: If a unit is an instance of a subclass of PWLU.
+        RuntimeError: If a :class:`pwlu.TwoPhase` still trains the model.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(8, intervals=16))
+        >>> pwlu.refine_(model, 32)
+        ['1']
     """
     if isinstance(intervals, bool) or not isinstance(intervals, int) or intervals < 1:
-        raise ValueError(f"refine_: intervals must be a whole number of at least 1, not {intervals!r}")
-    units = _checked("refine_", model)
+        raise ValueError(f"refine_: intervals must be a positive integer, not {intervals!r}")
+    units = _check_model("refine_", model)
     for name, unit in units.items():
         if intervals % unit.intervals:
             below = intervals // unit.intervals * unit.intervals
             near = " or ".join(str(n) for n in (below, below + unit.intervals) if n)
             raise ValueError(
-                f"refine_: {name or 'the model'} has {unit.intervals} intervals, and {intervals} is no multiple of that, so "
+                f"refine_: {name or 'the model'} has {unit.intervals} intervals, and {intervals} is not a multiple of that, so "
                 f"its function would change. Write {near}"
             )
     changed = {name: unit for name, unit in units.items() if unit.intervals != intervals}
@@ -177,27 +221,28 @@ def refine_(model: nn.Module, intervals: int) -> list[str]:
         old, times = unit.heights.detach().to("cpu", torch.float64), intervals // unit.intervals
         share = torch.arange(times, dtype=torch.float64, device="cpu") / times
         between = old[:, :-1, None] + old.diff(dim=1)[:, :, None] * share
-        _set(unit, unit.left.detach(), unit.right.detach(), torch.cat([between.flatten(1), old[:, -1:]], 1))
+        _set_parameters(unit, unit.left.detach(), unit.right.detach(), torch.cat([between.flatten(1), old[:, -1:]], 1))
     return list(changed)
 
 
-def _checked(caller: str, model: nn.Module) -> dict[str, PWLU]:
+def _check_model(caller: str, model: nn.Module) -> dict[str, PWLU]:
     units = require_units(caller, model)
     for module in model.modules():
         if wrapper := _WRAPPERS.intersection(parent.__name__ for parent in type(module).__mro__):
-            raise ValueError(f"{caller}: the model is wrapped, by {min(wrapper)}, which holds its parameters. Unwrap it first")
-    if strange := [name for name, unit in units.items() if type(unit) is not PWLU]:
+            raise ValueError(f"{caller}: the model is wrapped by {min(wrapper)}, which holds its parameters. Unwrap it first")
+    if subclassed := [name for name, unit in units.items() if type(unit) is not PWLU]:
         raise TypeError(
-            f"{caller}: {abbreviate(strange)} is of a subclass of PWLU, whose forward may do more than is seen here"
+            f"{caller}: {abbreviate(subclassed)} is an instance of a subclass of PWLU, whose forward may differ. "
+            "Replace it by a PWLU first"
         )
     if empty := [name for name, unit in units.items() if unit.weight.is_meta]:
         raise ValueError(f"{caller}: {abbreviate(empty)} is on the meta device and has no values. Load the weights first")
     if any(unit.phase for unit in units.values()):
-        gc.collect()  # a controller whose optimizer is gone does not matter
-    if taken := [name for name, unit in units.items() if unit.phase]:
+        gc.collect()  # a TwoPhase whose optimizer is gone does not count
+    if controlled := [name for name, unit in units.items() if unit.phase]:
         raise RuntimeError(
-            f"{caller}: {abbreviate(taken)} has a TwoPhase, whose optimizer trains the parameters that are to go. After "
-            f"training, call its remove() first; until then, take a copy: pwlu.{caller}(copy.deepcopy(model), ...)"
+            f"{caller}: {abbreviate(controlled)} has a TwoPhase, whose optimizer trains the parameters to be replaced. After "
+            f"training, call its remove() first; during training, use a copy: pwlu.{caller}(copy.deepcopy(model), ...)"
         )
     return units
 
@@ -207,16 +252,16 @@ def _fit(unit: PWLU, tolerance: float, replace: bool) -> Fit:
     return fit((left, right, heights, left_slope, right_slope), unit.weight.dtype, tolerance, replace)
 
 
-def _carry_out(name: str, unit: PWLU, plan: Fit) -> Simplified:
+def _apply_fit(name: str, unit: PWLU, plan: Fit) -> Simplified:
     was, channels, before = unit.intervals, unit.channels, sum(p.numel() for p in unit.parameters())
     if plan.became == "fewer":
         left, right, heights = plan.parameters
-        _set(unit, left, right, heights)
+        _set_parameters(unit, left, right, heights)
         start = find_initial_function(unit.init)
-        with contextlib.suppress(ValueError):  # too few intervals to begin anew as that exactly
+        with contextlib.suppress(ValueError):  # too few intervals for its kinks
             unit.bounds = fit_bounds(unit.bounds, unit.intervals, start.kinks, start.name)
-    elif plan.became in PLAIN:
-        _become(unit, _module(unit, plan))
+    elif plan.became in SIMPLE:
+        _become(unit, _build_module(unit, plan))
     parameters = sum(p.numel() for p in unit.parameters())
     intervals = unit.intervals if isinstance(unit, PWLU) else 0
     relative = torch.where(plan.error == 0, 0.0, plan.error / plan.range)
@@ -224,16 +269,16 @@ def _carry_out(name: str, unit: PWLU, plan: Fit) -> Simplified:
     return Simplified(name, channels, was, plan.became, intervals, *numbers, plan.reason)
 
 
-def _set(unit: PWLU, left: Tensor, right: Tensor, heights: Tensor) -> None:
-    """Give a unit other bounds and heights, of another number."""
+def _set_parameters(unit: PWLU, left: Tensor, right: Tensor, heights: Tensor) -> None:
+    """Give a unit new bounds and heights; the number of heights may differ."""
     old = unit.blocks()
     blocks = (block.detach().to(old.left) for block in old._replace(left=left, right=right, heights=heights))
     unit.weight = nn.Parameter(reference.pack(*blocks), unit.weight.requires_grad)
     unit.intervals = heights.shape[1] - 1
-    unit.scale_gradients()  # one of another length
+    unit.scale_gradients()  # its length has changed
 
 
-def _module(unit: PWLU, plan: Fit) -> nn.Module:
+def _build_module(unit: PWLU, plan: Fit) -> nn.Module:
     if plan.became in ("identity", "relu"):
         return nn.Identity() if plan.became == "identity" else nn.ReLU()
     bias, slope, _ = plan.parameters
@@ -249,7 +294,7 @@ def _module(unit: PWLU, plan: Fit) -> nn.Module:
 
 
 def _become(unit: PWLU, module: nn.Module) -> None:
-    """The same object, with its hooks, but of the other class and with its parameters."""
+    """Turn a unit into the other module: the same object with its hooks, but the class and parameters of the other."""
     for name in vars(PWLU()).keys() - vars(nn.Module()).keys():
         del unit.__dict__[name]
     new = {name: value for name, value in vars(module).items() if name not in vars(nn.Module())}

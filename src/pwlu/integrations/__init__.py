@@ -1,4 +1,4 @@
-"""What training frameworks need beyond :class:`pwlu.TwoPhase`: one file a framework, imported only when asked for.
+"""Integrations with training frameworks and quantisers: one file per framework, imported only by its users.
 
-Lightning and Accelerate need nothing; docs/training.md shows where the two lines go.
+Lightning and Accelerate work with :class:`pwlu.TwoPhase` directly; docs/training.md shows how.
 """

@@ -1,14 +1,14 @@
-"""The two phases in Hugging Face's Trainer, which makes its optimizer itself: a callback meets it when training begins.
+"""TwoPhase for Hugging Face's Trainer, as a callback, because the Trainer creates its optimizer itself.
 
     pwlu.convert_(model, sample)
     trainer = Trainer(model, args, callbacks=[TwoPhaseCallback(realign_after_epochs=5)], ...)
     own_group_(trainer)  # no weight decay for PWLUs
     trainer.train()
 
-Where the Trainer is given an optimizer (``optimizers=``) made of :func:`pwlu.parameter_groups`, the callback alone is enough.
+If you pass the Trainer an optimizer (``optimizers=``) made from :func:`pwlu.parameter_groups`, the callback is enough.
 
-Saved models keep their PWLUs: the conversion is in ``config.json``, and ``from_pretrained`` repeats it before it loads weights.
-That of transformers does so too, once this module is imported.
+Saved models keep their PWLUs: the conversion is in ``config.json``, and ``from_pretrained`` repeats it before it loads the
+weights. Once this module is imported, ``from_pretrained`` of transformers' own classes does so too.
 
     save_pretrained(model, "folder")
     model = from_pretrained(ViTForImageClassification, "folder")  # or ViTForImageClassification.from_pretrained("folder")
@@ -30,17 +30,23 @@ from pwlu.text import install
 try:
     from transformers import AutoConfig, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
-    raise ImportError(
-        f"pwlu.integrations.hugging_face needs the package transformers, which could not be imported: {install('transformers')}"
-    ) from error
+    raise ImportError(f"pwlu.integrations.hugging_face needs the package transformers: {install('transformers')}") from error
 
 from pwlu.integrations.hugging_face_loading import record, recorded
 
 
 def save_pretrained(model: Any, folder: str | os.PathLike[str], **options: Any) -> None:
-    """Call the model's ``save_pretrained``, with the conversion in ``config.json``: :func:`from_pretrained` needs it.
+    """Call the model's ``save_pretrained`` and record the conversion in ``config.json``, which :func:`from_pretrained` needs.
 
-    A Trainer with a :class:`TwoPhaseCallback` does the same at every checkpoint.
+    A Trainer with a :class:`TwoPhaseCallback` records it at every checkpoint.
+
+    Args:
+        model: A converted transformers model.
+        folder: Where to save it.
+        options: Options of the model's ``save_pretrained``.
+
+    Raises:
+        ValueError: If the model has no PWLU, or has fused units or other activations in their place.
     """
     _record(model)
     model.save_pretrained(folder, **options)
@@ -49,52 +55,61 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], **options: Any) 
 def from_pretrained(cls: Any, name: str | os.PathLike[str], **options: Any) -> Any:
     """Return ``cls.from_pretrained(name)``, or raise an error if the model was saved without its conversion.
 
-    Once this module is imported, ``cls.from_pretrained`` itself converts the model before it loads the weights. What the PWLUs
-    saw since the last step of the optimizer is not kept.
+    Once this module is imported, ``cls.from_pretrained`` itself converts the model before it loads the weights. Inputs that the
+    PWLUs have seen since the last optimizer step are not kept.
 
     Args:
-        cls: a model class of transformers, or one of its Auto classes.
-        name: what :func:`save_pretrained` wrote, or a checkpoint of a Trainer with a :class:`TwoPhaseCallback`.
-        options: of ``cls.from_pretrained``.
+        cls: A model class of transformers, or one of its Auto classes.
+        name: A folder written by :func:`save_pretrained`, or a checkpoint of a Trainer with a :class:`TwoPhaseCallback`.
+        options: Options of ``cls.from_pretrained``.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If ``config.json`` has no record of a conversion, or the conversion does not fit the model.
     """
     shared = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "subfolder")
     config = options.pop("config", None)
     config = config or AutoConfig.from_pretrained(name, **{key: options[key] for key in shared if key in options})
     if not recorded(config):
         raise ValueError(
-            f"from_pretrained: {name} does not say how its model was converted. Save it by "
+            f"from_pretrained: {name} has no record of a conversion. Save the model with "
             "pwlu.integrations.hugging_face.save_pretrained(model, folder), or train it with a TwoPhaseCallback"
         )
     return cls.from_pretrained(name, config=config, **options)
 
 
 def _record(model: Any) -> None:
-    if hasattr(model, "config"):  # the Trainer takes models without one, too
+    if hasattr(model, "config"):  # the Trainer also accepts models without one
         record(model)
 
 
 class TwoPhaseCallback(TrainerCallback):
-    """:class:`pwlu.TwoPhase` as a callback of the Trainer, from the beginning of its training to the end.
+    """:class:`pwlu.TwoPhase` as a callback of the Trainer, from the beginning to the end of training.
+
+    A checkpoint of the Trainer holds everything that ``resume_from_checkpoint`` needs. A second ``train()`` continues with the
+    PWLUs as they are: it does not realign those that were realigned before.
+
+    Pass one of the two arguments.
 
     Args:
-        realign_at: T' in steps of the optimizer; or
-        realign_after_epochs: T' in passes over the training data, which must have a length; the paper takes 5.
+        realign_at: T' in optimizer steps.
+        realign_after_epochs: T' in epochs; the training data must have a length. The paper uses 5.
 
-    A checkpoint of the Trainer holds all that is needed to go on with ``resume_from_checkpoint``. A second ``train()`` goes on
-    with the PWLUs as they are: those that were realigned are not realigned again.
-
-    ``phases`` is the :class:`pwlu.TwoPhase` of the training that runs or ran last, None before the first.
+    Attributes:
+        phases: The :class:`pwlu.TwoPhase` of the current or last training; None before the first.
     """
 
     def __init__(self, realign_at: int | None = None, realign_after_epochs: float | None = None) -> None:
         if (realign_at is None) == (realign_after_epochs is None):
             raise ValueError(
-                f"TwoPhaseCallback: give either realign_at (steps) or realign_after_epochs, not realign_at={realign_at!r} and "
+                f"TwoPhaseCallback: pass either realign_at (steps) or realign_after_epochs, not realign_at={realign_at!r} and "
                 f"realign_after_epochs={realign_after_epochs!r}. The paper's choice: realign_after_epochs=5"
             )
         if realign_after_epochs is not None and not 0 < realign_after_epochs < math.inf:
             raise ValueError(
-                f"TwoPhaseCallback: realign_after_epochs must be a number above 0, such as 5, not {realign_after_epochs!r}. "
+                f"TwoPhaseCallback: realign_after_epochs must be a positive number such as 5, not {realign_after_epochs!r}. "
                 "To train without Phase I, leave the callback out."
             )
         self.realign_at = realign_at
@@ -104,35 +119,35 @@ class TwoPhaseCallback(TrainerCallback):
 
     @property
     def phase(self) -> int:
-        """1 or 2: where the training is, or was when it ended; 0 before the first."""
+        """Return the phase of the current or last training, 1 or 2; 0 before the first."""
         return self._phase_at_end or (self.phases.phase if self.phases else 0)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Begin, or go on with, the phase the model is in: if the Trainer resumes, it has loaded its checkpoint by now."""
+        """Start or continue the phase of the model. When the Trainer resumes, it has already loaded its checkpoint."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         if self.phases is not None:
-            self.phases._detach()  # of a training that was broken off
+            self.phases._detach()  # from a training that was interrupted
         self._phase_at_end = 0
-        with contextlib.suppress(ValueError):  # other activations beside PWLUs: from_pretrained will say that it is not known
+        with contextlib.suppress(ValueError):  # other activations than PWLUs: from_pretrained will report it
             _record(model)
         self.phases = phases = TwoPhase(model, optimizer, self._steps(args, kwargs.get("train_dataloader")))
         if state.global_step and phases.phase == 1 and not phases.steps:
             raise RuntimeError(
-                f"TwoPhaseCallback: the Trainer resumes at step {state.global_step}, but the model's PWLUs are at the start: "
-                "they were not in the checkpoint, or not found there. transformers saves some models, ViT among them, under "
-                "names by which it does not find the weights again when it resumes. Before the training that saves, write "
+                f"TwoPhaseCallback: the Trainer resumes at step {state.global_step}, but the model's PWLUs are at their start: "
+                "the checkpoint does not have them, or the Trainer did not find them there. transformers saves some "
+                "models, such as ViT, under names that it does not find when it resumes. Before the training that saves, write "
                 "model.save_pretrained = functools.partial(model.save_pretrained, save_original_format=False)"
             )
         last = phases.steps + state.max_steps - state.global_step
         if phases.phase == 1 and last <= phases.realign_at:
             warnings.warn(
-                f"TwoPhaseCallback: Phase I takes {phases.realign_at} steps, and this training ends after {last} of them: no "
-                "PWLU will learn. Train longer, or realign earlier.",
+                f"TwoPhaseCallback: Phase I takes {phases.realign_at} steps, but this training ends after {last} of them, so "
+                "no PWLU will learn. Train longer, or realign earlier.",
                 stacklevel=2,
             )
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Let go of model and optimizer: another training may begin."""
+        """Release model and optimizer, so that another training may begin."""
         if self.phases is not None:
             self._phase_at_end = self.phases.phase
             self.phases._detach()
@@ -145,29 +160,39 @@ class TwoPhaseCallback(TrainerCallback):
             batches = len(loader)
         except TypeError:
             raise ValueError(
-                f"TwoPhaseCallback: realign_after_epochs={self.realign_after_epochs} needs training data with a length, and "
-                f"{type(getattr(loader, 'dataset', loader)).__name__} has none. Give the number of steps: realign_at=1000"
+                f"TwoPhaseCallback: realign_after_epochs={self.realign_after_epochs} needs training data with a length, but "
+                f"{type(getattr(loader, 'dataset', loader)).__name__} has none. Pass a number of steps: realign_at=1000"
             ) from None
-        # What is left over at the end of an epoch makes one step more.
+        # An incomplete accumulation at the end of an epoch makes one more step.
         return max(1, round(self.realign_after_epochs * math.ceil(batches / args.gradient_accumulation_steps)))
 
 
 def own_group_(trainer: Trainer, lr_factor: float = 1.0) -> Optimizer:
-    """Give the PWLU parameters a group of their own in the Trainer's optimizer: ``lr * lr_factor`` and no weight decay.
+    """Give the PWLU parameters their own group in the Trainer's optimizer, with ``lr * lr_factor`` and no weight decay.
 
-    The Trainer spares biases and norms from its ``weight_decay``, by their names, and would pull heights and bounds to zero.
-    Its optimizer is made here, otherwise as its arguments have it, and returned. Call this before ``train()``.
+    The Trainer exempts only biases and norms, by name, from its ``weight_decay``, which would pull heights and bounds towards
+    zero. This function creates the optimizer from the Trainer's arguments. Call it before ``train()``.
+
+    Args:
+        trainer: The Trainer.
+        lr_factor: Factor of the learning rate of PWLUs. Default: 1.0.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: If the Trainer has ``model_init``, or its optimizer already has a scheduler.
     """
     if trainer.model_init is not None:
         raise ValueError(
-            "own_group_: with model_init, train() makes a new model and a new optimizer. Give the Trainer model=... instead, "
-            "or override its create_optimizer()."
+            "own_group_: with model_init, train() creates a new model and a new optimizer. Pass model=... to the Trainer "
+            "instead, or override its create_optimizer()."
         )
     optimizer: Optimizer = trainer.create_optimizer()
     if any("initial_lr" in group for group in optimizer.param_groups):
         raise ValueError(
-            "own_group_: the optimizer has a scheduler already, which would not know the new group. Call own_group_ right "
-            "after the Trainer is made; for an optimizer of your own, use pwlu.parameter_groups(model, lr=...) instead."
+            "own_group_: the optimizer already has a scheduler, which would not know the new group. Call own_group_ right "
+            "after you create the Trainer. For your own optimizer, use pwlu.parameter_groups(model, lr=...) instead."
         )
     learned = _parameters_of_units(trainer.model)
     for group in list(optimizer.param_groups):

@@ -1,4 +1,4 @@
-"""8-bit inputs for PWLUs in PyTorch's PT2E quantisation (torchao), which by itself leaves them in float32.
+"""Quantise the inputs of PWLUs to 8 bits in PyTorch's PT2E flow (torchao), which by itself leaves them in float32.
 
 config = get_default_x86_inductor_quantization_config()
 quantizer = PWLUQuantizer(X86InductorQuantizer().set_global(config))
@@ -20,21 +20,22 @@ try:
     from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, Quantizer
     from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 except ImportError as error:
-    raise ImportError(
-        f"pwlu.integrations.pt2e needs the package torchao, which could not be imported ({error}): {install('int8')}"
-    ) from error
+    raise ImportError(f"pwlu.integrations.pt2e needs the package torchao ({error}): {install('int8')}") from error
 
 
 class PWLUQuantizer(Quantizer):
-    """Another quantizer, which sees the network as before, and an 8-bit input for every PWLU.
+    """A quantizer that wraps another one and adds an 8-bit input for every PWLU.
 
-    A convolution or linear layer before the PWLU can then give 8 bits, and the PWLU becomes a table (:func:`pwlu.tabulate_`).
-    Its output is quantised where what uses it wants that, by the other quantizer's rules.
+    A convolution or linear layer before the PWLU can then return 8-bit values, and the PWLU becomes a table
+    (:func:`pwlu.tabulate_`). The other quantizer's rules decide whether the output of a PWLU is quantised.
 
     Args:
-        quantizer: for everything but PWLUs, such as ``X86InductorQuantizer().set_global(config)``.
-        inputs: how to quantise the inputs of PWLUs; by default as the other quantizer does with activations
+        quantizer: The quantizer for everything but PWLUs, such as ``X86InductorQuantizer().set_global(config)``.
+        inputs: How to quantise the inputs of PWLUs. By default as the other quantizer treats activations
             (``config.input_activation``). With ``qscheme=torch.per_channel_affine`` every channel has its own scale.
+
+    Raises:
+        ValueError: If the other quantizer has no setting for activations, or the quantisation is dynamic.
     """
 
     def __init__(self, quantizer: Quantizer, inputs: QuantizationSpec | None = None) -> None:
@@ -43,41 +44,40 @@ class PWLUQuantizer(Quantizer):
         found = inputs or getattr(getattr(quantizer, "global_config", None), "input_activation", None)
         if found is None:
             raise ValueError(
-                f"PWLUQuantizer: {type(quantizer).__name__} does not say how it quantises activations. Either tell it, such as "
-                "X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config()), or give "
+                f"PWLUQuantizer: {type(quantizer).__name__} has no setting for activations. Either give it one, such as "
+                "X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config()), or pass "
                 "PWLUQuantizer(quantizer, inputs=QuantizationSpec(...))"
             )
         if getattr(found, "is_dynamic", False):
             raise ValueError(
-                "PWLUQuantizer: a table needs a scale that is known beforehand, and this quantisation is dynamic. "
-                "Use one with is_dynamic=False"
+                "PWLUQuantizer: a table needs a fixed scale, but this quantisation is dynamic. Use one with is_dynamic=False"
             )
         self.inputs = found
 
     def transform_for_annotation(self, model: fx.GraphModule) -> fx.GraphModule:
-        """As the other quantizer does it."""
+        """Call the other quantizer."""
         return self.quantizer.transform_for_annotation(model)
 
     def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
-        """Mark what is to be quantised."""
-        with warnings.catch_warnings():  # that inputs of pools are not quantised: those behind a PWLU will be
+        """Annotate what to quantise."""
+        with warnings.catch_warnings():  # about inputs of pools: those after a PWLU will be quantised
             warnings.filterwarnings("ignore", "The input of maxpool2d is not quantized", UserWarning)
             self.quantizer.annotate(model)
-        # Each quantizer has a class of its own for annotations, and insists on it
+        # Each quantizer requires its own class of annotations.
         made = [node.meta[Q_ANNOTATION_KEY] for node in model.graph.nodes if Q_ANNOTATION_KEY in node.meta]
         kind: type[Any] = type(made[0]) if made else QuantizationAnnotation
         for node in model.graph.nodes:
             if node.target is ops.forward and Q_ANNOTATION_KEY not in node.meta:
                 annotation = kind(input_qspec_map={node.args[0]: self.inputs}, _annotated=True)
                 if hasattr(annotation, "_is_output_of_quantized_pattern"):
-                    annotation._is_output_of_quantized_pattern = True  # then pools may work on 8 bits too
+                    annotation._is_output_of_quantized_pattern = True  # lets pools work on 8 bits too
                 node.meta[Q_ANNOTATION_KEY] = annotation
-        return self.quantizer.annotate(model)  # once more: what is behind a PWLU. The rest has been marked
+        return self.quantizer.annotate(model)  # again, for what follows a PWLU; the rest is annotated already
 
     def validate(self, model: fx.GraphModule) -> None:
-        """As the other quantizer does it."""
+        """Call the other quantizer."""
         self.quantizer.validate(model)
 
     def prepare_obs_or_fq_callback(self, model: fx.GraphModule, observers: Any) -> None:
-        """As the other quantizer does it."""
+        """Call the other quantizer."""
         self.quantizer.prepare_obs_or_fq_callback(model, observers)

@@ -1,1 +1,1 @@
-"""Figures with matplotlib, drawn from the numbers of ``pwlu.analysis`` and from tables of results."""
+"""Draw figures with matplotlib from measured numbers and from tables of results."""

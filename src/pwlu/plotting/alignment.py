@@ -1,4 +1,4 @@
-"""A figure of alignment: how the IOUs of bounds and inputs are distributed."""
+"""Draw the distribution of the IOU of bounds and inputs."""
 
 import statistics
 from collections.abc import Mapping
@@ -13,20 +13,33 @@ if TYPE_CHECKING:
 
 
 def plot_alignment(alignments: Alignment | Mapping[str, Alignment], bars: int = 20) -> "Figure":
-    """Draw how IOUs of bounds and inputs are distributed: the share of channels over IOU, one histogram a label.
+    """Draw the distribution of the IOU of bounds and inputs over all channels, one histogram per label.
 
     Args:
-        alignments: what ``pwlu.alignment`` measured, by label, such as ``{"fix-init-10": ..., "stat-realign": ...}``.
-        bars: equal ones from 0 to 1.
+        alignments: A result of :func:`pwlu.alignment`, or several by label, such as
+            ``{"fix-init-10": ..., "stat-realign": ...}``.
+        bars: Number of equal bars from 0 to 1. Default: 20.
+
+    Returns:
+        A matplotlib figure; ``figure.savefig(path)`` writes it.
+
+    Raises:
+        ValueError: If ``alignments`` is something else, or has no finite inputs.
+        ImportError: If matplotlib is not installed.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(8))
+        >>> figure = pwlu.plot_alignment(pwlu.alignment(model, [torch.randn(64, 4)]))
+        >>> figure.savefig("alignment.png")
     """
     require_matplotlib("plot_alignment")
     import numpy as np
 
     if isinstance(alignments, Alignment):
         alignments = {alignments.model: alignments}
-    if wrong := _wrong_of(alignments):
+    if wrong := _describe_wrong(alignments):
         raise ValueError(
-            "plot_alignment: expected what pwlu.alignment measured, or several of these by label, such as "
+            "plot_alignment: expected a pwlu.Alignment, or several by label, such as "
             f"{{'stat-realign': pwlu.alignment(model, batches)}}, not {wrong}"
         )
     figure, (axis,) = grid(1, 4.8, 3.0)
@@ -45,15 +58,15 @@ def plot_alignment(alignments: Alignment | Mapping[str, Alignment], bars: int = 
     return figure
 
 
-def _wrong_of(alignments: Any) -> str:
-    """What came instead, in words; nothing if all is well."""
+def _describe_wrong(alignments: Any) -> str:
+    """Return a description of wrong input; empty if the input is right."""
     if not isinstance(alignments, Mapping):
         return type(alignments).__name__
     if not alignments:
         return "an empty dictionary"
     for label, measured in alignments.items():
         if not isinstance(measured, Alignment):
-            return f"{type(measured).__name__}, which {label!r} is"
+            return f"{type(measured).__name__} for {label!r}"
         if not measured.iou:
-            return f"{label!r}, where no unit had an input that was finite"
+            return f"{label!r}, where no unit had finite inputs"
     return ""

@@ -1,4 +1,4 @@
-"""A figure of learned functions, with matplotlib, which is imported when something is drawn."""
+"""Draw learned functions. Matplotlib is imported when something is drawn."""
 
 import math
 import operator
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MOST_LAYERS = 12
-_STRIP = 0.3  # of the height of the functions: the strip below them for the distributions of inputs
-_CHANNELS = "how many to draw, 1 or more, or a list of which, such as [0, 2]"
+_STRIP = 0.3  # height of the strip with the distributions of inputs, relative to that of the functions
+_CHANNELS = "the number of channels to draw, at least 1, or a list of channels such as [0, 2]"
 
 
 def plot_functions(
@@ -29,15 +29,28 @@ def plot_functions(
     alignment: Alignment | None = None,
     same_scale: bool = False,
 ) -> "Figure":
-    """Draw learned functions, one picture a PWLU: dots mark the bounds, what the unit started as is grey behind them.
+    """Draw learned functions, one panel per PWLU. Dots mark the bounds; the initial function is grey in the background.
 
     Args:
-        model: with PWLUs; or their parameters, by name: ``{"layer1.relu": {"left": ..., "right": ..., "heights": ...,
-            "left_slope": ..., "right_slope": ...}, ...}``, each with ``"init": "relu"`` if the start is to be drawn.
-        layers: names of PWLUs; by default all, or 12 at even distances.
-        channels: how many functions of each, at even distances, or which.
-        alignment: what ``pwlu.alignment`` measured: the distribution of each function's inputs is drawn below it.
-        same_scale: whether all pictures have the same axes, so that functions can be compared in size.
+        model: A model with PWLUs, or their parameters by name: ``{"layer1.relu": {"left": ..., "right": ..., "heights": ...,
+            "left_slope": ..., "right_slope": ...}, ...}``. Add ``"init": "relu"`` to draw the initial function.
+        layers: Names of the PWLUs to draw. Default: all, or 12 at even distances.
+        channels: Number of functions per PWLU, at even distances, or a list of channels. Default: 5.
+        alignment: Result of :func:`pwlu.alignment`. If given, the distribution of the inputs is drawn below each function.
+        same_scale: Whether all panels share the same axes, to compare the sizes of functions. Default: False.
+
+    Returns:
+        A matplotlib figure; ``figure.savefig(path)`` writes it.
+
+    Raises:
+        ValueError: If the model has no PWLU, a layer or channel does not exist, or the alignment does not fit the model.
+        TypeError: If an argument has the wrong type.
+        ImportError: If matplotlib is not installed.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(8))
+        >>> figure = pwlu.plot_functions(model, channels=3)
+        >>> figure.savefig("functions.png")
     """
     require_matplotlib("plot_functions")
     from matplotlib.lines import Line2D
@@ -51,9 +64,9 @@ def plot_functions(
     alone = len(names) == 1
     figure, axes = grid(len(names), 4.6 if alone else 2.9, 3.0 if alone else 2.35)
     chosen_of = {name: _chosen_channels(name, units[name].channels, channels) for name in names}
-    ranges = {name: _range(units[name], chosen_of[name], inputs.get(name)) for name in names}
+    ranges = {name: _input_range(units[name], chosen_of[name], inputs.get(name)) for name in names}
     if same_scale:
-        ranges = dict.fromkeys(names, _widest(ranges.values()))
+        ranges = dict.fromkeys(names, _union(ranges.values()))
     numbers = {name: number for number, name in enumerate(units, start=1)}
     heights = []
     for axis, name in zip(axes, names, strict=True):
@@ -63,7 +76,7 @@ def plot_functions(
         share = f"{len(chosen)} of {count} channels" if count > 1 else "layer-wise"
         axis.set_title(share, loc="right", fontsize=7, color="0.45")
     if same_scale:
-        heights = [_widest(heights)] * len(heights)
+        heights = [_union(heights)] * len(heights)
     for axis, (bottom, top) in zip(axes, heights, strict=True):
         _set_output(axis, bottom, top, bool(inputs))
     columns = columns_of(len(names))
@@ -78,29 +91,29 @@ def plot_functions(
         handles.insert(0, Line2D([], [], color="0.8", linewidth=4, label=label))
     if inputs:
         handles.append(Patch(facecolor="0.85", edgecolor="0.5", label="distribution of inputs"))
-    if alone:  # there is room to tell the channels apart
+    if alone:  # a single panel has room for a legend of the channels
         handles += [line for line in axes[0].lines if str(line.get_label()).startswith("channel")]
     place: dict[str, Any] = {"loc": "outside right center"} if alone else {"loc": "outside lower center", "ncols": len(handles)}
     figure.legend(handles=handles, frameon=False, fontsize=8, **place)
     return figure
 
 
-# What to draw.
+# Choosing what to draw.
 
 
 def _chosen_layers(names: list[str], layers: str | Iterable[str] | None) -> list[str]:
     if layers is None:
-        return [names[i] for i in _evenly(len(names), _MOST_LAYERS)]
+        return [names[i] for i in _evenly_spaced(len(names), _MOST_LAYERS)]
     if not isinstance(layers, Iterable):
         raise TypeError(
-            f"plot_functions: layers must be the name of a PWLU, or several in a list, such as {names[:2]}, not "
+            f"plot_functions: layers must be the name of a PWLU, or a list of names such as {names[:2]}, not "
             f"{type(layers).__name__}"
         )
     layers = [layers] if isinstance(layers, str) else list(layers)
     for layer in layers:
         require_known("plot_functions", "layer", layer, names)
     if not layers:
-        raise ValueError("plot_functions: layers is empty. Leave it out for up to 12 of them")
+        raise ValueError("plot_functions: layers is empty. Leave it out to draw up to 12 layers")
     return layers
 
 
@@ -108,43 +121,43 @@ def _chosen_channels(name: str, count: int, channels: int | Sequence[int]) -> li
     if isinstance(channels, int):
         if channels < 1:
             raise ValueError(f"plot_functions: channels must be {_CHANNELS}, not {channels}")
-        return _evenly(count, channels)
+        return _evenly_spaced(count, channels)
     try:
         chosen = [operator.index(channel) for channel in channels]
     except TypeError:
         raise TypeError(f"plot_functions: channels must be {_CHANNELS}, not {channels!r}") from None
     if not chosen:
-        raise ValueError("plot_functions: channels is empty. Write how many of them to draw, or which")
+        raise ValueError("plot_functions: channels is empty. Pass the number of channels to draw, or a list of them")
     if wrong := [channel for channel in chosen if not 0 <= channel < count]:
         raise ValueError(
-            f"plot_functions: {name!r} has the channels 0 to {count - 1}, not {wrong[0]}. Name the layers you want"
+            f"plot_functions: {name!r} has the channels 0 to {count - 1}, not {wrong[0]}. Pass layers= to select other layers"
         )
     return chosen
 
 
-def _evenly(count: int, most: int) -> list[int]:
-    """At most that many of 0..count-1, at even distances, the first and the last among them."""
+def _evenly_spaced(count: int, most: int) -> list[int]:
+    """Return at most that many of 0..count-1, at even distances, including the first and the last."""
     if most >= count:
         return list(range(count))
     return [round(i * (count - 1) / max(1, most - 1)) for i in range(most)]
 
 
-# Drawing it.
+# Drawing.
 
 
 def _draw_unit(
     axis: "Axes", curves: Curves, channels: list[int], inputs: UnitAlignment | None, ends: tuple[float, float]
 ) -> tuple[float, float]:
-    """Draw one unit from the first to the last of these inputs; return the least and the largest output to be seen."""
+    """Draw one unit over this range of inputs; return the smallest and the largest visible output."""
     low, high = ends
     drawn = []
     if curves.start:
-        x, y = curves.start_corners(low, high)
+        x, y = curves.start_points(low, high)
         axis.plot(x.tolist(), y.tolist(), color="0.8", linewidth=4, label=f"start: {curves.start.name}", zorder=1)
         drawn.append(y)
     for number, channel in enumerate(channels):
         colour, style = COLOURS[number % len(COLOURS)], STYLES[number % len(STYLES)]
-        x, y = curves.corners(channel, low, high)
+        x, y = curves.points(channel, low, high)
         axis.plot(x.tolist(), y.tolist(), color=colour, linestyle=style, linewidth=1.5, label=f"channel {channel}", zorder=2)
         bounds = torch.stack([curves.left[channel], curves.right[channel]])
         dots = curves.at(channel, bounds)
@@ -153,33 +166,33 @@ def _draw_unit(
         if inputs:
             _draw_inputs(axis, inputs, channel if curves.channels > 1 else None, colour)
     axis.set_xlim(low, high)
-    return _ends(torch.cat(drawn), otherwise=(0.0, 1.0), margin=0.06)
+    return _finite_range(torch.cat(drawn), otherwise=(0.0, 1.0), margin=0.06)
 
 
 def _set_output(axis: "Axes", bottom: float, top: float, with_inputs: bool) -> None:
-    """Set the axis of the output. It ends above the strip in which distributions of inputs are drawn, which have no output."""
+    """Set the output axis. It ends above the strip with the distributions of inputs, which have no output."""
     axis.set_ylim(bottom - _STRIP * (top - bottom) if with_inputs else bottom, top)
     if with_inputs:
         axis.set_yticks([tick for tick in axis.get_yticks() if bottom <= tick <= top])
         axis.spines["left"].set_bounds(bottom, top)
 
 
-def _widest(ends: Iterable[tuple[float, float]]) -> tuple[float, float]:
+def _union(ends: Iterable[tuple[float, float]]) -> tuple[float, float]:
     lows, highs = zip(*ends, strict=True)
     return min(lows), max(highs)
 
 
-def _range(curves: Curves, channels: list[int], inputs: UnitAlignment | None) -> tuple[float, float]:
-    """What is to be seen of the input: the bounds, and 90 % of what comes in, of all these channels, and a bit more."""
+def _input_range(curves: Curves, channels: list[int], inputs: UnitAlignment | None) -> tuple[float, float]:
+    """Return the range of inputs to show: the bounds and 90 % of the inputs of these channels, with a margin."""
     values = [curves.left[channels], curves.right[channels]]
     if inputs:
         seen = channels if curves.channels > 1 else range(inputs.channels)
         values += [curves.left.new_tensor([side[c] for c in seen]) for side in (inputs.p5, inputs.p95)]
-    return _ends(torch.cat(values), otherwise=(-3.0, 3.0), margin=0.15)
+    return _finite_range(torch.cat(values), otherwise=(-3.0, 3.0), margin=0.15)
 
 
-def _ends(values: Tensor, otherwise: tuple[float, float], margin: float) -> tuple[float, float]:
-    """The smallest and largest finite value, and a share more on both sides; a unit may have parameters that are not finite."""
+def _finite_range(values: Tensor, otherwise: tuple[float, float], margin: float) -> tuple[float, float]:
+    """Return the smallest and largest finite value, with a margin; parameters may be infinite or NaN."""
     values = values[values.isfinite()]
     low, high = (values.min().item(), values.max().item()) if len(values) else otherwise
     more = margin * (high - low) or 1.0
@@ -187,7 +200,7 @@ def _ends(values: Tensor, otherwise: tuple[float, float], margin: float) -> tupl
 
 
 def _draw_inputs(axis: "Axes", inputs: UnitAlignment, channel: int | None, colour: str) -> None:
-    """How one channel's inputs are distributed, or those of all channels: the mean of their distributions."""
+    """Draw the distribution of the inputs of one channel; without a channel, the mean over all channels."""
     import numpy as np
 
     chosen = [c for c in (range(inputs.channels) if channel is None else [channel]) if not math.isnan(inputs.low[c])]
@@ -199,7 +212,7 @@ def _draw_inputs(axis: "Axes", inputs: UnitAlignment, channel: int | None, colou
     for c in chosen:
         below = np.concatenate([[0], np.cumsum(inputs.histogram[c])])
         shares += np.diff(np.interp(edges, np.linspace(inputs.low[c], inputs.high[c], bars + 1), below))
-    # along the lower edge, which the functions leave free, whatever the scale of the output is
+    # In axes coordinates along the lower edge, which the functions leave free at any scale of the output.
     heights, lower_edge = 0.2 * shares / shares.max(), axis.get_xaxis_transform()
     axis.stairs(heights, edges, fill=True, color=colour, alpha=0.12, transform=lower_edge, zorder=0.5)
     axis.stairs(heights, edges, color=colour, linewidth=0.8, alpha=0.8, transform=lower_edge, zorder=0.5)

@@ -1,4 +1,4 @@
-"""How much better each activation is than the baseline, as bars."""
+"""Draw the gains of activations over a baseline as bars."""
 
 import math
 from collections.abc import Mapping
@@ -19,27 +19,39 @@ def plot_improvements(
     paper: Mapping[str, Mapping[str, float]] | None = None,
     paper_name: str = "the paper",
 ) -> "Figure":
-    """Draw by how many points each activation is better than the baseline, groups side by side.
+    """Draw by how many points each activation is better than the baseline, as groups of bars.
 
-    An error bar is the standard deviation of the difference of the two means, sqrt(s^2/n + s_0^2/n_0); none where a
-    standard deviation is missing, as it is after one run.
+    Error bars show the standard deviation of the difference of the two means, sqrt(s^2/n + s_0^2/n_0). There is no error bar
+    if a standard deviation is missing, as after a single run.
 
     Args:
-        rows: by group and label, mean, standard deviation and number of runs:
+        rows: Mean, standard deviation and number of runs, by group and label:
             ``{"cifar100/resnet18": {"ReLU": (77.8, 0.2, 3), "PWLU": (78.9, 0.1, 3)}, ...}``.
-        baseline: the label of which every group must have a row.
-        paper: by group and label, the improvement that is to be drawn beside ours, as an open diamond.
-        paper_name: what the legend calls these: whose they are, and on what they were measured.
+        baseline: Label of the baseline, which every group must contain. Default: ``"ReLU"``.
+        paper: Published improvements by group and label, drawn beside ours as open diamonds.
+        paper_name: Legend entry of the diamonds: whose results they are, and what they were measured on.
+
+    Returns:
+        A matplotlib figure; ``figure.savefig(path)`` writes it.
+
+    Raises:
+        ValueError: If a group lacks the baseline, ``paper`` has an unknown group, or there is nothing to compare.
+        ImportError: If matplotlib is not installed.
+
+    Example:
+        >>> rows = {"resnet18": {"ReLU": (77.8, 0.2, 3), "PWLU": (78.9, 0.1, 3)}}
+        >>> figure = pwlu.plot_improvements(rows)
+        >>> figure.savefig("improvements.png")
     """
     require_matplotlib("plot_improvements")
     paper = paper or {}
     for group in paper:
         require_known("plot_improvements", "group", group, list(rows))
     for group, results in rows.items():
-        require_known("plot_improvements", f"baseline, in {group!r},", baseline, list(results))
+        require_known("plot_improvements", f"in {group!r}, the baseline", baseline, list(results))
     labels = list(dict.fromkeys(label for part in (rows, paper) for results in part.values() for label in results))
     if not (labels := [label for label in labels if label != baseline]):
-        raise ValueError(f"plot_improvements: there is nothing to compare with the baseline {baseline!r} in {dict(rows)!r}")
+        raise ValueError(f"plot_improvements: nothing to compare with the baseline {baseline!r} in {dict(rows)!r}")
     width = 0.8 / len(labels)
     figure, (axis,) = grid(1, max(4.0, 1.2 + 0.42 * len(rows) * (len(labels) + 1)), 3.2)
     diamonds: list[tuple[float, float]] = []
@@ -50,7 +62,7 @@ def plot_improvements(
         look: dict[str, Any] = {
             "color": COLOURS[number % len(COLOURS)],
             "hatch": HATCHES[number % len(HATCHES)],
-            "edgecolor": "white",  # of the hatches
+            "edgecolor": "white",  # the colour of the hatches
             "linewidth": 0,
             "error_kw": {"elinewidth": 1, "capsize": 2.5, "ecolor": "0.2"},
         }
@@ -72,10 +84,10 @@ def plot_improvements(
 
 
 def _add_legend(figure: "Figure", handles: list[Any]) -> None:
-    """In as few rows as the figure is wide enough for, to be read row by row in the order of the bars."""
+    """Add a legend in as few rows as fit the width. Entries read row by row in the order of the bars."""
     for rows in range(1, len(handles) + 1):
         columns = math.ceil(len(handles) / rows)
-        down = [handle for column in range(columns) for handle in handles[column::columns]]  # matplotlib goes down columns
+        down = [handle for column in range(columns) for handle in handles[column::columns]]  # matplotlib fills columns first
         legend = figure.legend(handles=down, loc="outside upper center", ncols=columns, frameon=False, fontsize=8)
         if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
             return
@@ -83,7 +95,7 @@ def _add_legend(figure: "Figure", handles: list[Any]) -> None:
 
 
 def _gain(ours: Result | None, baseline: Result) -> tuple[float, float]:
-    """The difference of the means, and its standard deviation; NaN where they are not known."""
+    """Return the difference of the means and its standard deviation; NaN if unknown."""
     if ours is None:
         return math.nan, math.nan
     squares = [math.nan if deviation is None else deviation**2 / runs for _, deviation, runs in (ours, baseline)]

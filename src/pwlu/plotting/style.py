@@ -1,6 +1,6 @@
-"""What all pictures share: their colours, their frame, and the word about what is missing.
+"""What all figures share: colours, layout, and errors for missing packages and unknown names.
 
-Figures are objects of their own (no pyplot): they can be drawn without a display and in threads. ``figure.savefig(path)``.
+Figures do not use pyplot, so they can be drawn without a display and in threads. ``figure.savefig(path)`` writes one.
 """
 
 import math
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which colour-blind people tell apart (without yellow, faint on white). In black and white the line
-# styles do it: 7 colours and 4 styles make 28 different lines.
+# The colour-blind safe palette of Okabe and Ito, without yellow, which is faint on white. Line styles distinguish the lines in
+# black and white: 7 colours and 4 styles make 28 different lines.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 STYLES = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1.5, 1)))
 _MOST_NAMED = 8
 
 
 def columns_of(count: int) -> int:
-    """How many of so many pictures stand side by side."""
+    """Return the number of columns for this many panels."""
     return math.ceil(count / math.ceil(count / (4 if count <= 20 else 6)))
 
 
 def grid(count: int, width: float, height: float) -> "tuple[Figure, list[Axes]]":
-    """A figure with that many pictures of that size in inches, in rows of much the same length."""
+    """Return a figure with this many panels of this size in inches, in rows of similar length."""
     from matplotlib.figure import Figure
 
     columns = columns_of(count)
@@ -41,7 +41,7 @@ def grid(count: int, width: float, height: float) -> "tuple[Figure, list[Axes]]"
 
 
 def require_matplotlib(caller: str) -> None:
-    """An error that names the extra to install, unless it is there."""
+    """Raise ImportError, naming the extra to install, if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -49,9 +49,9 @@ def require_matplotlib(caller: str) -> None:
 
 
 def require_known(caller: str, what: str, name: Any, known: list[str]) -> None:
-    """An error that lists the names there are, unless this is one of them."""
+    """Raise ValueError, listing the known names, if `name` is not one of them."""
     if name not in known:
         near = nearest(str(name), known)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         names = ", ".join(map(repr, known[:_MOST_NAMED])) + (", ..." if len(known) > _MOST_NAMED else "")
-        raise ValueError(f"{caller}: {what} {name!r} is not known. {hint}There {f'are {names}' if known else 'is none'}")
+        raise ValueError(f"{caller}: {what} {name!r} is unknown. {hint}Known: {names or 'none'}")

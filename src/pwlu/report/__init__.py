@@ -1,1 +1,1 @@
-"""The report of a run: one page of HTML that needs nothing but a browser."""
+"""The report of a run: one HTML page that needs nothing but a browser."""

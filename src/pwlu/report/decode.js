@@ -1,4 +1,4 @@
-// Reads what encoding.py wrote. All numbers come out as Float64Array; what is not finite as NaN.
+// Decodes what encoding.py wrote, to Float64Array; non-finite numbers become NaN.
 
 class Bytes {
   constructor(buffer) {
@@ -20,11 +20,11 @@ class Bytes {
     return this.bytes(count).map((level) => (level === 255 ? NaN : level / 254));
   }
 
-  halves(count) {
-    return this.take(count, 2, (at) => half(this.view.getUint16(at, true)));
+  float16s(count) {
+    return this.take(count, 2, (at) => float16(this.view.getUint16(at, true)));
   }
 
-  bfloats(count) {
+  bfloat16s(count) {
     const word = new DataView(new ArrayBuffer(4));
     return this.take(count, 2, (at) => {
       word.setUint16(0, this.view.getUint16(at, true));
@@ -32,13 +32,13 @@ class Bytes {
     });
   }
 
-  // values: [moment][channel * columns + column], the last moment being that of 16 bits; steps: [moment][channel], the distance
-  // from one level to the next, below which a difference is rounding
-  growth(moments, channels, columns) {
+  // values: [moment][channel * columns + column]; the last moment has 16 bits. steps: [moment][channel], the distance between
+  // two levels: smaller differences are rounding.
+  snapshots(moments, channels, columns) {
     const size = channels * columns;
-    const scale = this.bfloats(2 * channels);
+    const scale = this.bfloat16s(2 * channels);
     const step = (top) => Float64Array.from({ length: channels }, (_, c) => (scale[2 * c + 1] - scale[2 * c]) / top);
-    const [fine, rough] = [step(65534), step(254)];
+    const [fine, coarse] = [step(65534), step(254)];
     const value = (level, top, steps, i) => {
       const channel = Math.floor(i / columns);
       return level > top ? NaN : scale[2 * channel] + steps[channel] * level;
@@ -46,17 +46,17 @@ class Bytes {
     const levels = this.take(size, 2, (at) => this.view.getUint16(at, true));
     const last = levels.map((level, i) => value(level, 65534, fine, i));
     const values = [];
-    let coarse = new Float64Array(size);
+    let current = new Float64Array(size);
     for (let moment = 0; moment < moments - 1; moment++) {
       const differences = this.bytes(size);
-      coarse = coarse.map((level, i) => (level + differences[i]) & 255);
-      values.push(coarse.map((level, i) => value(level, 254, rough, i)));
+      current = current.map((level, i) => (level + differences[i]) & 255);
+      values.push(current.map((level, i) => value(level, 254, coarse, i)));
     }
-    return { values: [...values, last], steps: [...values.map(() => rough), fine] };
+    return { values: [...values, last], steps: [...values.map(() => coarse), fine] };
   }
 }
 
-function half(bits) {
+function float16(bits) {
   const sign = bits & 0x8000 ? -1 : 1;
   const exponent = (bits >> 10) & 31;
   const fraction = bits & 1023;
@@ -64,7 +64,7 @@ function half(bits) {
   return sign * (exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : fraction * 2 ** -24);
 }
 
-async function inflated(text) {
+async function inflate(text) {
   const packed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Response(stream).arrayBuffer();

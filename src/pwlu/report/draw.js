@@ -1,4 +1,4 @@
-// Functions as points, numbers as places in a drawing, and SVG elements.
+// Helpers for drawing: points of functions, axes, SVG elements.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -15,7 +15,7 @@ function html(name, text, attributes = {}) {
   return made;
 }
 
-// y = f(x) as the library defines it: see the page on the mathematics.
+// y = f(x), as pwlu/reference.py defines it.
 function valueAt(unit, x) {
   const { left, right, heights, leftSlope, rightSlope } = unit;
   const last = heights.length - 1;
@@ -26,16 +26,16 @@ function valueAt(unit, x) {
   return heights[k] + (place - k) * (heights[k + 1] - heights[k]);
 }
 
-// [x, y] from low to high: straight lines between them are the function.
-function corners(unit, low, high) {
+// Points [x, y] from low to high; straight lines between them are exact.
+function pointsOf(unit, low, high) {
   const { left, right, heights } = unit;
   const knots = Array.from(heights, (_, k) => left + ((right - left) * k) / (heights.length - 1));
-  const before = left - 1e-9 * Math.abs(right - left); // where bounds have crossed, it jumps here
+  const before = left - 1e-9 * Math.abs(right - left); // if the bounds have crossed, the function jumps here
   const xs = [low, before, ...knots, high].filter((x) => x >= low && x <= high).sort((a, b) => a - b);
   return xs.map((x) => [x, valueAt(unit, x)]);
 }
 
-// A polyline with the part of it between low and high.
+// The part of a polyline between low and high.
 function clipped([xs, ys], low, high) {
   const at = (x) => {
     const i = Math.max(1, xs.findIndex((other) => other >= x));
@@ -58,12 +58,12 @@ function extent(values, otherwise) {
   return [low, high];
 }
 
-function widened([low, high], share) {
+function withMargin([low, high], share) {
   const more = share * (high - low) || 1;
   return [low - more, high + more];
 }
 
-// Round numbers from low to high: 1, 2 or 5 times a power of ten apart.
+// Round numbers from low to high that are 1, 2 or 5 times a power of ten apart.
 function ticks([low, high], about = 6) {
   const rough = (high - low) / about;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -73,7 +73,7 @@ function ticks([low, high], about = 6) {
   return found;
 }
 
-// In so many digits at most; `step`: the value is known to that, and shown to the next power of ten.
+// Format with at most this many digits. `step`: the precision of the value, rounded up to a power of ten.
 function number(value, digits = 3, step = 0) {
   if (!Number.isFinite(value)) return "–";
   const unit = 10 ** Math.ceil(Math.log10(step));

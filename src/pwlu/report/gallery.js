@@ -1,8 +1,8 @@
-// The gallery: what is chosen (layer, channel, moment), and drawing it.
+// The gallery: keeps the selected layer, channel and moment, and draws them.
 
 const ON_A_CARD = 24;
 const BOX = { left: 46, right: 548, top: 12, bottom: 344 };
-const ROOM_FOR_INPUTS = 0.22; // of the height, along the lower edge
+const ROOM_FOR_INPUTS = 0.22; // share of the height, along the lower edge
 
 function read(data, buffer) {
   const bytes = new Bytes(buffer);
@@ -11,13 +11,13 @@ function read(data, buffer) {
     const { channels, intervals } = layer;
     const read = { ...layer, steps: {} };
     for (const [name, columns] of Object.entries({ bounds: 2, heights: intervals + 1, slopes: 2 })) {
-      ({ values: read[name], steps: read.steps[name] } = bytes.growth(moments, channels, columns));
+      ({ values: read[name], steps: read.steps[name] } = bytes.snapshots(moments, channels, columns));
     }
     read.classes = bytes.bytes(channels);
-    for (const name of ["movement", "width", "p5", "p95"]) read[name] = bytes.halves(channels);
+    for (const name of ["movement", "width", "p5", "p95"]) read[name] = bytes.float16s(channels);
     for (const name of ["iou", "outside", "empty"]) read[name] = bytes.shares(channels);
     if (data.bars) {
-      [read.low, read.high] = [bytes.halves(channels), bytes.halves(channels)];
+      [read.low, read.high] = [bytes.float16s(channels), bytes.float16s(channels)];
       read.bars = bytes.bytes(channels * data.bars);
     }
     return read;
@@ -58,10 +58,10 @@ class Gallery {
     }
     const note = this.at("left-out");
     note.hidden = !this.data.left_out.length;
-    note.textContent = `To keep this page small, it leaves out ${this.data.left_out.join(" and ")}.`;
+    note.textContent = `To stay small, this page leaves out ${this.data.left_out.join(" and ")}.`;
   }
 
-  // Choosing.
+  // Selection.
 
   choose(layer) {
     this.layer = layer;
@@ -144,8 +144,8 @@ class Gallery {
     this.cards.forEach(({ paths, shown }, index) => {
       paths.forEach((path, i) => {
         const unit = unitOf(this.layers[index], shown[i], this.moment);
-        const [low, high] = widened([unit.left, unit.right], 0.12);
-        const points = corners(unit, low, high);
+        const [low, high] = withMargin([unit.left, unit.right], 0.12);
+        const points = pointsOf(unit, low, high);
         const [bottom, top] = extent(points.map(([, y]) => y), [0, 1]);
         const place = (x, y) => [4 + (112 * (x - low)) / (high - low), 67 - (62 * (y - bottom)) / (top - bottom || 1)];
         path.setAttribute("d", pathOf(points, place));
@@ -153,19 +153,19 @@ class Gallery {
     });
   }
 
-  // The function that was chosen.
+  // The selected function.
 
   draw() {
     const layer = this.layers[this.layer];
     const moments = this.data.moments.map((_, moment) => unitOf(layer, this.channel, moment));
     const unit = moments[this.moment];
     const seen = [layer.p5[this.channel], layer.p95[this.channel]];
-    // the same for all moments: only what changes is to be seen changing
-    const x = widened(extent([...moments.flatMap((other) => [other.left, other.right]), ...seen], [-3, 3]), 0.12);
+    // The same axes for all moments, so that only the function moves.
+    const x = withMargin(extent([...moments.flatMap((other) => [other.left, other.right]), ...seen], [-3, 3]), 0.12);
     const start = layer.start ? clipped(this.data.starts[layer.start], ...x) : null;
-    const every = moments.map((other) => corners(other, ...x));
+    const every = moments.map((other) => pointsOf(other, ...x));
     const heights = [...every.flat(), ...(start || [])].map((point) => point[1]);
-    const y = widened(extent(heights, [0, 1]), 0.06);
+    const y = withMargin(extent(heights, [0, 1]), 0.06);
     if (Number.isFinite(seen[0])) y[0] -= ROOM_FOR_INPUTS * (y[1] - y[0]);
     const place = (a, b) => [
       BOX.left + ((BOX.right - BOX.left) * (a - x[0])) / (x[1] - x[0]),
@@ -198,7 +198,7 @@ class Gallery {
     return parts;
   }
 
-  // Along the lower edge: bars, or where only quantiles are known, the range from 5 % to 95 %.
+  // Along the lower edge: the histogram, or the range from 5 % to 95 % if only quantiles are known.
   inputs(layer, x, place) {
     const room = ROOM_FOR_INPUTS * (BOX.bottom - BOX.top) * 0.9;
     const box = (from, to, height) => {
@@ -216,19 +216,19 @@ class Gallery {
     return known ? [box(layer.p5[this.channel], layer.p95[this.channel], 9)] : [];
   }
 
-  // In words.
+  // Text.
 
   describe(layer, unit) {
     const { step, epoch, phase } = this.data.moments[this.moment];
     const phases = { 1: ", Phase I", 2: ", Phase II" };
-    const named = (count) => (count === null ? "the end of the training" : `step ${count.toLocaleString("en")}`);
+    const named = (count) => (count === null ? "the end of training" : `step ${count.toLocaleString("en")}`);
     const when = named(step) + (epoch === null ? "" : `, epoch ${number(epoch)}`) + (phases[phase] || "");
-    const which = layer.channels > 1 ? `channel ${this.channel} of ${layer.channels}` : "the layer's one function";
+    const which = layer.channels > 1 ? `channel ${this.channel} of ${layer.channels}` : "one function for the layer";
     const shapes = this.data.classes.filter((_, bit) => layer.classes[this.channel] & (1 << bit));
-    const last = this.data.ended ? "in the end" : `at ${named(this.data.moments.at(-1).step)}`;
-    const place = `${this.layer + 1} (${layer.name})`; // the number is that of the table and of the chart
+    const last = this.data.ended ? "at the end" : `at ${named(this.data.moments.at(-1).step)}`;
+    const place = `${this.layer + 1} (${layer.name})`; // the number is the same in the table and in the chart
     this.at("caption").textContent = `Layer ${place}, ${which}, ${when}`;
-    const spoken = `The function of layer ${place}, ${which}, at ${when}; ${last} ${shapes.join(", ") || "of no named shape"}`;
+    const spoken = `The function of layer ${place}, ${which}, at ${when}; ${last}: ${shapes.join(", ") || "no named shape"}`;
     this.at("curve").setAttribute("aria-label", spoken);
     this.at("time-name").textContent = when;
     this.at("time").value = this.moment;
@@ -237,15 +237,15 @@ class Gallery {
     this.at("channel").setAttribute("aria-valuetext", which);
     const has = { start: layer.start, inputs: Number.isFinite(layer.p5[this.channel]) };
     for (const [name, there] of Object.entries(has)) this.at(`legend-${name}`).hidden = !there;
-    this.at("legend-start").lastElementChild.textContent = `start: ${layer.start}`;
+    this.at("legend-start").lastElementChild.textContent = `initial function: ${layer.start}`;
     this.at("legend-inputs").lastElementChild.textContent = this.data.bars ? "distribution of inputs" : "inputs, 5 % to 95 %";
     const rounded = (value, name) => number(value, 3, layer.steps[name][this.moment][this.channel]);
     const facts = {
       "bounds now": `${rounded(unit.left, "bounds")} to ${rounded(unit.right, "bounds")}`,
-      "slopes beyond": `${rounded(unit.leftSlope, "slopes")} and ${rounded(unit.rightSlope, "slopes")}`,
-      [`shape ${last}`]: shapes.join(", ") || "none of those named",
-      "moved from its start": number(layer.movement[this.channel], 2),
-      "IOU with its inputs": number(layer.iou[this.channel], 2),
+      "outer slopes": `${rounded(unit.leftSlope, "slopes")} and ${rounded(unit.rightSlope, "slopes")}`,
+      [`shape ${last}`]: shapes.join(", ") || "no named shape",
+      "distance from the initial function": number(layer.movement[this.channel], 2),
+      "IOU with the inputs": number(layer.iou[this.channel], 2),
       "inputs outside": percent(layer.outside[this.channel]),
       "empty intervals": percent(layer.empty[this.channel], 0),
     };

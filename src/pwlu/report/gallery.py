@@ -1,4 +1,4 @@
-"""The functions of all layers in the course of training, and their inputs, as what ``gallery.js`` draws."""
+"""Prepare the functions of all layers over the course of training, and their inputs, for ``gallery.js``."""
 
 import base64
 import math
@@ -11,35 +11,36 @@ from torch import Tensor
 from pwlu.analysis.alignment import UnitAlignment
 from pwlu.analysis.shapes import CLASSES, UnitShapes
 from pwlu.initial_functions import INITIAL_FUNCTIONS
-from pwlu.report.encoding import growth, halves, packed, shares
+from pwlu.report.encoding import encode_float16, encode_shares, encode_snapshots, to_bytes
 from pwlu.report.run_data import RunData
 
-LIMIT = 4_750_000  # letters; the page is to stay below 5 MB, tables and all
+LIMIT = 4_750_000  # characters, so that the page stays below 5 MB
 BARS = 32
 
 
 def gallery(run: RunData, limit: int = LIMIT) -> dict[str, Any]:
-    """For JSON: layers, moments, and bytes in base64. What does not fit is left out, and ``left_out`` says so.
+    """Return the content of the gallery for JSON: layers, snapshots, and bytes in base64.
 
-    First go moments, at even distances, but for the first and the last; then the distributions of inputs.
+    If it does not fit the limit, leave out snapshots at even distances, except the first and the last; then the distributions
+    of inputs. ``left_out`` lists what is missing.
     """
-    every = list(run.moments)
+    every = list(run.snapshots)
     inputs = {unit.name: unit for unit in run.alignment or ()}
     bars = any(unit.histogram for unit in inputs.values())
-    fixed = _fixed(run, inputs, bars)
+    fixed = _encode_fixed(run, inputs, bars)
     kept = len(every)
-    content = _encoded(run, every, fixed)
+    content = _encode(run, every, fixed)
     if len(content) > limit and kept > 2:
-        kept, most = 2, len(every)  # so many fit, unless nothing does; so many do not
+        kept, most = 2, len(every)  # bisection: `kept` fit (or not even 2 do), `most` do not
         while most - kept > 1:
             middle = (kept + most) // 2
-            fits = len(_encoded(run, _some(every, middle), fixed)) <= limit
+            fits = len(_encode(run, _evenly_spaced(every, middle), fixed)) <= limit
             kept, most = (middle, most) if fits else (kept, middle)
-        content = _encoded(run, _some(every, kept), fixed)
+        content = _encode(run, _evenly_spaced(every, kept), fixed)
     left_out = [] if kept == len(every) else [f"{len(every) - kept} of {len(every)} snapshots"]
     if len(content) > limit and bars:
         bars = False
-        content = _encoded(run, _some(every, kept), _fixed(run, inputs, bars))
+        content = _encode(run, _evenly_spaced(every, kept), _encode_fixed(run, inputs, bars))
         left_out.append("the distributions of inputs")
     used = {name: INITIAL_FUNCTIONS[name] for name in sorted(set(run.starts.values()))}
     return {
@@ -53,24 +54,24 @@ def gallery(run: RunData, limit: int = LIMIT) -> dict[str, Any]:
             }
             for (name, unit), shapes in zip(run.functions.items(), run.shapes or (), strict=True)
         ],
-        "moments": [_moment(run, step) for step in _some(every, kept)],
+        "moments": [_describe_snapshot(run, step) for step in _evenly_spaced(every, kept)],
         "ended": run.ended,
         "classes": [shape.words for shape in CLASSES.values()],
-        "starts": {name: _sampled(start.function, start.kinks) for name, start in used.items()},
+        "starts": {name: _sample_function(start.function, start.kinks) for name, start in used.items()},
         "bars": BARS if bars else 0,
         "left_out": left_out,
         "bytes": content,
     }
 
 
-def _some(steps: list[float], most: int) -> list[float]:
-    """At most that many, at even distances, the first and the last among them."""
+def _evenly_spaced(steps: list[float], most: int) -> list[float]:
+    """Return at most that many steps, at even distances, including the first and the last."""
     if most >= len(steps):
         return steps
     return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
 
 
-def _moment(run: RunData, step: float) -> dict[str, Any]:
+def _describe_snapshot(run: RunData, step: float) -> dict[str, Any]:
     epoch = step / run.steps_per_epoch if run.steps_per_epoch else None
     after = run.realigned_after
     return {
@@ -81,20 +82,20 @@ def _moment(run: RunData, step: float) -> dict[str, Any]:
 
 
 def _members(unit: UnitShapes) -> list[int | None]:
-    """How many functions are of each class; None where that cannot be known."""
+    """Return the number of functions in each class; None if it is unknown."""
     return [None if math.isnan(unit.share(shape)) else sum(unit.members(shape)) for shape in CLASSES]
 
 
-def _sampled(function: Any, kinks: tuple[float, ...]) -> list[list[float]]:
-    """x and y of a start: points so dense around 0 that straight lines between them look smooth at any scale."""
+def _sample_function(function: Any, kinks: tuple[float, ...]) -> list[list[float]]:
+    """Return x and y of an initial function at points dense enough to look smooth at any scale around 0."""
     sizes = [2.0 ** (k / 8) for k in range(-64, 65)]
     x = sorted({0.0, *kinks, *sizes, *(-size for size in sizes)})
     y = function(torch.tensor(x, dtype=torch.float64, device="cpu")).tolist()
     return [[float(f"{number:.4g}") for number in numbers] for numbers in (x, y)]
 
 
-def _fixed(run: RunData, inputs: dict[str, UnitAlignment], bars: bool) -> dict[str, bytes]:
-    """By layer, what does not depend on moments: a few numbers of each channel, then the distribution of its inputs."""
+def _encode_fixed(run: RunData, inputs: dict[str, UnitAlignment], bars: bool) -> dict[str, bytes]:
+    """Return, by layer, what is the same in all snapshots: a few numbers per channel, and the distributions of inputs."""
     assert run.shapes is not None
     parts = {}
     for unit in run.shapes:
@@ -103,14 +104,14 @@ def _fixed(run: RunData, inputs: dict[str, UnitAlignment], bars: bool) -> dict[s
     return parts
 
 
-def _encoded(run: RunData, steps: list[float], fixed: dict[str, bytes]) -> str:
-    """Layer after layer: the functions at these moments, then what is fixed."""
+def _encode(run: RunData, steps: list[float], fixed: dict[str, bytes]) -> str:
+    """Encode all layers in order: the functions at these steps, then what is the same in all snapshots."""
     parts: list[bytes] = []
     for name in run.functions:
-        moments = [run.moments[step][name] for step in steps]
+        snapshots = [run.snapshots[step][name] for step in steps]
         for columns in (("left", "right"), ("heights",), ("left_slope", "right_slope")):
-            values = [torch.cat([_columns(moment[column]) for column in columns], dim=1) for moment in moments]
-            parts.append(growth(torch.stack(values)))
+            values = [torch.cat([_columns(snapshot[column]) for column in columns], dim=1) for snapshot in snapshots]
+            parts.append(encode_snapshots(torch.stack(values)))
         parts.append(fixed[name])
     return base64.b64encode(zlib.compress(b"".join(parts), 6)).decode("ascii")
 
@@ -120,19 +121,19 @@ def _columns(values: Tensor) -> Tensor:
 
 
 def _numbers(unit: UnitShapes, inputs: UnitAlignment | None) -> list[bytes]:
-    """Of each function: its classes as bits; movement, width, p5 and p95 of the inputs; IOU, shares outside and empty."""
+    """Encode per function: its classes as bits; movement, width, p5 and p95 of the inputs; IOU, shares outside and empty."""
     of_classes = zip(*(unit.members(shape) for shape in CLASSES), strict=True)
     bits = [sum(member << place for place, member in enumerate(members)) for members in of_classes]
-    known = torch.tensor([share == share for share in unit.outside], device="cpu")  # else low and high are the bounds
+    known = torch.tensor([share == share for share in unit.outside], device="cpu")  # if unknown, low and high are the bounds
     iou = torch.full((unit.channels,), torch.nan, dtype=torch.float64, device="cpu")
     if inputs is not None:
         measured = _tensor(inputs.iou)
         iou = measured if len(measured) == unit.channels else measured.nanmedian()[None]
-    halved = [unit.movement, unit.width, *(torch.where(known, _tensor(v), torch.nan) for v in (unit.low, unit.high))]
+    as_float16 = [unit.movement, unit.width, *(torch.where(known, _tensor(v), torch.nan) for v in (unit.low, unit.high))]
     return [
         bytes(bits),
-        *(halves(_tensor(values)) for values in halved),
-        *(shares(_tensor(values)) for values in (iou, unit.outside, unit.empty)),
+        *(encode_float16(_tensor(values)) for values in as_float16),
+        *(encode_shares(_tensor(values)) for values in (iou, unit.outside, unit.empty)),
     ]
 
 
@@ -141,21 +142,21 @@ def _tensor(values: Any) -> Tensor:
 
 
 def _distribution(inputs: UnitAlignment | None, channels: int) -> list[bytes]:
-    """Of each function, where the bars begin and end, and how high each is, relative to the highest."""
+    """Encode per function the ends of its histogram and the height of each bar, relative to the highest."""
     low = high = torch.full((channels,), torch.nan, dtype=torch.float64, device="cpu")
     bars = torch.zeros(channels, BARS, dtype=torch.float64, device="cpu")
     if inputs is not None and inputs.histogram:
         low, high, bars = (_tensor(values) for values in (inputs.low, inputs.high, inputs.histogram))
         if len(low) != channels:
-            low, high, bars = _pooled(low, high, bars)
+            low, high, bars = _pool_channels(low, high, bars)
     heights = bars / bars.amax(1, keepdim=True).clamp(min=1e-9) * 255
-    return [halves(low), halves(high), packed(heights.round().to(torch.uint8))]
+    return [encode_float16(low), encode_float16(high), to_bytes(heights.round().to(torch.uint8))]
 
 
-def _pooled(low: Tensor, high: Tensor, bars: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean of the distributions of all channels: a layer-wise function has the inputs of them all."""
-    some = ~low.isnan()
-    low, high, bars = low[some], high[some], bars[some]
+def _pool_channels(low: Tensor, high: Tensor, bars: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mean distribution over all channels, for a layer-wise function."""
+    known = ~low.isnan()
+    low, high, bars = low[known], high[known], bars[known]
     if not len(low):
         return _tensor([torch.nan]), _tensor([torch.nan]), _tensor([[0.0] * BARS])
     first, last = low.min(), high.max()

@@ -1,9 +1,9 @@
-// What happens when the page is opened: light or dark, then the gallery, if there is one.
+// Runs when the page opens: sets the theme, then creates the gallery, if there is one.
 
 function theme() {
   const button = document.getElementById("theme");
   const system = matchMedia("(prefers-color-scheme: dark)");
-  let chosen = null; // until then the style sheet follows the system by itself
+  let chosen = null; // null: the style sheet follows the system
   const apply = () => {
     if (chosen !== null) document.documentElement.dataset.theme = chosen ? "dark" : "light";
     button.setAttribute("aria-pressed", chosen === null ? system.matches : chosen);
@@ -19,8 +19,8 @@ function theme() {
 async function main() {
   theme();
   const data = JSON.parse(document.getElementById("data").textContent);
-  if (data) new Gallery(data, read(data, await inflated(data.bytes)));
-  document.documentElement.dataset.ready = "yes"; // for whoever waits for the drawing, such as a test
+  if (data) new Gallery(data, read(data, await inflate(data.bytes)));
+  document.documentElement.dataset.ready = "yes"; // tells tests that the drawing is finished
 }
 
 main();

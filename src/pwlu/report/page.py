@@ -1,4 +1,4 @@
-"""The page put together: one file, with a policy that forbids it to ask for another."""
+"""Assemble the page: one file, with a content security policy that forbids it to load anything."""
 
 import base64
 import hashlib
@@ -12,23 +12,23 @@ from pwlu.report import sections
 from pwlu.report.gallery import gallery
 from pwlu.report.run_data import RunData
 from pwlu.report.shape_table import shape_table
-from pwlu.report.side_by_side import Compared
+from pwlu.report.side_by_side import Comparison
 from pwlu.version import __version__
 
 _SCRIPTS = ("decode.js", "draw.js", "gallery.js", "main.js")
 
 
-def page(run: RunData, beside: Compared | None = None) -> str:
-    """Return the report as HTML; `beside`: the same run with others, which are compared with it."""
-    script = '"use strict";\n' + "\n".join(_part(name) for name in _SCRIPTS)
-    parts = _sections(run, beside)
+def page(run: RunData, comparison: Comparison | None = None) -> str:
+    """Return the report as HTML. `comparison`: the comparison of the run with others."""
+    script = '"use strict";\n' + "\n".join(_read_part(name) for name in _SCRIPTS)
+    parts = _sections(run, comparison)
     ids = {title: title.lower() for title in parts}
     data: dict[str, Any] | None = gallery(run) if run.functions else None
-    return Template(_part("page.html")).substitute(
+    return Template(_read_part("page.html")).substitute(
         title=escape(run.title),
-        headline=escape(sections.headline(run, beside.verdict() if beside else "")),
+        headline=escape(sections.headline(run, comparison.verdict() if comparison else "")),
         version=__version__,
-        style=_part("page.css"),
+        style=_read_part("page.css"),
         script=script,
         script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii"),
         navigation="".join(f'<a href="#{ids[title]}">{title}</a>' for title in parts),
@@ -37,24 +37,26 @@ def page(run: RunData, beside: Compared | None = None) -> str:
             "</section>"
             for title, content in parts.items()
         ),
-        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),  # a name cannot end the script
+        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace(
+            "<", "\\u003c"
+        ),  # so that no name can end the script
     )
 
 
-def _sections(run: RunData, beside: Compared | None) -> dict[str, str]:
-    """By title, those for which there is something to show."""
+def _sections(run: RunData, comparison: Comparison | None) -> dict[str, str]:
+    """Return the sections that have content, by title."""
     parts = {"Result": sections.summary(run)}
-    if beside is not None:
-        parts["Comparison"] = beside.section()
-    if drawn := sections.curves(run):
-        parts["Training"] = drawn
+    if comparison is not None:
+        parts["Comparison"] = comparison.section()
+    if charts := sections.curves(run):
+        parts["Training"] = charts
     if run.alignment is not None:
         parts["Alignment"] = sections.alignment(run.alignment, run.functions or [unit.name for unit in run.alignment])
     if run.shapes is not None:
         parts["Shapes"] = shape_table(run.shapes, run.alignment)
-        parts["Functions"] = _part("functions.html")
+        parts["Functions"] = _read_part("functions.html")
     return parts
 
 
-def _part(name: str) -> str:
+def _read_part(name: str) -> str:
     return (files("pwlu.report") / name).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The parts of the page that stand still: the result, the curves, the alignment."""
+"""The static sections of the page: result, training curves, alignment."""
 
 import math
 import statistics
@@ -11,23 +11,23 @@ from pwlu.lab.recipes import catalog, experiment
 from pwlu.lab.recipes.metrics import format_metrics
 from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.divergence import described
-from pwlu.report.charts import Line, histogram, lines, whiskers
+from pwlu.report.charts import Line, histogram, lines, whisker_plot
 from pwlu.report.run_data import RunData
 
-_REALIGNED = "\u03bc \u00b1 3\u03c3"  # mu plus or minus 3 sigma
-_CURVES = {  # by name in metrics.jsonl, what it is called in its chart
+_REALIGNED = "\u03bc \u00b1 3\u03c3"  # mu +- 3 sigma
+_CURVES = {  # labels in the charts, by name in metrics.jsonl
     "measures": {"train_accuracy": "train", "accuracy": "test", "box_ap": "boxes", "mask_ap": "masks"},
     "losses": {"loss": "train", "test_loss": "test"},
 }
 
 
 def summary(run: RunData) -> str:
-    """The result in large figures, the notes, and all settings."""
+    """Return the result in large figures, the notes, and all settings."""
     result = run.result
     figures = "".join(f"<div><dt>{title}</dt><dd>{value}</dd></div>" for title, value in _figures(run))
     parts = []
     if run.diverged:
-        words = "The training diverged. What this page shows is what it left, not what was learned."
+        words = "The training diverged. This page shows its last state, not a trained network."
         parts.append(f'<p class="warning">{words}</p>')
     parts.append(f'<dl class="figures">{figures}</dl>' if figures else "")
     if run.notes:
@@ -37,13 +37,15 @@ def summary(run: RunData) -> str:
         parts.append(f"<p>{escape(words)}</p>")
     for title, values in (("Settings", run.config), ("Environment", run.environment), ("Result", result)):
         if values:
-            entries = "".join(f"<div><dt>{escape(_words(k))}</dt><dd>{escape(_value(v))}</dd></div>" for k, v in values.items())
+            entries = "".join(
+                f"<div><dt>{escape(_spaced(k))}</dt><dd>{escape(_format(v))}</dd></div>" for k, v in values.items()
+            )
             parts.append(f'<details><summary>{title}</summary><dl class="all">{entries}</dl></details>')
     return "".join(parts)
 
 
 def headline(run: RunData, verdict: str) -> str:
-    """Return what stands under the title: what was gained, if it was compared; then what was measured, and the functions."""
+    """Return the sentence under the title: the verdict of a comparison, the metrics, and the number of functions."""
     result = {name: value for name, value in run.result.items() if value is not None}
     parts = []
     if run.diverged:
@@ -52,17 +54,17 @@ def headline(run: RunData, verdict: str) -> str:
         parts.append(f"{format_metrics(result)} on {result.get('measured_images', 0):,} {result.get('measured_on', 'images')}")
     if run.functions:
         counts = [len(unit["left"]) for unit in run.functions.values()]
-        whole = "a layer" if max(counts) == 1 else "a channel"
+        granularity = "layer" if max(counts) == 1 else "channel"
         learned = "learned " if run.learned else ""
-        when = "" if run.ended else f", as they were at step {max(run.moments):,}"
-        parts.append(f"{sum(counts):,} {learned}functions in {len(counts)} layers, one {whole}{when}")
+        when = "" if run.ended else f", at step {max(run.snapshots):,}"
+        parts.append(f"{sum(counts):,} {learned}functions in {len(counts)} layers, one per {granularity}{when}")
     words = "; ".join(parts) + "."
-    words = words[0].upper() + words[1:] if parts else "A run of which little is known yet."
+    words = words[0].upper() + words[1:] if parts else "Nothing was measured yet."
     return f"{verdict} {words}".strip()
 
 
 def curves(run: RunData) -> str:
-    """Accuracy, or average precision, and losses over epochs."""
+    """Return charts of accuracy, or average precision, and of losses over epochs."""
     charts = []
     mark = None
     if run.realigned_after:
@@ -87,26 +89,26 @@ def curves(run: RunData) -> str:
 
 
 def alignment(aligned: Alignment, names: Iterable[str]) -> str:
-    """How well bounds fit inputs, over all channels, and layer by layer; `names`: all layers in their order."""
+    """Return how well bounds fit inputs, over all channels and per layer; `names`: all layers in order."""
     if not aligned.iou:
         return "<p>No input reached any PWLU.</p>"
     outside = [(s, n) for unit in aligned for s, n in zip(unit.outside, unit.count, strict=True) if n]
     share = sum(s * n for s, n in outside) / sum(n for _, n in outside)
     words = (
-        f"<p>The median IOU of the bounds of a function with the middle 90 % of its inputs is "
-        f"<strong>{statistics.median(aligned.iou):.2f}</strong>; {100 * share:.2f} % of inputs lie outside of the bounds, "
-        "where every input counts once, so layers with large maps weigh most. "
-        f"Normally distributed inputs score {HEALTHY:.2f} with bounds at {_REALIGNED}, where realignment puts them: "
-        "the dotted line.</p>"
+        f"<p>The median IOU of the bounds of a function and the middle 90 % of its inputs is "
+        f"<strong>{statistics.median(aligned.iou):.2f}</strong>. {100 * share:.2f} % of all inputs lie outside the bounds; "
+        "every input counts once, so layers with large feature maps weigh most. "
+        f"The dotted line at {HEALTHY:.2f} is the IOU of normally distributed inputs with bounds at {_REALIGNED}, where "
+        "realignment puts them.</p>"
     )
     if aligned.unreached:
         words += f"<p>No input reached {escape(', '.join(aligned.unreached))}.</p>"
     bars = histogram(aligned.iou, "IOU", "channels, %", (HEALTHY, _REALIGNED))
-    spreads = {unit.name: _spread(unit) for unit in aligned if any(unit.count)}
-    dots = whiskers([(name, spreads.get(name)) for name in names], "layer", "IOU", HEALTHY)
+    spreads = {unit.name: _quantiles(unit) for unit in aligned if any(unit.count)}
+    dots = whisker_plot([(name, spreads.get(name)) for name in names], "layer", "IOU", HEALTHY)
     return (
-        f'{words}<div class="pair"><figure>{bars}<figcaption>All channels</figcaption></figure><figure>{dots}<figcaption>Layer '
-        "by layer, in the order of the model: median, and the middle 80 % of channels</figcaption></figure></div>"
+        f'{words}<div class="pair"><figure>{bars}<figcaption>All channels</figcaption></figure><figure>{dots}<figcaption>Per '
+        "layer, in model order: median and middle 80 % of channels</figcaption></figure></div>"
     )
 
 
@@ -120,20 +122,20 @@ def _figures(run: RunData) -> list[tuple[str, str]]:
     if run.metrics:
         found.append(("epochs", f"{len(run.metrics)}" if result else run.progress))
     if result.get("seconds_per_epoch") is not None:
-        found.append(("an epoch", f"{result['seconds_per_epoch']:.3g} s"))
+        found.append(("time per epoch", f"{result['seconds_per_epoch']:.3g} s"))
     if run.metrics and 0 < run.realigned_after <= run.metrics[-1]["step"]:
         found.append(("realigned after", f"{run.realigned_after:,} steps"))
     return found
 
 
 def _settings(run: RunData) -> str:
-    """In sentences, what one wants to know first; what differs from the recipe."""
+    """Return sentences on the most important settings and on what differs from the recipe."""
     config, where = run.config, run.environment
     sentences = []
     if run.functions and config:
-        began = "what stood there before" if config.get("init") == "same" else config.get("init", "relu")
+        began = "the activations they replaced" if config.get("init") == "same" else config.get("init", "relu")
         intervals = sorted({unit["heights"].shape[1] - 1 for unit in run.functions.values()})
-        sentences.append(f"PWLUs have {' or '.join(map(str, intervals))} intervals and began as {began}.")
+        sentences.append(f"PWLUs have {' or '.join(map(str, intervals))} intervals and started as {began}.")
     if where:
         revision = f" ({where['revision']})" if where.get("revision") else ""
         sentences.append(
@@ -141,33 +143,35 @@ def _settings(run: RunData) -> str:
         )
     try:
         changed = experiment.differences(catalog.settings(**config)) if config else {}
-    except (TypeError, UserError):  # of another version
+    except (TypeError, UserError):  # settings of another version
         changed = {}
     if changed:
-        named = ", ".join(f"{_words(name)} {experiment.format_value(value)}" for name, value in changed.items())
-        sentences.append(f"Other than the recipe has it: {named}.")
+        named = ", ".join(f"{_spaced(name)} {experiment.format_value(value)}" for name, value in changed.items())
+        sentences.append(f"Changed from the recipe: {named}.")
     return " ".join(sentences)
 
 
 def _epochs(metrics: Sequence[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(name for row in metrics for name in row))
-    head = "".join(f'<th scope="col">{escape(_words(name))}</th>' for name in names)
-    body = "".join("<tr>" + "".join(f"<td>{escape(_value(row.get(name)))}</td>" for name in names) + "</tr>" for row in metrics)
+    head = "".join(f'<th scope="col">{escape(_spaced(name))}</th>' for name in names)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(_format(row.get(name)))}</td>" for name in names) + "</tr>" for row in metrics
+    )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    scroll = f'<div class="scroll" tabindex="0" role="region" aria-label="Numbers of every epoch">{table}</div>'
-    return f"<details><summary>Numbers of every epoch</summary>{scroll}</details>"
+    scroll = f'<div class="scroll" tabindex="0" role="region" aria-label="Numbers per epoch">{table}</div>'
+    return f"<details><summary>Numbers per epoch</summary>{scroll}</details>"
 
 
-def _spread(unit: UnitAlignment) -> tuple[float, float, float]:
+def _quantiles(unit: UnitAlignment) -> tuple[float, float, float]:
     known = sorted(value for value in unit.iou if not math.isnan(value))
     return known[round(0.1 * (len(known) - 1))], statistics.median(known), known[round(0.9 * (len(known) - 1))]
 
 
-def _words(name: str) -> str:
+def _spaced(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _value(value: Any) -> str:
+def _format(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Runs side by side: what they gain over a baseline, in one sentence, in a table, and as curves."""
+"""Compare runs: their gain over a baseline in a sentence, in a table, and as curves."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,30 +15,30 @@ from pwlu.report.charts import Line, lines
 from pwlu.report.run_data import RunData
 from pwlu.text import counted
 
-_LOOKS = ("first", "third", "fourth")  # of lines, one after the other; the baseline is "second"
-_LONGEST = 9  # letters of a name that fit beside a line
+_CLASSES = ("first", "third", "fourth")  # CSS classes of lines, in turn; the baseline has "second"
+_LONGEST = 9  # characters of a name that fit beside a line
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one experiment, which differ in their seeds alone."""
+    """Runs of one experiment that differ only in their seeds."""
 
     name: str
     runs: list[RunData]
 
     def values(self, metric: str) -> list[float]:
-        """Return what the finished ones measured."""
+        """Return the results of the finished runs."""
         return [run.result[metric] for run in self.runs if run.result.get(metric) is not None]
 
     @property
     def diverged(self) -> int:
-        """Return how many did."""
+        """Return the number of runs that diverged."""
         return sum(run.diverged for run in self.runs)
 
 
 @dataclass(frozen=True)
-class Compared:
-    """All runs of a page. ``groups``: the first is that of the run whose functions are shown. ``metric``: by name."""
+class Comparison:
+    """All runs of a page. ``groups``: the first holds the run whose functions are shown. ``metric``: its name."""
 
     metric: str
     groups: list[Group]
@@ -51,24 +51,24 @@ class Compared:
             return ""
         found = self.gain(first)
         if found is None:
-            return f"{first.name} has no result yet to be compared with {base.name}."
+            return f"{first.name} has no result yet to compare with {base.name}."
         gain, error = found
         ours, theirs = (fmean(group.values(self.metric)) for group in (first, base))
         measure = TITLES[self.metric].removesuffix(", %")
         numbers = f"{measure} {ours:.2f} % against {theirs:.2f} %, {_signed(gain, error)} points"
         seeds = f"{len(first.values(self.metric))} and {counted(len(base.values(self.metric)), 'seed')}"
         if error is None:
-            words = f"{first.name} beside {base.name}: {numbers} with {seeds}, too few to tell it from chance"
+            words = f"{first.name} and {base.name}: {numbers} with {seeds}, too few to estimate the error"
         elif abs(gain) <= 2 * error:
-            words = f"{first.name} cannot be told from {base.name}: {numbers} with {seeds}, at most twice its standard error"
+            words = f"{first.name} is not clearly different from {base.name}: {numbers} with {seeds}, within 2 standard errors"
         else:
             better = "better" if gain > 0 else "worse"
-            words = f"{first.name} is {better} than {base.name}: {numbers} with {seeds}, more than twice its standard error"
+            words = f"{first.name} is {better} than {base.name}: {numbers} with {seeds}, more than 2 standard errors"
         lost = [f"{group.diverged} of {group.name}" for group in (first, base) if group.diverged]
         return words + (f"; diverged: {', '.join(lost)}" if lost else "") + "."
 
     def gain(self, group: Group) -> tuple[float, float | None] | None:
-        """Return the difference of the means to the baseline, and its standard error sqrt(s^2/n + s_0^2/n_0) if it is known."""
+        """Return the difference of the means to the baseline and its standard error, sqrt(s^2/n + s_0^2/n_0), if known."""
         if self.baseline is None or group is self.baseline:
             return None
         ours, theirs = group.values(self.metric), self.baseline.values(self.metric)
@@ -94,19 +94,19 @@ class Compared:
     def _series(self, groups: Sequence[Group], name: str) -> list[Line]:
         series = []
         for number, group in enumerate(groups, start=1):
-            look = "second" if group is self.baseline else _LOOKS[(number - 1) % len(_LOOKS)]
+            css_class = "second" if group is self.baseline else _CLASSES[(number - 1) % len(_CLASSES)]
             label = group.name if len(group.name) <= _LONGEST else f"row {number}"
             drawn = [points for run in group.runs if (points := run.points(name))]
-            series += [Line("" if place else label, look, points) for place, points in enumerate(drawn)]
+            series += [Line("" if place else label, css_class, points) for place, points in enumerate(drawn)]
         return series
 
     def _table(self, groups: Sequence[Group]) -> str:
         over = f"over {self.baseline.name}" if self.baseline else ""
-        head = ["", "seeds", TITLES[self.metric], over, "training loss", "parameters", "s an epoch", "folders"]
+        head = ["", "seeds", TITLES[self.metric], over, "training loss", "parameters", "s per epoch", "folders"]
         body = "".join(f"<tr>{self._row(number, group)}</tr>" for number, group in enumerate(groups, start=1))
         titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
         table = f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
-        below = "± of a mean: standard deviation over seeds; of a difference: its standard error."
+        below = "± is the standard deviation over seeds for a mean, and the standard error for a difference."
         return (
             f'<div class="scroll" tabindex="0" role="region" aria-label="All runs">{table}</div><p class="caption">{below}</p>'
         )
@@ -123,12 +123,12 @@ class Compared:
             _mean(group, "seconds_per_epoch", "{:.3g}"),
             ", ".join(str(run.path) for run in group.runs),
         ]
-        cells_ = "".join(f"<td>{escape(cell)}</td>" for cell in row)
-        return f'<th scope="row"><i>{number}</i> {escape(group.name)}</th>{cells_}'
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        return f'<th scope="row"><i>{number}</i> {escape(group.name)}</th>{cells}'
 
 
-def compared(runs: Sequence[RunData], baseline: Sequence[RunData]) -> Compared:
-    """Put runs into groups of one experiment each, or say why they cannot be compared."""
+def compared(runs: Sequence[RunData], baseline: Sequence[RunData]) -> Comparison:
+    """Group runs by experiment. Raise UserError if they cannot be compared."""
     first = runs[0]
     for run in (*runs, *baseline):
         for name, known in (("recipe", run.config), ("measured_on", run.result), ("measured_images", run.result)):
@@ -143,16 +143,16 @@ def compared(runs: Sequence[RunData], baseline: Sequence[RunData]) -> Compared:
     shared = _shared([*runs, *baseline])
     groups, bases = _grouped(runs, shared), _grouped(baseline, shared)
     if len(bases) > 1:
-        raise UserError(f"--baseline must be runs of one experiment, which differ in their seeds, not {_listed(bases)}")
+        raise UserError(f"--baseline must be runs of one experiment that differ only in their seeds, not {_listed(bases)}")
     if bases and not bases[0].values(metric):
         raise UserError(f"the baseline {bases[0].runs[0].path} is not finished: it has no {metric} to compare with")
     if bases and bases[0].name in [group.name for group in groups]:
-        raise UserError(f"--baseline is the same experiment as the run, {bases[0].name}: name a run of another activation")
-    return Compared(metric, groups, bases[0] if bases else None)
+        raise UserError(f"--baseline is the same experiment as the run, {bases[0].name}: choose a run with another activation")
+    return Comparison(metric, groups, bases[0] if bases else None)
 
 
 def _shared(runs: Sequence[RunData]) -> set[str]:
-    """Return the names of settings that are the same in all runs."""
+    """Return the names of the settings that all runs share."""
     return {name for name in runs[0].config if all(run.config.get(name) == runs[0].config[name] for run in runs)}
 
 
@@ -169,7 +169,7 @@ def _grouped(runs: Iterable[RunData], shared: set[str]) -> list[Group]:
 
 
 def _name(run: RunData, shared: set[str]) -> str:
-    """Return the activation, and what differs from the recipe and between runs; its folder if the settings are not known."""
+    """Return the activation and what differs from the recipe and between runs; the folder if the settings are unknown."""
     try:
         settings = catalog.settings(**run.config)
     except (TypeError, UserError):

@@ -211,8 +211,8 @@ def _units(caller: str, model: nn.Module, conversion: dict[str, Any]) -> list[_U
         if unit.edit is not None:
             edits = sorted(other.edit for other in made if other.edit and other.name.rpartition(".")[0] == owner)
             try:
-                rewrite.rewritten(rewrite.original(type(module)), tuple(edits))
-            except rewrite.NotPossible as error:
+                rewrite.rewritten_class(rewrite.original_class(type(module)), tuple(edits))
+            except rewrite.CannotRewrite as error:
                 raise ValueError(f"{caller}: {unit.name} cannot be put into {type(module).__name__}: {error}") from error
     return made
 

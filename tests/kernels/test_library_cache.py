@@ -111,7 +111,7 @@ class Cache:
 def _stem_of_cpu():
     stems = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "make", lambda stem, *_: stems.append(stem))
+        patch.setattr(build, "make", lambda stem, *_, **__: stems.append(stem))
         build.build(VARIANT)
     return stems[0]
 

@@ -70,7 +70,7 @@ def test_the_file_alone_is_as_good_as_the_run(suffix, run, tmp_path, capsys):
     assert json.loads(metadata["result"]) == result
     assert metadata["input"] in printed
     assert "input: float32, batch x 1 x 8 x 8: grey images of 8 x 8" in printed
-    assert "a score for each class before softmax: 0, 1, 2," in printed
+    assert "one score per class before softmax: 0, 1, 2," in printed
     assert ": largest difference " in printed
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
@@ -130,8 +130,8 @@ def detector(tmp_path):
 def test_a_detector_is_refused(detector, tmp_path, capsys):
     assert export(detector, tmp_path / "model.onnx") == 2
     printed = capsys.readouterr().err
-    assert "torch.export cannot follow torchvision's through the suppression of overlapping boxes" in printed
-    assert "has 18 of its 26 activations: add --backbone" in printed
+    assert "torch.export cannot trace torchvision's detectors past the suppression of overlapping boxes" in printed
+    assert "which has 18 of the 26 activations" in printed
     assert not (tmp_path / "model.onnx").exists()
 
 
@@ -140,7 +140,7 @@ def test_the_backbone_of_a_detector(detector, tmp_path, capsys):
     assert export(detector, tmp_path / "model.onnx", "--backbone") == 0
     printed = capsys.readouterr().out
     assert "18 PWLUs as elements" in printed
-    assert "the maps of the pyramid, for a detector of 2 classes" in printed
+    assert "the maps of the feature pyramid, for a detector of 2 classes" in printed
     backbone = load(detector).backbone()
     x = backbone.sample(3)
     with torch.no_grad():

@@ -53,4 +53,4 @@ def test_two_processes(tmp_path, monkeypatch, capsys):
 def test_side_by_side_and_together(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main([*COMMAND, "--jobs", "2"]) == 2
-    assert "--jobs 2: the processes of torchrun train one run after the other. Leave --jobs out" in capsys.readouterr().err
+    assert "--jobs 2: under torchrun, all processes train one run at a time. Leave out --jobs" in capsys.readouterr().err

@@ -64,13 +64,13 @@ def test_a_pickle_that_would_do_harm(tmp_path, monkeypatch, capsys, part, functi
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
-        ({"data": np.zeros((12, 3072))}, "data must be of uint8"),
-        ({"data": np.zeros((12, 3071), np.uint8)}, "of the shape (images, 3072), not torch.uint8 (12, 3071)"),
+        ({"data": np.zeros((12, 3072))}, "data must be uint8 of shape (images, 3072), not torch.float64"),
+        ({"data": np.zeros((12, 3071), np.uint8)}, "not torch.uint8 of shape (12, 3071)"),
         ({"data": np.zeros((0, 3072), np.uint8)}, "is damaged ("),
         ({"data": "pixels"}, "is damaged ("),
-        ({"fine_labels": [0] * 11}, "fine_labels must be a number from 0 to 99 for each image"),
-        ({"fine_labels": [100] * 12}, "fine_labels must be a number from 0 to 99 for each image"),
-        ({"fine_labels": [0.5] * 12}, "fine_labels must be a number from 0 to 99 for each image"),
+        ({"fine_labels": [0] * 11}, "fine_labels must be one number from 0 to 99 per image"),
+        ({"fine_labels": [100] * 12}, "fine_labels must be one number from 0 to 99 per image"),
+        ({"fine_labels": [0.5] * 12}, "fine_labels must be one number from 0 to 99 per image"),
         ({"fine_labels": [10**30] * 12}, "is damaged ("),
         ({"fine_labels": None}, "is damaged ("),
     ],

@@ -171,7 +171,7 @@ def test_workers(tmp_path):
 
 def test_as_many_workers_as_cores(tmp_path, monkeypatch):
     task = task_of(**NETTE | {"workers": None}, data=str(write_images(tmp_path)))
-    assert task.data.train.workers == task.settings.readers
+    assert task.data.train.workers == task.settings.worker_count
     for cores, workers in ((3, 3), (64, 8), (None, 1)):  # None: it is not known
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
         assert task.settings.worker_count == workers
@@ -187,7 +187,7 @@ def test_unreadable_image(tmp_path, capsys):
     sizes = ("--pixels", 32, "--width", 0.125, "--batch", 4, "--epochs", 1, "--act", "relu", "--workers", 0)
     text = refused(capsys, "imagenette/resnet18", "--data", data, "--runs", runs, *sizes)
     assert f"the image {broken} cannot be read: " in text
-    assert "Replace it, in all copies" in text
+    assert "Replace it in all copies" in text
     broken.write_bytes(whole)
     (run,) = runs.iterdir()
     assert train("--resume", run) == 0
@@ -200,9 +200,9 @@ def test_missing_folders(tmp_path, capsys):
     (tmp_path / "val").rename(tmp_path / "test")
     assert f"no images at {tmp_path}/val. Expected" in refused(capsys, *command)
     (tmp_path / "val").mkdir()
-    assert f"{tmp_path}/val is not a folder of classes with images in them" in refused(capsys, *command)
+    assert f"{tmp_path}/val must have one folder of images per class" in refused(capsys, *command)
     (tmp_path / "val" / "cat").mkdir()
-    assert f"{tmp_path}/val is not a folder of classes with images in them" in refused(capsys, *command)
+    assert f"{tmp_path}/val must have one folder of images per class" in refused(capsys, *command)
     Image.new("RGB", (9, 9)).save(tmp_path / "val" / "cat" / "a.png")
     text = refused(capsys, *command)
     assert f"{tmp_path}/train and {tmp_path}/val have different classes: dog, eel in one of them only" in text

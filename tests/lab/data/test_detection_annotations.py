@@ -185,7 +185,7 @@ def rows(numbers):
 
 
 def test_data_that_is_not_there(tmp_path):
-    with pytest.raises(UserError, match=r"expected one file .*/annotations/instances_train\*\.json, there is none\. Expected"):
+    with pytest.raises(UserError, match=r"expected one file .*/annotations/instances_train\*\.json, found none\. Expected"):
         coco.load(tmp_path, True)
     write_objects(tmp_path)
     copy = tmp_path / "annotations" / "instances_train2017.json"

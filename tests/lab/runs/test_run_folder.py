@@ -236,7 +236,7 @@ def test_the_same_command_twice(tmp_path, capsys):
     command = (*SHORT, "--act", "relu", "--runs", tmp_path)
     path = short_run(tmp_path, "--act", "relu").path
     assert train(*command) == 2
-    words = f"{path} has the same settings and is finished: look at it with pwlu report {path}, or begin anew with --again"
+    words = f"{path} has the same settings and is finished: view it with pwlu report {path}, or train anew with --again"
     assert words in capsys.readouterr().err
     (path / "result.json").unlink()
     assert train(*command, "--workers", "1") == 2

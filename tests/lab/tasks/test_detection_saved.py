@@ -88,7 +88,7 @@ def test_masks_of_other_forms(three, tmp_path, capsys, mask):
         *(
             (
                 {"segmentation": mask},
-                "segmentation is damaged, or not of an image of height 64 and width 96: expected polygons, ",
+                "segmentation is damaged or does not fit the image of height 64 and width 96: expected polygons",
             )
             for mask in (
                 {"size": list(WIDE[::-1]), "counts": [0, 64 * 96]},
@@ -152,7 +152,7 @@ def test_what_cannot_be_evaluated(objects, tmp_path, capsys):
     assert f"{tmp_path} is not a run folder" in evaluated(capsys, tmp_path)[1]
     folder = RunFolder(tmp_path)
     folder.write_json("config.json", task_of(RETINA, objects).settings.as_dict())
-    assert "has no detections.json: pwlu train writes it with --save-detections" in evaluated(capsys, tmp_path)[1]
+    assert "has no detections.json. To get one, train with pwlu train --save-detections" in evaluated(capsys, tmp_path)[1]
     content = folder.json("config.json") | {"recipe": "digits"}
     folder.write_json("config.json", content)
     assert "is a run of digits, which is not a detector" in evaluated(capsys, tmp_path)[1]

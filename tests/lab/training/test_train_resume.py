@@ -187,7 +187,7 @@ def test_images_that_went_missing(tmp_path, stop_before, capsys):
     content = image.read_bytes()
     image.unlink()
     assert train("--resume", path) == 2
-    assert f"{path}: an epoch had 3 steps and would have 2 now, for the data set has other images" in capsys.readouterr().err
+    assert f"{path}: the data set has changed. An epoch had 3 steps and would now have 2" in capsys.readouterr().err
     image.write_bytes(content)
     assert train("--resume", path) == 0
 

@@ -74,7 +74,10 @@ def test_epochs_that_are_missing(stopped, capsys, kept):
     path = stopped / "metrics.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:kept]))
     assert train("--resume", stopped) == 2
-    assert f"{path} ends at step {7 * kept}, but the newest checkpoint is of step 21: epochs are missing" in capsys.readouterr().err
+    assert (
+        f"{path} ends at step {7 * kept}, but the newest checkpoint is of step 21: epochs are missing"
+        in capsys.readouterr().err
+    )
 
 
 def test_epochs_without_their_numbers(stopped, capsys):

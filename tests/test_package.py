@@ -223,7 +223,7 @@ def test_a_compiler_that_does_not_work_is_named(python, bare, tmp_path, compiler
     assert done.stdout.split() == ["None", "None"], done.stderr
     done = python(["-c", bare + "from pwlu.cli import main; main(['info'])"], PWLU_CACHE=str(tmp_path), CC=compiler)
     assert "failed on cpu.c" in done.stdout or f"the compiler CC={compiler!r} was not found" in done.stdout
-    assert "mend CC" in done.stdout
+    assert "correct CC" in done.stdout
 
 
 def test_a_user_without_a_home(python, bare):

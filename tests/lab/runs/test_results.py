@@ -3,15 +3,16 @@
 import errno
 import json
 import re
-import subprocess
-import sys
+import threading
 
+import filelock
 import pytest
 from example_runs import example_run, files_in
 
 from pwlu import files
 from pwlu.cli import main
 from pwlu.lab.recipes.settings import UserError
+from pwlu.lab.runs.records import read_records
 from pwlu.lab.runs.results import find_runs, keep, read_run
 from pwlu.lab.runs.run_folder import RunFolder
 
@@ -76,16 +77,19 @@ def test_a_full_disk_leaves_the_other_lines(tmp_path, monkeypatch):
 
 
 def test_two_processes_add_lines(tmp_path):
-    """None is lost."""
-    for seed in range(6):
+    """One waits while the other reads the file and writes it, so that no line is lost."""
+    for seed in (1, 2):
         example_run(tmp_path / "runs" / str(seed), 70.0, seed=seed)
-    code = "import sys; from pathlib import Path; from pwlu.lab.runs.results import keep, read_run\n"
-    code += "for k in sys.argv[1:]: keep(read_run(Path('runs') / k), Path('results'))"
-    parts = [subprocess.Popen([sys.executable, "-c", code, *seeds], cwd=tmp_path) for seeds in ("024", "135")]
-    assert [part.wait(100) for part in parts] == [0, 0]
-    runs, complaints = find_runs(tmp_path / "results")
-    assert sorted(run.settings.seed for run in runs) == list(range(6))
-    assert not complaints
+    first, second = (read_run(tmp_path / "runs" / str(seed)) for seed in (1, 2))
+    folder = keep(first, tmp_path / "results").parent
+    thread = threading.Thread(target=keep, args=(second, tmp_path / "results"))
+    with filelock.FileLock(folder / ".runs.jsonl.lock"):
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive()
+        assert len(read_records(folder)[0]) == 1
+    thread.join(30)
+    assert list(read_records(folder)[0]) == ["pwlu-seed1", "pwlu-seed2"]
 
 
 def test_lines_that_cannot_be_read(tmp_path):

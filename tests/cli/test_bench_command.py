@@ -162,7 +162,7 @@ def test_more_mistakes(run, tmp_path, monkeypatch, capsys):
 
 
 def test_stopped(run, monkeypatch, capsys):
-    def stop(*_):
+    def stop(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pwlu.lab.inference.benchmark.interleaved", stop)

@@ -93,7 +93,7 @@ ELSEWHERE = """
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.`:FutureWarning")
-@pytest.mark.parametrize("how", LOADERS)
+@pytest.mark.parametrize("how", [pytest.param(how, marks=[pytest.mark.slow] if how == "compiled" else []) for how in LOADERS])
 def test_it_runs_where_there_is_no_pwlu(how, fused, processes, tmp_path):
     save, name, load = LOADERS[how]
     save(fused, tmp_path / name)

@@ -50,7 +50,10 @@ def test_float64_is_rounded(tmp_path):
     assert same_state(state, {name: t.float() if t.is_floating_point() else t for name, t in saved.items()})
 
 
-@pytest.mark.parametrize("network", ["resnet18", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0"])
+@pytest.mark.parametrize(
+    "network",
+    ["resnet18", "mobilenet_v3_small", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mobilenet_v2", "efficientnet_b0"))],
+)
 def test_every_architecture(network, tmp_path):
     recipe = f"cifar100/{network}"
     trainer = folder_of(task_of(recipe, data=str(write_cifar(tmp_path)), batch=4, width=0.25), tmp_path / "run")

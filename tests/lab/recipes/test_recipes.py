@@ -26,7 +26,17 @@ def data(tmp_path_factory):
     return {"cifar100": write_cifar(folder / "cifar"), "folder": write_images(folder / "images"), "digits": folder}
 
 
-@pytest.mark.parametrize("name", [name for name, row in RECIPES.items() if not row.detects])  # others: test_detection_training
+SLOW = re.compile("imagenet(te)?/(mobilenet|efficientnet)")  # these train on the images of CIFAR in `make test`
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if SLOW.match(name) else [])
+        for name, row in RECIPES.items()
+        if not row.detects  # others: test_detection_training
+    ],
+)
 def test_every_recipe_trains(data, name):
     """Two steps, one in each phase."""
     row = RECIPES[name]

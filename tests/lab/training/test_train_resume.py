@@ -24,6 +24,7 @@ def with_average(tmp_path_factory):
     return short_run(tmp_path_factory.mktemp("runs"), "--ema", "0.9")
 
 
+@pytest.mark.slow
 def test_killed(tmp_path, uninterrupted, with_average):
     """In Phase I, in Phase II, in the middle of an epoch, of writing a checkpoint, of writing the report."""
     first, second = tmp_path / NAME.format(""), tmp_path / NAME.format("ema-0.9-")

@@ -231,7 +231,7 @@ def test_a_tolerance_of_ones_own(tmp_path):
 
 
 class Foreign(Form):
-    def written(self, x):
+    def compute(self, x):
         return torch.onnx.ops.symbolic("mine::Pwlu", (x,), dtype=x.dtype, shape=x.shape, version=1)
 
 
@@ -249,7 +249,7 @@ def test_a_sample_that_reaches_no_unit(tmp_path):
 
 
 def test_operators_of_others_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("pwlu.deploy.onnx_export._units", lambda *_: None)
+    monkeypatch.setattr("pwlu.deploy.onnx_export._check_units_alone", lambda *_: None)
     monkeypatch.setitem(FORMS, "elements", Foreign)
     with pytest.raises(RuntimeError, match="operators that are not part of ONNX: mine::Pwlu"):
         export_onnx(network(), IMAGES, tmp_path / "model.onnx")

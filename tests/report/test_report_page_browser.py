@@ -19,7 +19,7 @@ LEARNED = "document.getElementById('learned').getAttribute('d')"
 CAPTION = "document.getElementById('caption').textContent"
 LAYERS = (
     "(async () => { const data = JSON.parse(document.getElementById('data').textContent);"
-    "return read(data, await inflated(data.bytes)); })()"
+    "return read(data, await inflate(data.bytes)); })()"
 )
 
 

@@ -11,7 +11,7 @@ from rule_functions import HEIGHTS, LEFT_SLOPE, Layers
 from torch import Tensor
 
 from pwlu.initial_functions import InitialFunction
-from pwlu.learning.curvature import _rows
+from pwlu.learning.curvature import parameter_indices
 from pwlu.module import PWLU
 
 OBSERVED_STEPS = 8  # the last steps of an epoch, over which mean and standard deviation of inputs are measured
@@ -56,7 +56,7 @@ class Bank:
         self.weights = [unit.weight for unit in self.units]
         self.lengths = [weight.numel() for weight in self.weights]
         device = self.weights[0].device
-        self.rows = _rows(tuple(self.lengths), self.intervals, device)
+        self.rows = parameter_indices(tuple(self.lengths), self.intervals, device)
         self.layers = Layers.of([unit.channels for unit in self.units], device)
 
     def table(self, tensors: Iterable[Tensor]) -> Tensor:

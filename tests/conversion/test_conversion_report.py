@@ -56,7 +56,7 @@ def small():
         (small(), {"to": "rleu"}, "'rleu' is not known. Write one of relu, swish"),
         (small(), {"to": 3}, r"to must be the name of an activation or a function of \(channels, site\), not 3"),
         (small(), {"init": "rleu"}, "init 'rleu' is not known"),
-        (small(), {"intervals": 0}, "intervals must be a whole number of at least 1"),
+        (small(), {"intervals": 0}, "intervals must be an integer of at least 1"),
         (small(), {"bounds": (3, -3)}, "bounds must be finite with left < right"),
         (small(), {"kinds": "tanh", "to": lambda *_: 3}, "to= must return a module, but for 1 it returned 3"),
         (

@@ -139,6 +139,6 @@ def test_the_operators_of_a_form_are_those_on_the_page(form, tmp_path):
     assert counted(row, 5) == (sum(found.values()), found)
     if form == "clips":
         text = (DOCS / "when-not.md").read_text()
-        names, total = re.search(r'`form="clips"` needs (.*) alone, (.*) of them a PWLU', text).groups()
+        names, total = re.search(r'`form="clips"` needs only (.*), (.*) of them per PWLU', text).groups()
         assert set(re.split(", | and ", names)) == set(found)
         assert counted(total, 5)[0] == sum(found.values())

@@ -96,7 +96,7 @@ def test_after_fusing():
 
 def test_fusing_in_phase_one_is_a_warning():
     model, *_ = controlled(steps=1)
-    with pytest.warns(UserWarning, match="fuse_: 1, 3 ended in Phase I and learned nothing"):
+    with pytest.warns(UserWarning, match="fuse_: 1, 3 is still in Phase I and has not learned"):
         pwlu.fuse_(copy.deepcopy(model))
 
 

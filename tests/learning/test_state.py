@@ -181,7 +181,9 @@ def test_a_state_of_a_later_version(monkeypatch):
     monkeypatch.setattr(pwlu.PWLU, "_version", 2)
     later = pwlu.PWLU(4).state_dict()
     monkeypatch.undo()
-    with pytest.raises(RuntimeError, match=r"saved by a later version of pwlu, in format 2 .* reads format 1: update pwlu"):
+    with pytest.raises(
+        RuntimeError, match=r"written by a later version of pwlu, in format 2 .* reads formats up to 1: update it"
+    ):
         pwlu.PWLU(4).load_state_dict(later)
     pwlu.PWLU(4).load_state_dict(state)
 

@@ -244,7 +244,7 @@ def _made(row: dict[str, Any], model: nn.Module, again: bool) -> _Unit:
         method, (line, column), child, of_tensor, digest = edit
         edit = rewrite.Edit(str(method), (int(line), int(column)), str(child), bool(of_tensor), str(digest))
         if not child.isidentifier() or row["name"].rpartition(".")[2] != child:
-            raise ValueError(f"{child!r} is no name of a child")
+            raise ValueError(f"{child!r} is not the name of a child module")
     return _Unit(str(row["name"]), unit, edit)
 
 

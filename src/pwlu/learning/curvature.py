@@ -46,7 +46,7 @@ def curvature(model: nn.Module) -> Tensor:
         alike[unit.intervals, unit.weight.device, unit.weight.dtype].append(gathered(unit.weight))
     sums: list[Tensor] = []
     for (intervals, device, _), weights in alike.items():  # few operators, even for hundreds of units
-        rows = _parameter_indices(tuple(weight.shape[0] for weight in weights), intervals, device)
+        rows = parameter_indices(tuple(weight.shape[0] for weight in weights), intervals, device)
         left, right, left_slope, right_slope, heights = torch.cat(weights)[rows].split([1, 1, 1, 1, intervals + 1], 1)
         step = (right - left) / intervals
         rises = torch.cat([left_slope * step, heights.diff(), right_slope * step], 1)
@@ -55,7 +55,7 @@ def curvature(model: nn.Module) -> Tensor:
 
 
 @functools.lru_cache(64)
-def _parameter_indices(lengths: tuple[int, ...], intervals: int, device: torch.device) -> Tensor:
+def parameter_indices(lengths: tuple[int, ...], intervals: int, device: torch.device) -> Tensor:
     """Return the indices of the N + 5 parameters of each function in the concatenated weights: (functions, N + 5)."""
     found = []
     for places in torch.arange(sum(lengths)).split(lengths):

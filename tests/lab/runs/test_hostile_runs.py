@@ -217,7 +217,7 @@ def test_a_file_that_is_a_folder(run, capsys):
         ({"count": []}, "count of '2' must be 8 numbers"),
         ({"histogram": [[1] * 32] * 7 + [[1, 2]], "low": [0] * 8, "high": [1] * 8}, "the histograms of '2' must have 32 bars"),
         ({"histogram": []}, "low of '2' must be 0 numbers"),
-        ({"name": 7}, "names of units must be texts"),
+        ({"name": 7}, "names of units must be strings"),
     ],
 )
 def test_an_alignment_that_is_none(run, capsys, changes, wrong):

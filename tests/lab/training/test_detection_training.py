@@ -148,7 +148,7 @@ def test_a_run_that_was_stopped_goes_on(objects, uninterrupted, tmp_path, monkey
     monkeypatch.setattr(Trainer, "step", step)
     (path,) = tmp_path.iterdir()
     assert RunFolder(path).checkpoints()[-1].name.startswith("step-00000003-")
-    monkeypatch.setattr(loop, "write_report", lambda *_: None)  # it takes long, and is compared with nothing
+    monkeypatch.setattr(loop, "write_report", lambda *_, **__: None)  # it takes long, and is compared with nothing
     assert train("--resume", path) == 0
     assert_same_run(RunFolder(path), uninterrupted)
 

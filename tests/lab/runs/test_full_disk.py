@@ -159,7 +159,7 @@ def test_no_space_left(tmp_path, monkeypatch, capsys, finished, where, saved, er
     if saved is None:
         assert "Nothing of the run is saved yet" in text
     else:
-        assert re.search(rf"The run stands at step-{saved:08d}-\w{{8}}.pt", text)
+        assert re.search(rf"The last checkpoint is step-{saved:08d}-\w{{8}}.pt", text)
     assert not list(tmp_path.rglob("*.partial"))
     assert train("--resume", path) == 0
     assert_same_run(RunFolder(path), finished)

@@ -93,7 +93,7 @@ def check_tables(x: Tensor, left: Tensor, inv_step: Tensor, slopes: Tensor, offs
 
 
 def check_norm_input(x: Tensor, *rest: Any) -> None:
-    """Check that x can be normalized per channel, and that running statistics are given if it is not training."""
+    """Check that x can be normalized per channel, and that eval mode has running statistics."""
     check_input(x)
     if x.ndim < 2:
         raise ValueError(f"pwlu: x must have the shape (batch, channels, ...) to be normalized, not {tuple(x.shape)}")

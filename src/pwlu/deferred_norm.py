@@ -1,8 +1,9 @@
-"""A batch norm that waits for the unit behind it, so that both take one pass over memory.
+"""Defer a batch norm until the PWLU after it runs, so that both take one pass over memory.
 
-A norm that :func:`pwlu.fuse_norms_` has chosen returns a :class:`Deferred` in place of its output. An addition is remembered,
-and a :class:`pwlu.PWLU` computes norm, addition and function by one operator. Whatever else is done with a Deferred computes
-the output of the norm first, as torch does, and goes on with that. So a model stays right wherever it goes.
+A norm that :func:`pwlu.fuse_norms_` has fused returns a :class:`Deferred` instead of a tensor. Adding a tensor to a Deferred
+gives another Deferred. A :class:`pwlu.PWLU` that gets a Deferred computes norm, addition and function in one operator. Any
+other use first computes the output of the norm as PyTorch does, and continues with that tensor. So the results are right
+whatever the model does with the output.
 """
 
 import functools
@@ -20,23 +21,23 @@ from torch.utils._pytree import tree_map_only
 
 from pwlu import checks, norm_ops, reference
 
-_functional, _autograd = cast("Any", F), cast("Any", torch._C._autograd)  # with what they do not declare
+_functional, _autograd = cast("Any", F), cast("Any", torch._C._autograd)  # Any: they have undeclared private names
 
 
 def plain_forward(norm: Any, x: Tensor) -> Tensor:
-    """Return the output of a norm as torch computes it, without the activation that timm's classes apply as well."""
+    """Return the output of a norm as PyTorch computes it, without the activation that timm's classes also apply."""
     of_torch: Any = nn.SyncBatchNorm.forward if isinstance(norm, nn.SyncBatchNorm) else _BatchNorm.forward
     return of_torch(norm, x)
 
 
 class DeferredNorm:
-    """What :func:`pwlu.fuse_norms_` adds to the class of a norm: see :func:`deferring`."""
+    """Base class that :func:`pwlu.fuse_norms_` adds to the class of a norm; see :func:`deferring`."""
 
-    original: type[nn.Module]  # the class of the norm without this one
-    applies_activation: bool  # timm's classes do
+    original: type[nn.Module]  # the class of the norm before fuse_norms_
+    applies_activation: bool  # True for timm's classes
 
     def forward(self: Any, x: Any) -> Any:
-        """Return a Deferred, or what the norm itself returns."""
+        """Return a Deferred, or the output of the original class if the norm cannot be deferred."""
         if not self.applies_activation:
             return Deferred(self, x) if _can_defer(self, x) else self.original.forward(self, x)
         if not _can_defer(self, x):
@@ -47,11 +48,11 @@ class DeferredNorm:
         return self.original.__name__
 
     def extra_repr(self) -> str:
-        """Say that the norm is fused."""
+        """Return the original text, and say that the norm is fused."""
         return f"{super().extra_repr()}, fused with the PWLU behind it"  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class has no name by which pickle could find it.
+        # pickle cannot find the class by name, because it is created at run time.
         return _rebuild, (self.original,), self.__getstate__()
 
 
@@ -62,7 +63,11 @@ def _rebuild(original: type[nn.Module]) -> Any:
 
 @functools.cache
 def deferring(original: Any) -> type[Any]:
-    """Return the class of norms of this class that wait for a unit; ValueError says why there is none."""
+    """Return the subclass of a norm class that defers its output.
+
+    Raises:
+        ValueError: if the class has its own forward, which cannot be deferred.
+    """
     own = original.forward
     with_activation = original.__module__.startswith("timm.") and original.__name__ in ("BatchNormAct2d", "SyncBatchNormAct")
     if not with_activation and own not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
@@ -75,13 +80,13 @@ def deferring(original: Any) -> type[Any]:
 
 
 def _can_defer(norm: Any, x: Any) -> bool:
-    """Return whether nobody but a unit looks at the output of a norm: no hook, no tracer, no transform."""
+    """Return whether only a PWLU can see the output of a norm: no hook, no tracer, no transform."""
     if norm.recorder is not None:
         return True
     if type(x) is not Tensor or x.dtype not in checks.FLOATS or has_hooks(norm):
         return False
     for unit in norm.units:
-        if has_hooks(unit) or not hasattr(unit, "statistics"):  # a fused one has none
+        if has_hooks(unit) or not hasattr(unit, "statistics"):  # FusedPWLU has no statistics
             return False
     if torch.compiler.is_compiling():
         return is_compiled() and not isinstance(norm, nn.SyncBatchNorm)
@@ -95,13 +100,13 @@ def _can_defer(norm: Any, x: Any) -> bool:
 
 
 def is_compiled() -> bool:
-    """Return whether torch.compile, and not torch.export, sees the call."""
-    # the flag, because in torch 2.11 is_exporting() is true for whatever torch.compile sees
+    """Return whether torch.compile, and not torch.export, traces the call."""
+    # Read the flag, because in torch 2.11 is_exporting() is also true under torch.compile.
     return torch.compiler.is_dynamo_compiling() and not torch.compiler._is_exporting_flag
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether somebody watches the module."""
+    """Return whether the module has forward or backward hooks."""
     of = module.__dict__
     return bool(of["_forward_hooks"] or of["_forward_pre_hooks"] or of["_backward_hooks"] or of["_backward_pre_hooks"])
 
@@ -111,19 +116,22 @@ def _version(tensor: Tensor) -> int:
 
 
 class Deferred:
-    """The output of a norm that is not computed yet, or its sum with a residual, which may be the output of another norm."""
+    """The output of a norm that is not computed yet, or the sum of that output and a residual.
+
+    The residual is a tensor or the Deferred of another norm.
+    """
 
     def __init__(self, norm: Any, x: Tensor) -> None:
         self.norm, self.x = norm, x
         self.residual: Tensor | Deferred | None = None
         self._versions = (_version(x), 0)
         self._value: Tensor | None = None
-        self._done = [False]  # whether the running statistics have followed this batch; sums have the same list
+        self._done = [False]  # whether this batch has updated the running statistics; a list, shared with sums
 
-    # What a unit asks for.
+    # For the PWLU that gets this object.
 
     def activate(self, unit: Any) -> Tensor:
-        """Return the unit's output: norm, addition and function in one pass, or apart where that is not possible."""
+        """Return the output of a unit: norm, addition and function in one pass if possible, else separately."""
         statistics, channels = unit._modules["statistics"], self.x.shape[1]
         observes = statistics.phase == 1 and unit.training
         weight = unit.effective_weight()
@@ -144,18 +152,18 @@ class Deferred:
             return self._act(residual, weight, unit.intervals, statistics.pool if observes else None)[0]
 
     def _act(self, residual: Tensor | None, weight: Tensor, intervals: int, pool: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return y and the norm."""
+        """Return y and the norm (4, C), and update the running statistics."""
         self._check_versions()
         self._done[0] = True
         x, norm = self.x, self.norm
-        # Attributes of modules are slow, and this runs for every norm in every step.
+        # Attribute access on modules is slow, and this code runs for every norm in every step.
         parameters, buffers = norm._parameters, norm._buffers
         norm._check_input_dim(x)
         mean, variance, batches, factor = buffers["running_mean"], buffers["running_var"], None, norm.momentum or 0.0
         batch = self._of_batch()
         if batch and x.numel() == x.shape[1]:
             _functional._verify_batch_size(list(x.size()))
-        if norm.training:  # as torch's batch norm does it
+        if norm.training:  # the rules of torch.nn.BatchNorm
             if not norm.track_running_stats:
                 mean = variance = None
             elif norm.momentum is None:
@@ -173,19 +181,20 @@ class Deferred:
         return bool(self.norm.training or self.norm._buffers["running_mean"] is None)
 
     def _added(self) -> tuple[Tensor, Any]:
-        """Return the tensor that this stands for, which is added to the output of another norm, and a context.
+        """Return the output of this norm, to be added to the output of another norm, and a context for that operator.
 
-        What is saved for the backward pass within the context does not hold that tensor, which is computed again there: from x,
-        which this norm's own derivative holds anyway, by the same kernel and so with the same bits.
+        Inside the context, autograd does not save the output. The backward pass computes it again from x, which the derivative
+        of this norm saves anyway. The same kernel computes it both times, so the bits are the same.
         """
         x, version, gamma = self.x, _version(self.x), self.norm._parameters["weight"]
-        # In evaluation nothing is held, a compiler decides itself what to hold, and sharded parameters are left to torch.
+        # Save the output as usual in evaluation, under torch.compile (which decides itself what to save), and if parameters
+        # are sharded.
         if not self._of_batch() or torch.compiler.is_compiling() or hasattr(type(gamma), "full_tensor"):
             return self.value(), nullcontext()
-        recording = self.norm.recorder is not None  # on fake tensors, which no cache may hold
+        recording = self.norm.recorder is not None  # may run on fake tensors, which must not get into a cache
         weight = (_identity.__wrapped__ if recording else _identity)(x.shape[1], reference.compute_dtype(x), x.device)
         value, norm = self._act(None, weight, 1, None)
-        hooked = _autograd._top_saved_tensors_default_hooks(False) is not None  # by gradient checkpointing, say
+        hooked = _autograd._top_saved_tensors_default_hooks(False) is not None  # for example by gradient checkpointing
         if recording or hooked or not _autograd._saved_tensors_hooks_is_enabled():
             return value, nullcontext()
         place = id(value)
@@ -205,7 +214,7 @@ class Deferred:
         return value, torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def _why_apart(self, unit: Any, weight: Tensor, observes: bool) -> str:
-        """Return why one pass cannot serve this unit; nothing if it can."""
+        """Return why norm and unit cannot run in one pass; an empty string if they can."""
         x = self.x
         dimensions, channels = x.dim(), unit.channels
         if dimensions < 2 or unit.channel_dim not in (1, 1 - dimensions):
@@ -230,10 +239,10 @@ class Deferred:
                 "it ran. Write pwlu.unfuse_norms_(model), or do not change it in place"
             )
 
-    # What everybody else asks for.
+    # For all other code.
 
     def value(self) -> Tensor:
-        """Return the tensor that this stands for."""
+        """Return the tensor that this object represents; compute it on the first call."""
         if self._value is None:
             self._check_versions()
             z = self._again() if self._done[0] else plain_forward(self.norm, self.x)
@@ -243,7 +252,7 @@ class Deferred:
         return self._value
 
     def _again(self) -> Tensor:
-        """Return the norm's output where the running statistics have followed this batch already."""
+        """Return the output of the norm if this batch has already updated the running statistics: do not update them again."""
         norm = self.norm
         batch = norm.training or (norm.running_mean is None and norm.running_var is None)
         if batch and _group(norm) is not None:
@@ -260,13 +269,17 @@ class Deferred:
                 self.residual._note(what)
 
     def add(self, other: Any) -> Any:
-        """Return the sum; one with a tensor of the same shape and type, or with the output of another norm, waits, too."""
+        """Return the sum.
+
+        It is a Deferred if `other` is a tensor of the same shape, dtype and device, or the Deferred of another norm. Otherwise
+        it is a tensor.
+        """
         x, waits = self.x, isinstance(other, Deferred)
         fits = (waits or isinstance(other, Tensor)) and self.residual is None and not self._done[0]
         fits = fits and (other.shape, other.dtype, other.device) == (x.shape, x.dtype, x.device)
         if waits and other.norm is self.norm:
             self._note("an addition with another output of the same norm")
-            return self.value() + other.value()  # running statistics follow in this order
+            return self.value() + other.value()  # both update the running statistics, in this order
         if waits and not (fits and other.residual is None and not other._done[0]):
             other._note("an addition with another norm")
             other, waits = other.value(), False
@@ -282,17 +295,17 @@ class Deferred:
 
     @property
     def shape(self) -> torch.Size:
-        """Return the shape of the tensor that this stands for."""
+        """Return the shape of the tensor that this object represents."""
         return self.x.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of the tensor that this stands for."""
+        """Return the dtype of the tensor that this object represents."""
         return self.x.dtype
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the tensor that this stands for."""
+        """Return the device of the tensor that this object represents."""
         return self.x.device
 
     def __getattr__(self, name: str) -> Any:
@@ -344,13 +357,13 @@ Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 @functools.cache
 def _identity(channels: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the weight of a unit with one interval that returns its input, to the last bit."""
+    """Return the weight of a PWLU with one interval whose output is exactly its input."""
     zeros, ones = (make(channels, dtype=dtype, device=device) for make in (torch.zeros, torch.ones))
     return reference.pack(zeros, ones, torch.stack([zeros, ones], 1), ones, ones)
 
 
 def _group(norm: Any) -> "dist.ProcessGroup | None":
-    """Return the processes over which a norm takes its statistics; None if it does not."""
+    """Return the process group over which a norm computes its statistics; None if it uses only this process."""
     if not isinstance(norm, nn.SyncBatchNorm) or not norm.training or not (dist.is_available() and dist.is_initialized()):
         return None
     group: Any = norm.process_group or dist.group.WORLD

@@ -22,7 +22,7 @@ def _block(name: str, shape: str) -> property:
 
     def get(unit: "PWLU") -> Tensor:
         view: Tensor = getattr(unit.blocks(), name)
-        view.requires_grad_ = _refuse_to_freeze  # type: ignore[assignment,method-assign]  # torch's own error does not help
+        view.requires_grad_ = _refuse_to_freeze  # type: ignore[assignment,method-assign]  # the error of torch gives no hint
         return view
 
     def set(unit: "PWLU", value: Any) -> None:
@@ -58,8 +58,8 @@ class PWLU(nn.Module):
 
     Attributes:
         statistics: the running statistics of the input, for :class:`pwlu.TwoPhase`.
-        phase: 0 without a :class:`pwlu.TwoPhase`, else the phase, 1 or 2. The output depends on the weight only, in every
-            phase.
+        phase: 0 without a :class:`pwlu.TwoPhase`, else the phase, 1 or 2. The phase does not change the
+            output.
 
     Raises:
         ValueError: if an argument is not valid, or no knots can lie on the kinks of the initial function.
@@ -335,7 +335,7 @@ def require_units(caller: str, model: Any) -> dict[str, PWLU]:
 
 
 def gathered(parameter: Tensor) -> Tensor:
-    """Return the full tensor of a parameter that may be sharded by fully_shard. Autograd goes through the gathering."""
+    """Return the full tensor of a parameter that may be sharded by fully_shard. The gathering is differentiable."""
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
@@ -395,6 +395,6 @@ def _check_bounds(bounds: Any, dtype: torch.dtype | None) -> tuple[float, float]
     except (TypeError, ValueError):
         raise ValueError(f"PWLU: bounds must be two numbers such as (-3.0, 3.0), not {bounds!r}") from None
     stored, largest = torch.finfo(dtype or torch.get_default_dtype()), max(abs(left), abs(right))
-    if not (stored.eps * largest < right - left <= stored.max and largest <= stored.max):  # a tensor could be fake
+    if not (stored.eps * largest < right - left <= stored.max and largest <= stored.max):  # not a tensor: it could be fake
         raise ValueError(f"PWLU: bounds must be finite with left < right, such as (-3.0, 3.0), not ({left:g}, {right:g})")
     return left, right

@@ -1,20 +1,25 @@
-"""The operators of a unit behind a batch norm: y = PWLU(z) with z = gamma (x - m)/sqrt(v + eps) + beta (+ residual).
+"""Define the operators for a batch norm followed by a PWLU.
 
-    normalization(x, state...) -> norm                                         one pass over x; the state follows
-    norm_of(x, gamma, beta, mean, variance, eps) -> norm                       one pass, or none where these are given
-    norm_forward(x, residual, norm, weight, intervals) -> y                    one pass
-    norm_observe(x, residual, norm, weight, intervals, pool) -> y              the same, and moments of z are added to a pool
+They compute y = PWLU(z) with z = gamma (x - m)/sqrt(v + eps) + beta (+ residual)::
+
+    normalization(x, state...) -> norm                              update the state; one pass over x
+    norm_of(x, gamma, beta, mean, variance, eps) -> norm            change nothing; no pass if mean and variance are given
+    norm_forward(x, residual, norm, weight, intervals) -> y         one pass
+    norm_observe(x, residual, norm, weight, intervals, pool) -> y   the same, and add the moments of z to the pool
     norm_backward(grad, x, residual, norm, weight, intervals) -> gradient of z, sums of the norm, gradient of the weight
     norm_input(grad, x, norm, weight, intervals, sums, count, of_z) -> gradient of x
-    norm_act(x, residual, weight, intervals, state...) -> y, norm              the first two, with the others as derivative
+    norm_act(x, residual, weight, intervals, state...) -> y, norm   the norm and y, with a derivative
 
-See ``reference.py`` for what they compute, and ``NormState`` for the state of a norm: its parameters, running statistics and so
-on, which follow the batch in training. ``x`` and ``weight`` have the same channels, in dimension 1 of x. ``norm_act`` holds
-x, the residual and the norm for the backward pass: neither z nor the output of the norm exists in memory.
+``reference.py`` defines what they compute, and what a norm is: four vectors (4, C). ``NormState`` lists the state: parameters,
+running statistics and so on. In training, the batch updates it. The channels are dimension 1 of ``x``, and ``weight`` has the
+same number of channels. ``norm_act`` saves x, the residual and the norm for the backward pass. It never stores z or the output
+of the norm.
 
-There are two operators each, because torch's Inductor cannot compile one that changes arguments if all of those are None.
+Inductor cannot compile an operator that changes its arguments if all of those are None. So there are two operators each:
+``normalization`` and ``norm_observe`` change arguments, ``norm_of`` and ``norm_forward`` do not.
 
-A pool takes the moments of z, for Phase I. Behind a norm of the batch alone they follow from gamma, beta and v, without a pass.
+A pool collects the moments of z in Phase I. In training and without a residual, they follow from gamma, beta and v, so no pass
+over z is needed.
 """
 
 from collections.abc import Sequence
@@ -28,7 +33,7 @@ from pwlu import checks, ops, reference
 from pwlu.kernels import dispatch, eager
 from pwlu.kernels.layout import NormState
 
-_STATE = (  # NormState
+_STATE = (  # the fields of NormState
     "Tensor? gamma, Tensor? beta, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, "
     "float factor, float eps, bool training, Tensor(d!)? pool"
 )
@@ -48,7 +53,7 @@ normalization, norm_of, norm_forward, norm_observe, norm_backward, norm_input, n
 )
 
 
-# Shapes.
+# Checks and output shapes, for fake tensors.
 
 
 def _fake_normalization(x: Tensor, *rest: Any) -> Tensor:
@@ -79,11 +84,11 @@ def _fake_act(x: Tensor, residual: Tensor | None, weight: Tensor, intervals: int
     return torch.empty_like(x), _fake_normalization(x, *state)
 
 
-# Serving.
+# Implementations.
 
 
 def _constant(gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None, variance: Tensor | None, eps: float) -> NormState:
-    """Return the state of a norm in which nothing changes."""
+    """Return the state of a norm that has nothing to update."""
     return NormState(gamma, beta, mean, variance, None, 0.0, eps, mean is None, None)
 
 
@@ -92,7 +97,7 @@ def _of(x: Tensor, *rest: Any) -> Tensor:
 
 
 def _normalization_once(x: Tensor, *rest: Any) -> Tensor:
-    """Count the input once: not when gradient checkpointing runs forward again."""
+    """Add each input to the pool once: not again when gradient checkpointing reruns the forward pass."""
     *state, pool = rest
     return dispatch.normalization(x, *state, None if ops.is_rerun() else pool)
 
@@ -108,7 +113,7 @@ def _observe_once(x: Tensor, *rest: Any) -> Tensor:
 
 def _act(x: Tensor, residual: Tensor | None, weight: Tensor, intervals: int, *rest: Any) -> tuple[Tensor, Tensor]:
     state = NormState(*rest)
-    follows = state.training and residual is None  # the moments of z follow from the norm
+    follows = state.training and residual is None  # then the moments of z follow from the norm
     pool = state.pool if follows else None
     if state.training and any(t is not None for t in (state.running_mean, state.running_var, state.batches, pool)):
         norm = normalization(x, *state._replace(pool=pool))
@@ -128,7 +133,7 @@ def _apply(x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, int
 
 
 class _NormAct(torch.autograd.Function):
-    """norm_act; with a process group, the statistics and the sums of the norm are those of all its processes."""
+    """Differentiate norm_act. With a process group, the statistics and sums of the norm cover all processes of the group."""
 
     @staticmethod
     def forward(
@@ -162,7 +167,7 @@ class _NormAct(torch.autograd.Function):
         if grad is not None:
             found = _twice(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
         if ctx.still and ctx.needs_input_grad[3]:
-            found[2] = torch.zeros_like(weight)  # zero, but not missing: DistributedDataParallel waits for it
+            found[2] = torch.zeros_like(weight)  # not None: DistributedDataParallel waits for a gradient
         x, residual, weight, gamma, beta = found
         return (None, x, residual, weight, None, gamma, beta, *[None] * (len(ctx.needs_input_grad) - 7))
 
@@ -212,10 +217,13 @@ def differentiable_backward(
     eps: float,
     training: bool,
 ) -> list[Tensor]:
-    """Return five gradients by plain torch, which can be differentiated once more; an empty tensor for a missing one."""
+    """Return the gradients of x, residual, weight, gamma and beta in plain PyTorch, so that they can be differentiated again.
+
+    A gradient that is not needed is an empty tensor.
+    """
     mean, variance = (None, None) if training else (norm[0], norm[1].square().reciprocal() - eps)
     with torch.enable_grad():
-        # Aliases: x may depend on the residual, and partial derivatives are asked for.
+        # Use aliases, to get partial derivatives even if x depends on the residual.
         tensors = [None if t is None else t.view_as(t) for t in (x, residual, weight, gamma, beta)]
         one, added, packed, of_gamma, of_beta = tensors
         assert one is not None and packed is not None  # noqa: PT018
@@ -226,7 +234,7 @@ def differentiable_backward(
 
 
 def _over_processes(group: "dist.ProcessGroup", x: Tensor, state: NormState) -> tuple[Tensor, int]:
-    """Return the norm and the number of elements per channel over all processes; running statistics follow."""
+    """Return the norm and the number of elements per channel over all processes, and update the running statistics."""
     own = torch.zeros(3, x.shape[1], dtype=reference.compute_dtype(x), device=x.device)
     ops.moments(x, 1, own)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -248,7 +256,7 @@ def _autograd_act(x: Tensor, residual: Tensor | None, weight: Tensor, intervals:
 
 
 def norm_act_of_processes(group: "dist.ProcessGroup", *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Call norm_act with statistics of all processes of a group."""
+    """Call norm_act with the statistics of all processes of a group."""
     return _NormAct.apply(group, *arguments)
 
 
@@ -280,4 +288,4 @@ ops.register_for_eager(
     "float eps, bool training) -> Tensor[]",
     differentiable_backward,
 )
-eager.load()  # after the operators were registered
+eager.load()  # must come after the registration of the operators

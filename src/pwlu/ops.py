@@ -171,9 +171,8 @@ def _autograd_moments(x: Tensor, channel_dim: int, pool: Tensor) -> None:
     below_autograd(moments, x.detach(), channel_dim, pool)
 
 
-# Gradient checkpointing runs forward again in the backward pass, where the input must not be counted a second time. The check
-# is
-# made when the operator runs, so that it also works in compiled code.
+# Gradient checkpointing reruns the forward pass inside the backward pass. Its input must not be counted a second time. The
+# check runs inside the operator, so that it also works in compiled code.
 
 
 def is_rerun() -> bool:

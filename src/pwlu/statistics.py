@@ -5,8 +5,8 @@ merges the pools of all processes, updates the running statistics, and clears th
 
     mu = 0.9 mu + 0.1 mean,   sigma = 0.9 sigma + 0.1 sqrt(M2/count)
 
-The first update copies mean and standard deviation. A channel keeps its statistics if its pool is empty or not finite; the
-latter is counted in ``dropped``.
+The first update copies mean and standard deviation. A channel keeps its statistics if its pool is empty or not finite.
+``dropped`` counts the pools that are not finite.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""fuse_norms_: batch norm, addition and PWLU in one pass over memory, for training."""
+"""Fuse batch norms with the PWLUs after them: norm, addition and PWLU take one pass over memory in training."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -18,7 +18,14 @@ from pwlu.text import columns, counted
 
 @dataclass
 class NormSite:
-    """A batch norm: its name, the names of the units behind it, whether something is added between, and why it is not fused."""
+    """A batch norm of a model.
+
+    Attributes:
+        norm: its name.
+        units: the names of the PWLUs that get its output.
+        added: whether something is added to its output before the PWLU.
+        reason: why it is not fused; empty if it is.
+    """
 
     norm: str
     units: list[str] = field(default_factory=list)
@@ -27,13 +34,13 @@ class NormSite:
 
     @property
     def fused(self) -> bool:
-        """Return whether norm and unit run in one pass."""
+        """Return whether the norm and its PWLU run in one pass."""
         return not self.reason
 
 
 @dataclass
 class NormReport:
-    """Every batch norm of a model. Prints as a table; iterates over sites."""
+    """A report of every batch norm of a model. Printing it shows a table; iterating over it gives the sites."""
 
     model: str
     sites: list[NormSite]
@@ -59,7 +66,7 @@ class NormReport:
 
 
 class _Recorder:
-    """Notes what becomes of the outputs of all norms while a copy of the model runs."""
+    """Record where the outputs of all norms go while a copy of the model runs."""
 
     def __init__(self, model: nn.Module) -> None:
         self.names: dict[Any, str] = {module: name for name, module in model.named_modules()}
@@ -69,36 +76,38 @@ class _Recorder:
         return self.sites.setdefault(self.names[norm], NormSite(self.names[norm]))
 
     def paired(self, deferred: Deferred, unit: PWLU) -> None:
-        """Note that a unit took an output."""
+        """Record that a unit used the output of a norm."""
         residual, name = deferred.residual, self.names[unit]
         for site in map(self.site, [deferred.norm, *([residual.norm] if isinstance(residual, Deferred) else [])]):
             site.units += [] if name in site.units else [name]
             site.added |= residual is not None
 
     def used(self, deferred: Deferred, what: str) -> None:
-        """Note that something else took an output."""
+        """Record that something other than a unit used the output of a norm."""
         self.site(deferred.norm).reason = f"its output goes to {what}"
 
 
 def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
-    """Let every batch norm whose output goes to one PWLU alone run in one pass with it, in training, in place.
+    """Fuse every batch norm whose output goes only to one PWLU with that PWLU, in place, to speed up training.
 
-    A pass over memory is what such layers cost: the pair reads and writes an activation 13 times in a step of training, one
-    pass of both 8 times; with an addition in between 11 instead of 16. Where two norms are added, neither
-    output is held for the backward pass. Nothing else changes: parameters, buffers, their names and the state dict stay as
-    they are, and so do optimizers and hooks. :func:`unfuse_norms_` takes it back.
+    Memory traffic dominates the cost of these layers. In a training step, a separate norm and PWLU read or write an activation
+    13 times; fused, they do so 8 times. With an addition in between, it is 11 times instead of 16. If the outputs of two norms
+    are added, neither output is saved for the backward pass. Nothing else changes: parameters, buffers, their names, the state
+    dict, optimizers and hooks stay as they are. :func:`unfuse_norms_` undoes the fusion.
 
     Args:
-        model: with PWLUs. Wrap it afterwards (DistributedDataParallel, fully_shard, torch.compile).
+        model: a model with PWLUs. Wrap it afterwards (DistributedDataParallel, fully_shard, torch.compile).
         sample: what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments. A copy of
             the model runs on it.
 
     Returns:
-        A report of every batch norm: fused with which unit, with or without an addition, or why not.
+        A report of every batch norm: the PWLU that it is fused with, whether there is an addition in between, or why it is not
+        fused.
 
-    Batch norms (1d, 2d, 3d, SyncBatchNorm, timm's BatchNormAct2d) are found by what becomes of their outputs. z = norm(x) + r
-    is computed in float32 and not rounded to 16 bits on its way, so in bfloat16 results differ from those of the pair by such
-    a rounding. Where norm or unit have hooks, in torch.export and in tracing, both run apart, as they would without this.
+    The function runs a copy of the model and records where the output of each batch norm goes. It supports BatchNorm1d, 2d and
+    3d, SyncBatchNorm, and timm's BatchNormAct2d. With 16-bit inputs, z = norm(x) + r stays in float32 instead of being rounded
+    to 16 bits, so results differ from those of separate layers by that rounding. If the norm or the PWLU has hooks, and in
+    torch.export and tracing, both run separately, as without this function.
     """
     units = require_units("fuse_norms_", model)
     check_unwrapped("fuse_norms_", model)
@@ -129,7 +138,7 @@ def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
 
 
 def _recorded(model: nn.Module, sample: Any, classes: dict[str, type]) -> dict[str, NormSite]:
-    """Run a copy of the model whose norms all wait, and return what became of them."""
+    """Run a copy of the model in which all norms defer their outputs, and return a site for each norm."""
     runs, failure = Runs(model, sample), None
     for real in (False, True):
         try:
@@ -153,7 +162,7 @@ def _recorded(model: nn.Module, sample: Any, classes: dict[str, type]) -> dict[s
 
 
 def _check(site: NormSite, modules: dict[str, nn.Module]) -> None:
-    """Add the reasons that lie in the modules themselves."""
+    """Set the reason if the modules themselves prevent fusion: hooks, or a subclass of PWLU."""
     if site.reason:
         return
     if not site.units:
@@ -165,7 +174,7 @@ def _check(site: NormSite, modules: dict[str, nn.Module]) -> None:
 
 
 def unfuse_norms_(model: nn.Module) -> list[str]:
-    """Let every batch norm run by itself again; return the names of those that :func:`fuse_norms_` had fused."""
+    """Undo :func:`fuse_norms_`: every batch norm runs separately again. Return the names of the norms that were fused."""
     require_model("unfuse_norms_", model)
     names = []
     for name, module in model.named_modules():

@@ -170,7 +170,7 @@ def _hooks(model: nn.Module) -> Iterator[dict[int, Any]]:
 
 
 def _is_torch_hook(hook: Any) -> bool:
-    """Return whether torch registered the hook, as for weight norm and pruning: without it the model computes otherwise."""
+    """Return whether torch registered the hook, as for weight norm and pruning: without it, results would differ."""
     hook = getattr(hook, "func", hook)  # unwrap a partial
     return any(str(getattr(of, "__module__", "")).split(".")[0] == "torch" for of in (hook, *type(hook).__mro__))
 

@@ -1,4 +1,4 @@
-"""Save a converted model, and load it into one that was not converted: weights and conversion in one safetensors file.
+"""Save a converted model, and load it into an unconverted one. One safetensors file holds the weights and the conversion.
 
 The conversion is JSON in the file's metadata: every PWLU by name, and the calls that were rewritten. Nothing is pickled.
 """
@@ -21,14 +21,14 @@ from pwlu.module import PWLU, require_units, units_of, unwrapped
 from pwlu.text import abbreviate
 from pwlu.version import __version__
 
-FORMAT = 1  # of the conversion
+FORMAT = 1  # format of the conversion in the metadata
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write the weights of a model with PWLUs, and how it was converted, to a safetensors file.
 
     :func:`load_into` reads the file. The weights have their usual names, so other tools can read them as well. The metadata
-    holds the format and the version of pwlu that wrote it: an older version refuses a format that it does not know.
+    holds the format and the version of pwlu that wrote the file. An older version refuses a format that it does not know.
 
     Args:
         model: a model that :func:`pwlu.convert_` converted to PWLUs, or that contains PWLUs of your own. Save it before
@@ -36,7 +36,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         path: the file. An existing file is replaced once the new one is complete.
 
     Raises:
-        ValueError: if the model has no PWLU, or has other activations that :func:`pwlu.convert_` put there.
+        ValueError: if the model has no PWLU, or if :func:`pwlu.convert_` inserted activations other than PWLUs.
         TypeError: if the state dict holds anything but plain tensors, as that of a sharded model does.
         ImportError: if safetensors is not installed.
 
@@ -58,7 +58,7 @@ def serialise(model: nn.Module) -> bytes:
 
 
 def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
-    """Convert a model as the model in the file was converted, and load its weights.
+    """Convert a model in the same way as the model in the file, and load the weights from the file.
 
     No sample is needed. Names and shapes are checked before anything is changed.
 
@@ -67,7 +67,7 @@ def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
         path: a file that :func:`save` wrote.
 
     Returns:
-        The names of the PWLUs that were put in.
+        The names of the PWLUs that were inserted.
 
     Raises:
         ValueError: if the file was not written by :func:`save`, was written in a later format, is damaged, or does not fit
@@ -114,7 +114,7 @@ def conversion_of(model: nn.Module) -> dict[str, Any]:
 
 
 def convert_as_(model: nn.Module, conversion: dict[str, Any]) -> list[str]:
-    """Convert a model as another was converted; return the names of the PWLUs that were put in.
+    """Convert a model in the same way as another model; return the names of the PWLUs that were inserted.
 
     Args:
         conversion: what :func:`conversion_of` returned for the other model.
@@ -134,7 +134,7 @@ def _row(name: str, unit: PWLU, edit: rewrite.Edit | None) -> dict[str, Any]:
     start = find_initial_function(unit.init)
     if INITIAL_FUNCTIONS.get(start.name) == start:
         init: Any = start.name
-    else:  # a function of the user, or one that differs between channels: store its lines between the knots
+    else:  # a user's function, or one that differs between channels: store the parameters of its PWLU
         rows = torch.cat(
             [block.reshape(unit.channels, -1) for block in reference.unpack(unit.initial_weight(), unit.intervals)], 1
         )
@@ -153,14 +153,14 @@ def _row(name: str, unit: PWLU, edit: rewrite.Edit | None) -> dict[str, Any]:
 
 
 class _Lines:
-    """An initial function known by its lines only: left, right, heights and slopes, per channel or for all channels."""
+    """An initial function that is stored as the parameters of a PWLU, per channel or for all channels."""
 
     def __init__(self, rows: list[list[float]]) -> None:
         table = torch.tensor(rows, dtype=torch.float64, device="cpu")
         self.blocks = table[:, 0], table[:, 1], table[:, 2:-2], table[:, -2], table[:, -1]
 
     def __call__(self, x: Tensor) -> Tensor:
-        repeats = len(x) // len(self.blocks[0]) if len(self.blocks[0]) > 1 else 1  # x may be of several units
+        repeats = len(x) // len(self.blocks[0]) if len(self.blocks[0]) > 1 else 1  # x may hold the inputs of several units
         left, right, heights, left_slope, right_slope = (
             block.to(x.device).repeat(repeats, *[1] * (block.ndim - 1)) for block in self.blocks
         )
@@ -190,7 +190,7 @@ def _checked(caller: str, conversion: Any) -> dict[str, Any]:
 
 
 def _units(caller: str, model: nn.Module, conversion: dict[str, Any]) -> list[_Unit]:
-    """Return the PWLUs to put into the model. Raise ValueError, before anything is changed, if they do not fit."""
+    """Return the PWLUs to insert into the model. Raise ValueError, before anything is changed, if they do not fit."""
     check_unwrapped(caller, model)
     there = units_of(model)
     try:

@@ -122,25 +122,25 @@ def _observe_in_two_passes(x: Tensor, weight: Tensor, intervals: int, channel_di
 observe = _served("observe", _observe_in_two_passes, check_observe)
 
 
-# Behind a batch norm. Where there is no kernel for all of it, torch normalises, and the kernels of a unit do the rest.
+# A batch norm followed by a PWLU. If no kernel does both, PyTorch normalizes, and the kernels of the PWLU do the rest.
 
 
 def follow_batch(state: NormState, count: int, mean: Tensor, m2: Tensor) -> Tensor:
-    """Return the norm of a batch with these moments; the running statistics, the number of batches and the pool follow it."""
+    """Return the norm of a batch with these moments. Update the running statistics, the number of batches and the pool."""
     for running, new in ((state.running_mean, mean), (state.running_var, m2 / max(count - 1, 1))):
         if running is not None:
             running.copy_((1 - state.factor) * running.to(new.dtype) + state.factor * new)
     if state.batches is not None:
         state.batches.add_(1)
     norm = reference.normalization(mean, m2 / count, state.gamma, state.beta, state.eps)
-    if state.pool is not None:  # z has the mean beta and the deviation gamma, but for eps
+    if state.pool is not None:  # apart from eps, z has mean beta and standard deviation gamma
         _, _, scale, shift = norm
         state.pool.copy_(reference.merge(state.pool, torch.tensor(count, device=mean.device), shift, m2 * scale.square()))
     return norm
 
 
 def plain_normalization(x: Tensor, *rest: Any) -> Tensor:
-    """Return the norm of x, which :func:`follow_batch` completes, or of the running statistics."""
+    """Return the norm: in training that of the batch (see :func:`follow_batch`), else that of the running statistics."""
     state, dtype = NormState(*rest), reference.compute_dtype(x)
     if not state.training:
         assert state.running_mean is not None and state.running_var is not None  # noqa: PT018  # checked
@@ -154,7 +154,7 @@ def plain_normalization(x: Tensor, *rest: Any) -> Tensor:
 def norm_forward_apart(
     x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int, pool: Tensor | None
 ) -> Tensor:
-    """Return y of the normalised x, and with a pool add the moments of z to that."""
+    """Return y of the normalized x, in two steps. If there is a pool, add the moments of z to it in place."""
     z = reference.normalize(x, residual, norm)
     y = forward(z, weight, intervals, 1) if pool is None else observe(z, weight, intervals, 1, pool)
     return _laid_out(x, y.to(x.dtype))
@@ -180,7 +180,7 @@ def norm_input_apart(
     count: float,
     of_z: bool,
 ) -> Tensor:
-    """Return the gradient of x; `of_z`: grad is the gradient of z, else that of y."""
+    """Return the gradient of x. `grad` is the gradient of z with `of_z`, else that of y."""
     if not of_z:
         z = reference.normalize(x, None, norm)
         grad, _ = backward(grad.to(z.dtype), z, weight, intervals, 1, True, False)
@@ -191,7 +191,10 @@ _normalization = _served("normalization", plain_normalization, checks.check_norm
 
 
 def normalization(x: Tensor, *rest: Any) -> Tensor:
-    """Return the norm; kernels take parameters and statistics in the type of the arithmetic, others are converted and back."""
+    """Return the norm, for parameters and statistics of any dtype.
+
+    Kernels need them in the compute dtype. So convert others before the call, and copy the updated ones back.
+    """
     state, dtype = NormState(*rest), reference.compute_dtype(x)
     vectors = {name: t for name, t in state._asdict().items() if isinstance(t, Tensor) and name != "batches"}
     converted = {name: t.to(dtype) for name, t in vectors.items()}

@@ -11,7 +11,10 @@ from torch import Tensor
 
 
 class NormState(NamedTuple):
-    """What a batch norm has besides its input, in the order in which operators take it. `factor`: of the running average."""
+    """The arguments of a batch norm other than its input, in the order of the operators.
+
+    `factor` is the weight of the new batch in the running statistics.
+    """
 
     gamma: Tensor | None
     beta: Tensor | None
@@ -54,14 +57,14 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def optional_addresses(*tensors: Tensor | None) -> list[int]:
-    """Where they are in memory; 0 for one that is missing."""
+    """Return the addresses of tensors; 0 for None."""
     return [0 if tensor is None else addresses([tensor])[0] for tensor in tensors]
 
 
 def note_changes(state: NormState) -> None:
-    """Count the changes in place that a norm of a batch makes; of running statistics torch counts none either.
+    """Increment the version counters of the tensors that a norm has changed in place, except the running statistics.
 
-    It holds them for the backward pass of a norm that is called twice.
+    PyTorch's batch norm does not increment those either: autograd may have saved them for an earlier call of the same norm.
     """
     for changed in (state.batches, state.pool):
         if state.training and changed is not None:

@@ -1,4 +1,4 @@
-"""Optimizer helpers for TwoPhase: unwrap an optimizer, and create the optimizer state of units that did not learn yet."""
+"""Optimizer helpers for TwoPhase: unwrap an optimizer, and create the optimizer state of units that have not learned yet."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -44,7 +44,7 @@ def add_momentum_buffers(optimizer: Optimizer, units: Iterable[PWLU]) -> None:
 
 @torch.no_grad()
 def complete_state(optimizer: Optimizer, units: Iterable[PWLU]) -> None:
-    """Create the optimizer state of units as it will be at their first step.
+    """Create the optimizer state of units that have not learned yet, as it is before their first step.
 
     In Phase I units have no gradients, so an optimizer has no state for them. torch.distributed.checkpoint cannot load such an
     incomplete state. To create it, run one step of the optimizer with zero gradients and no weight decay.

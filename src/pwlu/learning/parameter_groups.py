@@ -29,7 +29,7 @@ def parameter_groups(
         lr_factor: the learning rate of PWLUs divided by ``lr``. Default: 1.0.
         norm_weight_decay: the weight decay of the parameters of normalization layers, as a third group. Default: None, which
             puts them among the other parameters. Before a ReLU their scale hardly matters, because ReLU(c x) = c ReLU(x).
-            Before a PWLU, weight decay shrinks the inputs away from the bounds; 0 prevents this.
+            Before a PWLU, weight decay shrinks the inputs until they no longer reach the bounds; 0 prevents this.
 
     Returns:
         A list of dicts with the keys ``params``, ``lr``, ``weight_decay`` and ``name``. The names are "weights", "norms" and

@@ -32,7 +32,7 @@ def realign_(model: nn.Module) -> list[Realigned]:
 
     :class:`pwlu.TwoPhase` does this at the end of Phase I, at step T'. The new parameters are::
 
-        B_L = mu - 3 sigma,  B_R = mu + 3 sigma,  Y_k = f(B_k),  K_L, K_R = slopes of f over one more interval
+        B_L = mu - 3 sigma,  B_R = mu + 3 sigma,  Y_k = f(B_k),  K_L, K_R = slopes of f over one more interval on each side
 
     Here f is the initial function (``init``), and mu and sigma are the running statistics of Phase I. A channel keeps its
     parameters if it has no statistics, if its sigma is 0, or if the PWLU is frozen. A frozen block
@@ -94,7 +94,7 @@ def _realign(name: str, unit: PWLU) -> Realigned:
 
 
 def _frozen_entries(unit: PWLU) -> Blocks:
-    """Return a boolean mask of frozen entries: all of them without requires_grad, else those whose gradient is scaled by 0."""
+    """Return a mask of frozen entries: all if the weight needs no gradient, else those with a gradient factor of 0."""
     scale = unit.gradient_scale
     if scale is None or not unit.weight.requires_grad:
         scale = torch.full((unit.channels * (unit.intervals + 5),), float(unit.weight.requires_grad))

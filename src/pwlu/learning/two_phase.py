@@ -95,7 +95,7 @@ class TwoPhase:
         self._stepping = False  # inside a step; some optimizers step another optimizer inside
         self._optimizer = weakref.ref(optimizer)
         self._wrappers: list[weakref.ref[DistributedDataParallel]] | None = None  # of the model, found at the first step
-        self._warned = False  # whether it has warned of another optimizer
+        self._warned = False  # whether _warn_of_other_optimizer has warned
         self._check_no_other_controller()
         self._read_progress()
         for statistics in self._statistics:
@@ -237,7 +237,7 @@ class TwoPhase:
             )
 
     def _check_even_inputs(self, optimizer: Optimizer) -> None:
-        """Raise if ranks may run out of data inside join() while others continue: they would miss our all-reduce."""
+        """Raise if a rank may run out of data inside join() while others continue: it would not take part in our all-reduce."""
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1):
             return
         if self._wrappers is None:  # a model does not know its DistributedDataParallel wrappers

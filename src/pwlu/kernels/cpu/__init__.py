@@ -42,7 +42,7 @@ def python_threads(worker: int, data: int, threads: int, _flags: int) -> None:
 def torch_threads() -> Any:
     """Return GOMP_parallel of the OpenMP runtime that PyTorch uses, or None if it has no such function.
 
-    A second OpenMP runtime would have its own threads, and those of both would spin on the same cores.
+    A second OpenMP runtime would have its own threads, and the threads of both runtimes would compete for the same cores.
     """
     try:
         return ctypes.CDLL(torch._C.__file__).GOMP_parallel  # resolved among the dependencies of torch
@@ -153,10 +153,13 @@ class Kernel:
             torch.autograd.graph.increment_version(pool)  # as every in-place operation does
         return None
 
-    # Behind a batch norm.
+    # A batch norm followed by a PWLU.
 
     def normalization(self, x: Tensor, *rest: Any) -> Tensor:
-        """Return what normalises x, of the batch (running statistics follow it) or of running statistics."""
+        """Return the norm (4, C): in training that of the batch, which updates the state, else that of the running statistics.
+
+        Return NotImplemented if x is empty, or a vector is not contiguous or does not have the compute dtype.
+        """
         self._register()
         state = layout.NormState(*rest)
         vectors = (state.gamma, state.beta, state.running_mean, state.running_var, state.pool)
@@ -176,7 +179,7 @@ class Kernel:
     def norm_forward(
         self, x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int, pool: Tensor | None
     ) -> Tensor:
-        """Return y of the normalised x, and with a pool add the moments of z to that."""
+        """Return y of the normalized x. If there is a pool, add the moments of z to it in place."""
         y = torch.empty_like(x)
         if not x.numel():
             return y
@@ -195,7 +198,7 @@ class Kernel:
     def norm_backward(
         self, grad: Tensor, x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradient of z (empty without a residual), the norm's sums, and the gradient of the weight."""
+        """Return the gradient of z (empty without a residual), the sums of the norm, and the gradient of the weight."""
         grad_z, sums = x.new_empty(0) if residual is None else torch.empty_like(x), norm.new_zeros(3, norm.shape[1])
         if not x.numel():
             return grad_z, sums, torch.zeros_like(weight)
@@ -223,7 +226,7 @@ class Kernel:
         count: float,
         of_z: bool,
     ) -> Tensor:
-        """Return the gradient of x behind a norm."""
+        """Return the gradient of x, the input of the norm. `grad` is the gradient of z with `of_z`, else that of y."""
         grad_x = torch.empty_like(x)
         if not x.numel():
             return grad_x
@@ -283,7 +286,7 @@ def installed(variant: str) -> Kernel | None:
 
 @functools.cache
 def load(variant: str) -> Kernel:
-    """Return the kernel of a variant, from the installed package or built on first use; raise OSError if there is none."""
+    """Return the kernel of a variant, from the installed package or compiled on first use; raise OSError if that fails."""
     if variant not in usable_variants():
         raise OSError(f"unknown or unusable CPU kernel {variant!r}: this processor can run {', '.join(usable_variants())}")
     if kernel := installed(variant):

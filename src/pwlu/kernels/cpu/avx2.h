@@ -2,7 +2,7 @@
 #define LANES 8
 #define PARTS 4
 #define REGISTER_ENTRIES 32
-#define REGISTER_PAIRS 16 /* above, two look-ups by permutation take longer than one look-up of a pair in memory */
+#define REGISTER_PAIRS 16 /* for more, two look-ups by permutation are slower than one look-up of a pair in memory */
 #define V(name) _mm256_##name
 #define store_places(p, s) _mm256_storeu_si256((__m256i *)(p), s)
 #define as_indices _mm256_castps_si256
@@ -30,10 +30,10 @@ INLINE void exchange_quads(lanes *v) {
     }
 }
 
-/* The arithmetic of `finite`. max_ps and min_ps return the second operand if one is NaN. */
+/* Do the arithmetic of `finite`. max_ps and min_ps return the second operand if one is NaN. */
 INLINE lanes finite_lanes(lanes x) { return _mm256_min_ps(_mm256_set1_ps(FLT_MAX), _mm256_max_ps(_mm256_set1_ps(-FLT_MAX), x)); }
 
-/* The arithmetic of `locate`. For NaN, the last bits of the index are those of interval 0. */
+/* Do the arithmetic of `locate`. For NaN, the last bits of the index are those of interval 0. */
 INLINE indices locate_lanes(lanes v, lanes left, lanes scale, lanes right, int intervals, int lookup) {
     const lanes t = V(mul_ps)(V(sub_ps)(v, left), scale), end = V(set1_ps)((float)intervals);
     const lanes beyond = lookup ? _mm256_cmp_ps(t, end, _CMP_GE_OQ) : _mm256_cmp_ps(v, right, _CMP_GE_OQ);
@@ -43,7 +43,7 @@ INLINE indices locate_lanes(lanes v, lanes left, lanes scale, lanes right, int i
     return _mm256_and_si256(_mm256_add_epi32(s, V(set1_epi32)(1)), _mm256_castps_si256(not_left));
 }
 
-INLINE lanes look_up(const lanes *table, indices s, int parts) { /* 3 bits of s select within a register, bits 3 and 4 which */
+INLINE lanes look_up(const lanes *table, indices s, int parts) { /* bits 0-2 of s select the lane, bits 3-4 the register */
     const lanes bit3 = _mm256_castsi256_ps(_mm256_slli_epi32(s, 28)), bit4 = _mm256_castsi256_ps(_mm256_slli_epi32(s, 27));
     lanes v = _mm256_permutevar8x32_ps(table[0], s), high = v;
     if (parts > 1) v = _mm256_blendv_ps(v, _mm256_permutevar8x32_ps(table[1], s), bit3);

@@ -1,7 +1,7 @@
 /* Registers of 16 floats: AVX-512F. */
 #define LANES 16
 #define PARTS 5
-#define REGISTER_ENTRIES 67 /* of 64 intervals, and the sums of a norm */
+#define REGISTER_ENTRIES 67 /* 64 intervals, two outer segments, and one entry for the sums of a norm */
 #define REGISTER_PAIRS 66
 #define V(name) _mm512_##name
 #define store_places(p, s) _mm512_storeu_si512(p, s)
@@ -34,10 +34,10 @@ INLINE void exchange_quads(lanes *v) {
     }
 }
 
-/* The arithmetic of `finite`: replace minus and plus infinity by the largest finite numbers. */
+/* Do the arithmetic of `finite`: replace minus and plus infinity by the largest finite numbers. */
 INLINE lanes finite_lanes(lanes x) { return _mm512_fixupimm_ps(x, x, _mm512_set1_epi32(0x00ef0000), 0); }
 
-/* The arithmetic of `locate`, with comparisons as masks. For NaN, the last bits of the index are those of interval 0. */
+/* Do the arithmetic of `locate`, with comparisons as masks. For NaN, the last bits of the index are those of interval 0. */
 INLINE indices locate_lanes(lanes v, lanes left, lanes scale, lanes right, int intervals, int lookup) {
     const lanes t = V(mul_ps)(V(sub_ps)(v, left), scale), end = V(set1_ps)((float)intervals);
     const __mmask16 below_end = lookup ? _mm512_cmp_ps_mask(t, end, _CMP_NGE_UQ) : _mm512_cmp_ps_mask(v, right, _CMP_NGE_UQ);

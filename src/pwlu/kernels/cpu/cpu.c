@@ -42,7 +42,7 @@
 EXPORT uint32_t pwlu_source_id(void) { return PWLU_SOURCE_ID; }
 
 static int start(job *j, int summing) {
-    /* indices of the table have 32 bits, and the number of intervals must be exact as a float */
+    /* table indices have 32 bits, and a float must hold the number of intervals exactly */
     if (size_of(j) < 1 || j->segments < 1 || j->segments > 1 << 24 || j->segments > INT32_MAX / 2 / j->channels) return 2;
     plan(j, summing);
     const size_t real = j->dtype == FLOAT64 ? sizeof(double) : sizeof(float), positions = (size_t)j->positions;
@@ -59,7 +59,7 @@ static int start(job *j, int summing) {
     j->right = (char *)j->scale + real * positions;
     for (size_t k = 0; k < vectors; k++) j->vectors[k] = (char *)j->right + real * (k + 1) * positions;
     j->base = (int32_t *)((char *)j->right + real * (vectors + 1) * positions);
-    memset((char *)j->split + real * entries, 0, real * TILE); /* loaded, though never selected */
+    memset((char *)j->split + real * entries, 0, real * TILE); /* vectors load these entries but never select them */
     if (j->dtype == FLOAT64) execute_double(j);
     else execute_float(j);
     free(scratch);
@@ -70,7 +70,8 @@ static int start(job *j, int summing) {
 #define JOB(...) \
     {.dtype = dtype, .outer = outer, .channels = channels, .inner = inner, .threads = threads, .parallel = parallel, __VA_ARGS__}
 
-/* Each function returns 0, or 1 if scratch memory could not be allocated, or 2 for an empty tensor or a table that is too large. */
+/* Each function returns 0 on success, 1 if it cannot allocate scratch memory, and 2 if a tensor is empty or the table is too
+ * large. */
 EXPORT int pwlu_forward(parallel_fn parallel, unsigned threads, int dtype, const void *x, void *y, GEOMETRY,
                         int64_t intervals, const void *left, const void *right, const void *heights,
                         const void *left_slope, const void *right_slope) {
@@ -86,7 +87,7 @@ EXPORT int pwlu_lookup(parallel_fn parallel, unsigned threads, int dtype, const 
     return start(&j, 0);
 }
 
-/* The gradient of x is not computed if grad_x is NULL, nor are those of the parameters if they are all NULL. */
+/* If grad_x is NULL, do not compute the gradient of x. If all gradients of the parameters are NULL, do not compute them. */
 EXPORT int pwlu_backward(parallel_fn parallel, unsigned threads, int dtype, const void *grad, const void *x, void *grad_x,
                          GEOMETRY, int64_t intervals, const void *left, const void *right, const void *heights,
                          const void *left_slope, const void *right_slope, void *grad_left, void *grad_right,
@@ -103,12 +104,13 @@ EXPORT int pwlu_moments(parallel_fn parallel, unsigned threads, int dtype, const
     return start(&j, 1);
 }
 
-/* Behind a batch norm: reference.norm_forward and what follows it there. A norm is REAL (4, channels). `weight`: of a unit, packed. */
+/* A batch norm followed by a PWLU: see reference.norm_forward and the functions after it. A norm is REAL (4, channels).
+ * `weight` is the packed weight of a PWLU. */
 #define BLOCK_OF(weight, k) ((weight) ? (char *)(weight) + (k) * channels * (dtype == FLOAT64 ? 8 : 4) : NULL)
 #define BLOCKS(weight) {BLOCK_OF(weight, 0), BLOCK_OF(weight, 1), BLOCK_OF(weight, 4), BLOCK_OF(weight, 2), BLOCK_OF(weight, 3)}
 
-/* With x: of the batch. The running statistics, the number of batches and the pool follow it; each may be NULL, gamma and beta too.
- * Without x: of the running statistics. */
+/* With x, compute the norm of the batch, and update the running statistics, the number of batches and the pool. Each of these
+ * may be NULL, and so may gamma and beta. Without x, compute the norm from the running statistics. */
 EXPORT int pwlu_normalization(parallel_fn parallel, unsigned threads, int dtype, const void *x, GEOMETRY, const void *gamma,
                               const void *beta, void *running_mean, void *running_variance, void *batches, double factor,
                               double eps, void *pool, void *norm) {
@@ -122,7 +124,7 @@ EXPORT int pwlu_normalization(parallel_fn parallel, unsigned threads, int dtype,
     return 0;
 }
 
-/* A pool takes the moments of z: in a pass of its own, as pwlu_moments does. */
+/* If there is a pool, add the moments of z to it, in a separate pass as in pwlu_moments. */
 EXPORT int pwlu_norm_forward(parallel_fn parallel, unsigned threads, int dtype, const void *x, const void *residual, void *y,
                              GEOMETRY, const void *norm, int64_t intervals, const void *weight, void *pool) {
     job j = JOB(.x = x, .y = y, .residual = residual, .norm = norm, .intervals = intervals, .segments = intervals + 2,
@@ -132,7 +134,7 @@ EXPORT int pwlu_norm_forward(parallel_fn parallel, unsigned threads, int dtype, 
     return failed || !pool ? failed : start(&observed, 1);
 }
 
-/* grad_z may be NULL. */
+/* Compute the gradient of z, the sums of the norm and the gradient of the weight. grad_z may be NULL. */
 EXPORT int pwlu_norm_backward(parallel_fn parallel, unsigned threads, int dtype, const void *grad, const void *x,
                               const void *residual, void *grad_z, GEOMETRY, const void *norm, void *sums, int64_t intervals,
                               const void *weight, void *grad_weight) {
@@ -142,7 +144,8 @@ EXPORT int pwlu_norm_backward(parallel_fn parallel, unsigned threads, int dtype,
     return start(&j, 1);
 }
 
-/* Without sums mean and variance are constants. With of_z, grad is the gradient of z, and the unit is not needed. */
+/* Compute the gradient of x. If sums is NULL, mean and variance are constants. With of_z, grad is the gradient of z, and the
+ * weight is not read. */
 EXPORT int pwlu_norm_input(parallel_fn parallel, unsigned threads, int dtype, const void *grad, const void *x, void *grad_x,
                            GEOMETRY, const void *norm, const void *sums, double count, int of_z, int64_t intervals,
                            const void *weight) {

@@ -1,9 +1,9 @@
-/* Elements without the intrinsics of lanes.h, for one REAL: their segments, their lines, their part of the sums. */
+/* Process elements without the intrinsics of lanes.h, for one REAL: find segments, apply lines, add to the sums. */
 
 /* Replace infinities by the largest finite numbers, so that a slope of 0 gives 0. NaN stays NaN. */
 INLINE REAL FOR_REAL(finite)(REAL x) { return x < -LARGEST ? -LARGEST : x > LARGEST ? LARGEST : x; }
 
-/* Return n elements as REAL: in place if possible, else converted in the buffer. */
+/* Return the address of n elements as REAL: the original memory if possible, else a converted copy in the buffer. */
 static const REAL *FOR_REAL(read)(const job *j, const void *from, int64_t at, int n, REAL *buffer) {
     if (!from) return NULL;
     if (j->dtype <= FLOAT64) return (const REAL *)from + at;
@@ -11,15 +11,16 @@ static const REAL *FOR_REAL(read)(const job *j, const void *from, int64_t at, in
     return buffer;
 }
 
-/* `count` rows of n elements as REAL, from `at` on: where they lie, `positions` apart, or in the buffer, WIDTH apart. */
+/* Return the address of `count` rows of n elements as REAL, from `at` on. The distance between rows is `positions` in the
+ * original memory, and WIDTH in the buffer. */
 static const REAL *FOR_REAL(read_rows)(const job *j, const void *from, int64_t at, int count, int n, REAL *buffer) {
     const REAL *first = FOR_REAL(read)(j, from, at, n, buffer);
     for (int r = 1; r < count && first == buffer; r++) FOR_REAL(read)(j, from, at + r * j->positions, n, buffer + r * WIDTH);
     return first;
 }
 
-/* Where in the table each element's segment is: from `base` on in planes; in rows (along = 1) bounds and bases are read from arrays.
- * The arithmetic of reference.segments, or, for a look-up, reference.lookup. */
+/* Store the place of the segment of each element in the table, as reference.segments or (with `lookup`) reference.lookup finds
+ * it. In planes, all elements share the bounds and the base of their channel. In rows (along = 1), each element has its own. */
 INLINE void FOR_REAL(locate)(const job *j, int64_t p, const int32_t *base, const REAL *restrict x, int n, int along, int lookup,
                              int32_t *restrict place) {
     const REAL *left = (const REAL *)j->left + p, *scale = (const REAL *)j->scale + p, *right = (const REAL *)j->right + p;
@@ -28,7 +29,7 @@ INLINE void FOR_REAL(locate)(const job *j, int64_t p, const int32_t *base, const
     for (int i = 0; i < n; i++) {
         const int k = along ? i : 0;
         const REAL t = (x[i] - left[k]) * scale[k];
-        REAL clipped = t > 0 ? t : 0; /* NaN: 0 */
+        REAL clipped = t > 0 ? t : 0; /* 0 for NaN */
         clipped = clipped < last ? clipped : last;
         int32_t segment = (int32_t)clipped + 1;
         segment = (lookup ? t >= end : x[i] >= right[k]) ? outside : segment;
@@ -43,7 +44,7 @@ static void FOR_REAL(locate_plane)(const job *j, int64_t c, int32_t base, const 
 }
 
 #ifndef VECTORS
-/* Adds to sums[0] and sums[1] the sums of g and g (x - shift), or without g of x - shift and its square. */
+/* Add the sums of g and of g (x - shift) to sums[0] and sums[1]. Without g, add those of x - shift and of its square. */
 INLINE void FOR_REAL(sums_of)(const REAL *g, const REAL *x, REAL shift, int n, double *sums) {
     enum { COPIES = 8 };
     double first[COPIES] = {0}, second[COPIES] = {0};
@@ -55,7 +56,7 @@ INLINE void FOR_REAL(sums_of)(const REAL *g, const REAL *x, REAL shift, int n, d
     for (int k = 0; k < COPIES; k++) sums[0] += first[k], sums[1] += second[k];
 }
 
-/* The same two sums of each of n positions over `count` rows: totals[i] and totals[WIDTH + i]. */
+/* Compute the same two sums over `count` rows for each of n positions, in totals[i] and totals[WIDTH + i]. */
 INLINE void FOR_REAL(sums_of_rows)(const REAL *g, int64_t g_row, const REAL *x, int64_t x_row, const REAL *shift, int count, int n,
                                    double *totals) {
     for (int i = 0; i < n; i++) totals[i] = totals[WIDTH + i] = 0;
@@ -72,7 +73,7 @@ static void FOR_REAL(locate_row)(const job *j, int64_t p, const REAL *x, int n, 
 }
 #endif
 
-/* out = x S + O, or, with a gradient, out = grad S. */
+/* Compute out = x S + O or, with a gradient, out = grad S. S is the slope and O the offset of the segment. */
 static void FOR_REAL(apply)(const REAL *table, const REAL *x, const REAL *grad, const int32_t *place, int n, REAL *out) {
     int i = 0;
     if (grad) {
@@ -96,8 +97,9 @@ static void FOR_REAL(apply)(const REAL *table, const REAL *x, const REAL *grad, 
     for (; i < n; i++) out[i] = FOR_REAL(finite)(x[i]) * table[place[i]] + table[place[i] + 1];
 }
 
-/* Add g and g x to the sums. The product of two floats is exact in double. `step` is the distance of the places of neighbours.
- * `column` is the distance of the copies that neighbours use in turn; 0 if neighbours are in different channels. */
+/* Add g and g x to the sums of each segment. The product of two floats is exact in double. `step` is the distance between the
+ * entries of `place` for two neighbours. Neighbours in one channel use copies of the sums in turn; `column` is the distance
+ * between two copies, and 0 if there are none. */
 INLINE void FOR_REAL(accumulate)(const REAL *grad, const REAL *x, const int32_t *place, int step, int n, double *sums, int64_t column) {
     int i = 0;
 #ifdef PAIRS

@@ -36,29 +36,29 @@ enum {
 /* `parallel` has the signature of GOMP_parallel, so that the threads of PyTorch can do the work. */
 typedef void (*parallel_fn)(void (*worker)(void *), void *data, unsigned threads, unsigned flags);
 
-enum { MEAN, GAIN, SHIFT, OF_G, OF_CENTRED, NORM_VECTORS }; /* z = (x - mean) gain + shift; and what norm_gradient takes off */
+enum { MEAN, GAIN, SHIFT, OF_G, OF_CENTRED, NORM_VECTORS }; /* z = (x - mean) gain + shift; the others: see norm_gradient */
 
 typedef struct job {
     int dtype, lookup;
-    int of_norm, of_z;              /* the output is the gradient of the norm's input; grad is that of z, not of y */
+    int of_norm, of_z;              /* of_norm: y is the gradient of the input of the norm; of_z: grad is the gradient of z */
     int64_t outer, channels, inner, intervals, segments;
     const void *x, *grad;           /* inputs */
     void *y;                        /* the output, or the gradient of x, or NULL */
     const void *parameters[5];      /* left, right, heights, left_slope, right_slope; or the four tables of a look-up */
-    void *gradients[5];             /* of the same; of moments: the pool; of a norm: see pwlu_normalization */
-    const void *residual;           /* behind a norm: elements that are added to its output, or NULL */
-    const void *norm, *norm_sums;   /* REAL (4, channels), (3, channels): as in reference.py; or NULL */
-    void *norm_total;               /* (3, channels): sums that are made, or NULL */
-    double factor, eps, count;      /* of the running average; of the norm; elements per channel in all processes */
-    void *left, *scale, *right;     /* REAL (positions): B_L, r = N/(B_R - B_L), B_R; of moments: the shift */
-    void *vectors[NORM_VECTORS];    /* REAL (positions), behind a norm */
+    void *gradients[5];             /* of the parameters; for moments: the pool; for a norm: see pwlu_normalization */
+    const void *residual;           /* elements to add to the output of the norm, or NULL */
+    const void *norm, *norm_sums;   /* REAL (4, channels) and (3, channels), as in reference.py, or NULL */
+    void *norm_total;               /* REAL (3, channels): the computed sums of the norm, or NULL */
+    double factor, eps, count;      /* of the running average; of the norm; elements per channel over all processes */
+    void *left, *scale, *right;     /* REAL (positions): B_L, N/(B_R - B_L), B_R; for moments, left is the shift */
+    void *vectors[NORM_VECTORS];    /* REAL (positions): the vectors of a norm */
     int32_t *base;                  /* rows, (positions): where a position's channel begins in `table`, `split` and `sums` */
     void *table;                    /* REAL (channels, segments, 2): slope and offset */
-    void *split;                    /* REAL (channels, 2, segments): the table as vectors read it, TILE longer */
-    double *sums;                   /* (units, channels, segments, 2): of g and g x; of moments: x - shift, its square.
-                                       Behind a norm the last segment is none: sums of g_z and g_z (x - mean) */
+    void *split;                    /* REAL (channels, 2, segments): slopes, then offsets; TILE longer */
+    double *sums;                   /* (units, channels, segments, 2): of g and g x; for moments, of x - shift and its
+                                       square. With a norm, the last segment holds the sums of g_z and g_z (x - mean) */
     double *columns;                /* (units, COLUMNS, segments, 2): copies for one plane, or NULL */
-    int64_t positions;              /* planes: channels; rows: elements until the next row */
+    int64_t positions;              /* planes: channels; rows: elements per row */
     int64_t chunk;                  /* elements per unit */
     unsigned threads;
     parallel_fn parallel;
@@ -85,14 +85,14 @@ static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t size_of(const job *j) { return j->outer * j->channels * j->inner; }
 static inline int in_rows(const job *j) { return j->channels > 1 && j->inner < SHORT_PLANE; }
 static inline int64_t first_position(const job *j, int64_t c) { return in_rows(j) ? c * j->inner : c; }
-static inline int64_t channels_per_unit(const job *j) { return larger(1, 16384 / j->segments); } /* of small serial work */
+static inline int64_t channels_per_unit(const job *j) { return larger(1, 16384 / j->segments); } /* in prepare and finish */
 
-/* How the work is cut: by shapes and the thread count alone, so that results repeat. Short rows are joined into one of at
- * least PANEL positions, or of BLOCK where there are neither tables nor sums. */
+/* Divide the work into units. The division depends only on shapes and the number of threads, so that results are reproducible.
+ * Join short rows into one row of at least PANEL positions, or of BLOCK positions if there are no tables and no sums. */
 static void plan(job *j, int summing) {
     const int64_t size = size_of(j), row = j->channels * j->inner;
-    j->threads = (unsigned)smaller(j->threads, size / 32768 + 1); /* the grain of torch's own loops */
-    const int64_t units = j->threads == 1 ? 1 : summing ? j->threads : 4 * (int64_t)j->threads; /* sums: memory for each */
+    j->threads = (unsigned)smaller(j->threads, size / 32768 + 1); /* the grain size of PyTorch's loops */
+    const int64_t units = j->threads == 1 ? 1 : summing ? j->threads : 4 * (int64_t)j->threads; /* each unit has its own sums */
     j->positions = in_rows(j) ? row * smaller(j->outer, ceil_div(j->of_z ? BLOCK : PANEL, row)) : j->channels;
     const int64_t align = !in_rows(j) ? BLOCK : size / j->positions < TILE * units ? j->positions : TILE * j->positions;
     j->chunk = ceil_div(ceil_div(size, units), align) * align;
@@ -109,6 +109,7 @@ static inline void fetch(const job *j, int64_t at, int64_t n) {
     for (int64_t i = bytes * at; residual && i < stop; i += 64) FETCH(residual + i);
 }
 
-/* Return the element from which to prefetch during the panel of `count` rows whose first element, at position p, is `at`. Hardware
- * prefetchers do not predict the order of panels, so prefetch in memory order, AHEAD of the next rows. */
+/* Return the element from which to prefetch while a panel of `count` rows is processed. The panel starts at position p, and its
+ * first element is `at`. Hardware prefetchers do not predict the order of panels. So prefetch the next rows in memory order,
+ * AHEAD of time. */
 static inline int64_t after_rows(const job *j, int64_t at, int count, int64_t p) { return at - p + count * (j->positions + p) + AHEAD; }

@@ -1,5 +1,5 @@
-/* float32 with vector intrinsics. Tables of up to REGISTER_ENTRIES segments (REGISTER_PAIRS if offsets are needed too) are kept
- * in registers, and a look-up is a permutation. */
+/* Process float32 with vector intrinsics. Tables of up to REGISTER_ENTRIES segments stay in registers (REGISTER_PAIRS if
+ * offsets are needed too), and a look-up is a permutation. */
 static inline int fits_registers(const job *j) { return j->segments <= (j->grad ? REGISTER_ENTRIES : REGISTER_PAIRS); }
 
 typedef struct {
@@ -18,7 +18,7 @@ INLINE function load_function(const job *j, int64_t p, int64_t base, int parts) 
     return f;
 }
 
-/* Return y, or with `backward` the slope at x, and store the places for the sums. */
+/* Return y. With `backward`, return the slope at x instead, and store the places for the sums. */
 INLINE lanes map_vector(const function *f, lanes x, int64_t base, int32_t *place, int intervals, int backward, int lookup, int parts) {
     const indices s = locate_lanes(x, f->left, f->scale, f->right, intervals, lookup);
     if (backward) store_places(place, V(add_epi32)(V(slli_epi32)(s, 1), V(set1_epi32)((int)base)));
@@ -41,7 +41,7 @@ INLINE void plane_of_vectors(const job *j, int64_t c, int64_t base, const float 
     if (out) store_some(out + i, backward ? V(mul_ps)(load_some(grad + i, n - i), v) : v, n - i);
 }
 
-/* One register of g and x, or without g of x alone, as two pairs of doubles: what `sums_of` adds. */
+/* Add the terms of `sums_of` for one register of x (and of g if given), as two registers of doubles. */
 #define ADD_HALF(half, k, v, w, shift)                                               \
     {                                                                                \
         const doubles centred = V(sub_pd)(half(v), half(shift));                     \
@@ -55,7 +55,7 @@ INLINE void plane_of_vectors(const job *j, int64_t c, int64_t base, const float 
         ADD_HALF(first_half, k, v, w, shift) ADD_HALF(second_half, (k) + 1, v, w, shift) \
     }
 
-/* `sums_of` in four pairs of registers, so that additions do not wait for each other. */
+/* Compute `sums_of`, in four pairs of registers, so that additions do not wait for each other. */
 INLINE void sums_of_vectors(const float *g, const float *x, float shift, int n, double *sums) {
     enum { HALF = LANES / 2 };
     const lanes shifts = V(set1_ps)(shift);
@@ -77,7 +77,7 @@ INLINE void sums_of_vectors(const float *g, const float *x, float shift, int n, 
     for (int k = 0; k < HALF; k++) sums[0] += parts[0][k], sums[1] += parts[1][k];
 }
 
-/* `sums_of_rows`, a register of positions after another. */
+/* Compute `sums_of_rows`, one register of positions at a time. */
 INLINE void sums_of_rows_of_vectors(const float *g, int64_t g_row, const float *x, int64_t x_row, const float *shift, int count, int n,
                                     double *totals) {
     int q = 0;
@@ -103,7 +103,7 @@ INLINE void sums_of_rows_of_vectors(const float *g, int64_t g_row, const float *
 #undef ADD_VECTOR
 #undef ADD_HALF
 
-/* `locate` in rows. `place` has room for LANES more. */
+/* Do `locate` in rows. `place` has room for LANES more. */
 INLINE void row_of_vectors(const job *j, int64_t p, const float *x, int n, int32_t *place, int lookup) {
     const float *left = (const float *)j->left + p, *scale = (const float *)j->scale + p, *right = (const float *)j->right + p;
     const float *base = (const float *)(j->base + p);
@@ -131,8 +131,9 @@ INLINE void transpose(lanes *v) { /* 4 x 4 blocks, in each 128-bit part of the r
     v[2] = V(unpacklo_ps)(b, d), v[3] = V(unpackhi_ps)(b, d);
 }
 
-/* Tiles of LANES positions in LANES rows, which lie so far apart in x, grad and out, from position p on. Four floats of several rows are loaded into a register
- * at once; transposed, it holds elements of one position. Places are stored position by position. */
+/* Process LANES rows from position p on, in tiles of LANES positions. x_row, grad_row and out_row are the distances between
+ * rows. A register is loaded with four floats from each of several rows. After transposing, it holds elements of one position.
+ * The places of one position are stored together. */
 INLINE void panel_of_tiles(const job *j, int64_t p, const float *x, int64_t x_row, const float *grad, int64_t grad_row, float *out,
                            int64_t out_row, int n, int32_t *place, int64_t next, int backward, int lookup, int parts) {
     const int intervals = (int)j->intervals;
@@ -157,7 +158,7 @@ INLINE void panel_of_tiles(const job *j, int64_t p, const float *x, int64_t x_ro
     }
 }
 
-/* Call a function with constants for the form of the job and the parts of its table. */
+/* Call a function with constants for the kind of job and the number of registers of its table, so that it is specialized. */
 #define FORM(parts, call, ...)                              \
     case parts:                                             \
         if (j->grad) call(__VA_ARGS__, 1, 0, parts);        \

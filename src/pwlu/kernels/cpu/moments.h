@@ -1,5 +1,5 @@
-/* Moments of x, or behind a norm of z, for one REAL: sums of x - shift and of its square. The shift, a channel's first element, keeps
- * the squares small. */
+/* Compute the moments of x (with a norm, of z), for one REAL: sums of x - shift and of its square. The shift is the first
+ * element of the channel. It keeps the squares small. */
 
 static void FOR_REAL(moments_of_planes)(const job *j, int64_t at, int64_t stop, double *sums) {
     REAL buffer[BLOCK], z[BLOCK];
@@ -26,7 +26,7 @@ static void FOR_REAL(moments_of_panel)(const job *j, int64_t at, int count, int6
     for (int i = 0; i < n; i++) sums[j->base[p + i]] += totals[i], sums[j->base[p + i] + 1] += totals[WIDTH + i];
 }
 
-/* Adds moments of channel c to the pool: reference.merge, each operation rounded as there. */
+/* Add the moments of channel c to the pool, as reference.merge does, with the same rounding of each operation. */
 static void FOR_REAL(add_to_pool)(job *j, int64_t c, REAL mean, REAL m2) {
     REAL *pool = (REAL *)j->gradients[0] + c, *pool_mean = pool + j->channels, *pool_m2 = pool_mean + j->channels;
     const REAL n_1 = *pool, n_2 = (REAL)(j->outer * j->inner), n = n_1 + n_2, share = n_2 / (n < 1 ? 1 : n);

@@ -1,9 +1,10 @@
-/* Behind a batch norm, for one REAL: z = (x - mean) gain + shift (+ residual), and the way back. */
+/* Compute a batch norm before the PWLU, for one REAL: z = (x - mean) gain + shift (+ residual), and its backward pass. */
 
-/* One of the norm's vectors, from p on: in rows a position, else a channel. */
+/* Return one of the vectors of the norm, from p on. p is a position in rows, and a channel in planes. */
 INLINE const REAL *FOR_REAL(vector)(const job *j, int which, int64_t p) { return (const REAL *)j->vectors[which] + p; }
 
-/* z of n elements from `at` on, or x itself without a norm: reference.normalize. In rows (along = 1) the norm is read along the row. */
+/* Return z of n elements from `at` on, as reference.normalize computes it. Return x if z is not needed. In rows (along = 1),
+ * each element has its own entry of the norm. */
 INLINE const REAL *FOR_REAL(normalized)(const job *j, int64_t at, int64_t p, const REAL *x, int n, int along, REAL *restrict z) {
     if (!j->norm || j->of_z) return x;
     REAL buffer[BLOCK];
@@ -16,7 +17,7 @@ INLINE const REAL *FOR_REAL(normalized)(const job *j, int64_t at, int64_t p, con
     return z;
 }
 
-/* The gradient of x from that of z: reference.norm_input. `out` may be `grad`. */
+/* Compute the gradient of x from the gradient of z, as reference.norm_input does. `out` may be `grad`. */
 INLINE void FOR_REAL(norm_gradient)(const job *j, int64_t p, const REAL *grad, const REAL *x, int n, int along, REAL *out) {
     const REAL *mean = FOR_REAL(vector)(j, MEAN, p), *gain = FOR_REAL(vector)(j, GAIN, p);
     const REAL *of_g = FOR_REAL(vector)(j, OF_G, p), *of_centred = FOR_REAL(vector)(j, OF_CENTRED, p);
@@ -27,7 +28,7 @@ INLINE void FOR_REAL(norm_gradient)(const job *j, int64_t p, const REAL *grad, c
         for (int i = 0; i < n; i++) out[i] = gain[along * i] * grad[i];
 }
 
-/* Adds g_z and g_z (x - mean) of positions [p, p + n) of `count` rows. */
+/* Add g_z and g_z (x - mean) of positions [p, p + n) in `count` rows to the sums. */
 static void FOR_REAL(norm_sums_of_panel)(const job *j, int64_t p, const REAL *grad, int64_t grad_row, const REAL *x, int64_t x_row,
                                          int count, int n, double *sums) {
     double totals[2 * WIDTH];
@@ -38,7 +39,7 @@ static void FOR_REAL(norm_sums_of_panel)(const job *j, int64_t p, const REAL *gr
     }
 }
 
-/* The vectors of channel c. */
+/* Compute the entries of channel c in the vectors of the norm. */
 static void FOR_REAL(prepare_norm)(job *j, int64_t c) {
     const REAL *norm = (const REAL *)j->norm + c, *sums = (const REAL *)j->norm_sums;
     const REAL inv_std = norm[j->channels], count = (REAL)j->count;
@@ -47,7 +48,7 @@ static void FOR_REAL(prepare_norm)(job *j, int64_t c) {
     for (int k = 0; k < NORM_VECTORS; k++) ((REAL *)j->vectors[k])[c] = values[k];
 }
 
-/* The sums of channel c that follow those of its segments. */
+/* Write the sums of the norm of channel c. `total` is their place, after the sums of the segments. */
 static void FOR_REAL(finish_norm_sums)(job *j, int64_t c, const double *total) {
     REAL *sums = (REAL *)j->norm_total + c;
     const double inv_std = ((const REAL *)j->norm)[j->channels + c];

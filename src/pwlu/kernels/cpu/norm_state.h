@@ -1,6 +1,6 @@
-/* What normalises a batch, for one REAL: from moments to a norm, and what follows it. */
+/* Compute the norm of a batch from its moments, and update the state of the norm, for one REAL. */
 
-/* What normalises channel c: reference.normalization. */
+/* Write the norm of channel c, as reference.normalization computes it. */
 static void FOR_REAL(write_norm)(const job *j, int64_t c, double mean, double variance) {
     const REAL *gamma = j->parameters[0], *beta = j->parameters[1];
     const double inv_std = 1 / sqrt(variance + j->eps);
@@ -9,7 +9,7 @@ static void FOR_REAL(write_norm)(const job *j, int64_t c, double mean, double va
     norm[2 * j->channels] = (REAL)(gamma ? gamma[c] * inv_std : inv_std), norm[3 * j->channels] = beta ? beta[c] : 0;
 }
 
-/* The norm of a batch from the moments of channel c; the running statistics, the number of batches and the pool follow. */
+/* Write the norm of channel c from its moments, and update the running statistics, the number of batches and the pool. */
 static void FOR_REAL(finish_norm)(job *j, int64_t c, double mean, double m2) {
     const double count = (double)(j->outer * j->inner), variance = m2 / count, kept = 1 - j->factor;
     REAL *running_mean = j->gradients[1], *running_variance = j->gradients[2];
@@ -19,11 +19,11 @@ static void FOR_REAL(finish_norm)(job *j, int64_t c, double mean, double m2) {
     if (c == 0 && j->gradients[3]) ++*(int64_t *)j->gradients[3];
     FOR_REAL(write_norm)(j, c, mean, variance);
     const REAL *norm = (const REAL *)j->gradients[4] + c;
-    const double gain = norm[2 * j->channels]; /* z has the mean beta and the deviation gamma, but for eps */
+    const double gain = norm[2 * j->channels]; /* apart from eps, z has mean beta and standard deviation gamma */
     if (j->gradients[0]) FOR_REAL(add_to_pool)(j, c, norm[3 * j->channels], (REAL)(m2 * gain * gain));
 }
 
-/* From the sums of channel c to the pool, or to a norm. */
+/* Compute the moments of channel c from its sums. Write its norm, or without a norm add the moments to the pool. */
 static void FOR_REAL(finish_moments)(job *j, int64_t c) {
     const double *total = FOR_REAL(total)(j, c), mean = total[0] / (double)(j->outer * j->inner);
     const double m2 = total[1] - total[0] * mean;

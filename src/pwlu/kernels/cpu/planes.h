@@ -1,7 +1,8 @@
-/* Planes, for one REAL: `inner` is long, and neighbours are in one channel. */
+/* Process planes, for one REAL: `inner` is long, so neighbours belong to the same channel. */
 
-/* Elements [at, at + n), of one plane or of several short ones: parts of one channel each. Segments first (where tables fit into vector
- * registers, outputs too), then what is looked up or added there: in one pass, look-ups would wait for the segments just stored. */
+/* Process elements [at, at + n). They may span several short planes: each part of the block belongs to one channel. First
+ * locate all segments (and compute the outputs, if the tables fit into vector registers). Then do the look-ups and sums.
+ * In one loop, each look-up would wait for the segment that was just stored. */
 static void FOR_REAL(block)(const job *j, int64_t at, int n, double *sums, int64_t column) {
     _Alignas(64) REAL x_buffer[BLOCK], grad_buffer[BLOCK], out_buffer[BLOCK], z_buffer[BLOCK];
     _Alignas(64) int32_t place[BLOCK + TILE];

@@ -1,4 +1,4 @@
-/* All code for one REAL, float (for float32, bfloat16 and float16) or double. cpu.c includes this file twice. */
+/* Define all code for one REAL: float (for float32, bfloat16 and float16) or double. cpu.c includes this file twice. */
 #define JOIN(a, b) a##_##b
 #define NAMED(a, b) JOIN(a, b)
 #define FOR_REAL(name) NAMED(name, REAL)

@@ -1,8 +1,9 @@
-/* Rows, for one REAL: `inner` is short, and neighbours are of different channels. TILE rows or fewer are done at once, a panel of
- * positions after another. */
+/* Process rows, for one REAL: `inner` is short, so neighbours belong to different channels. Up to TILE rows are processed
+ * together, one panel of positions at a time. */
 
-/* Positions [p, p + n) of `count` rows; `at` is the first element. Where tables fit into vector registers, tiles are transposed.
- * Sums are taken along the rows: neighbours are then of different channels and do not wait for each other. */
+/* Process positions [p, p + n) of `count` rows. `at` is the first element. If the tables fit into vector registers,
+ * transpose tiles. Add to the sums along the rows: neighbours belong to different channels, so the additions do not
+ * wait for each other. */
 static void FOR_REAL(panel)(const job *j, int64_t at, int count, int64_t p, int n, double *sums) {
     const int64_t next = after_rows(j, at, count, p);
     _Alignas(64) REAL x_buffer[TILE * WIDTH], grad_buffer[TILE * WIDTH], out_buffer[TILE * WIDTH], z_buffer[TILE * WIDTH];
@@ -35,7 +36,8 @@ static void FOR_REAL(panel)(const job *j, int64_t at, int count, int64_t p, int 
         narrow(j->dtype, (const float *)out + r * WIDTH, (uint16_t *)j->y + at + r * j->positions, n);
 }
 
-/* Elements [at, stop): whole rows, and the beginning of one at most. Without tables and sums they are taken in the order of memory. */
+/* Process elements [at, stop): whole rows, and at most one partial row at the end. Without tables and sums (of_z), process one
+ * row at a time, in memory order. */
 static void FOR_REAL(map_rows)(const job *j, int64_t at, int64_t stop, double *sums) {
     for (int count; at < stop; at += count * j->positions) {
         count = j->of_z ? 1 : (int)larger(1, smaller(TILE, (stop - at) / j->positions));

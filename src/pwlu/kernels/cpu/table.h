@@ -21,7 +21,7 @@ static void FOR_REAL(prepare_channel)(job *j, int64_t c) {
         const double slope = ((double)heights[i + 1] - heights[i]) / step;
         slopes[i + 1] = (REAL)slope, offsets[i + 1] = (REAL)(heights[i] - (left + i * step) * slope);
     }
-    slopes[j->segments - 1] = offsets[j->segments - 1] = 0; /* behind a norm, that segment is none */
+    slopes[j->segments - 1] = offsets[j->segments - 1] = 0; /* with a norm, no element is in the last segment */
     slopes[n + 1] = right_slope, offsets[n + 1] = (REAL)(heights[n] - (double)right * right_slope);
 }
 
@@ -29,7 +29,7 @@ static void FOR_REAL(prepare)(job *j, int64_t unit) {
     const int64_t first = unit * channels_per_unit(j), stop = smaller(j->channels, first + channels_per_unit(j));
     for (int64_t c = first; c < stop; c++) {
         if (j->norm) FOR_REAL(prepare_norm)(j, c);
-        if (!j->intervals) { /* moments: the shift */
+        if (!j->intervals) { /* for moments, compute only the shift */
             REAL buffer, z;
             const REAL *x = FOR_REAL(read)(j, j->x, c * j->inner, 1, &buffer);
             ((REAL *)j->left)[c] = *FOR_REAL(normalized)(j, c * j->inner, c, x, 1, 0, &z);
@@ -43,7 +43,8 @@ static void FOR_REAL(prepare)(job *j, int64_t unit) {
     }
 }
 
-/* Rows: expand one entry per channel to one per position, in place. Go backwards, because no position comes before its channel. */
+/* In rows, expand one entry per channel to one per position, in place. Go backwards, because an entry is read from its own
+ * place or from one before it. */
 static void FOR_REAL(spread)(job *j) {
     for (int64_t p = j->positions - 1; p >= 0; p--) {
         const int64_t c = p / j->inner % j->channels;
@@ -55,7 +56,7 @@ static void FOR_REAL(spread)(job *j) {
     }
 }
 
-/* Add the sums of channel c over all units, and store them in the first. */
+/* Add the sums of channel c over all units, store the result in those of the first unit, and return them. */
 static const double *FOR_REAL(total)(job *j, int64_t c) {
     double *total = j->sums + 2 * c * j->segments;
     for (int64_t unit = 1; unit < j->units; unit++)
@@ -76,7 +77,7 @@ static void FOR_REAL(finish_gradients)(job *j, int64_t c) {
     const double step = open ? (right - left) / (double)n : 1;
     double grad_left = 0, grad_right = 0, height = total[-2];
     for (int64_t i = 0; i < n; i++) {
-        const double g = total[2 * i], share = (total[2 * i + 1] - (left + (double)i * step) * g) / step; /* sum g (x - B_i)/d */
+        const double g = total[2 * i], share = (total[2 * i + 1] - (left + (double)i * step) * g) / step; /* sum g(x - B_i)/d */
         const double slope = ((double)heights[i + 1] - heights[i]) / step;
         grad_left += slope * (share + (double)(i - n) * g);
         grad_right -= slope * (share + (double)i * g);

@@ -1,7 +1,7 @@
 // Compute the gradient of x, and two sums per channel and line: G = sum of g, and P = sum of g t. With a norm (NORM) there are
-// two passes. The first (SUMS) also adds up g_z and g_z (x - mean) and, with ADD, writes g_z. The second writes the gradient of x.
-// Every thread adds to its own columns in shared memory, [line][thread]. So there are no atomics and no bank conflicts, and the
-// results are bitwise reproducible.
+// two passes. The first (SUMS) also adds up g_z and g_z (x - mean) and, with ADD, writes g_z. The second writes the gradient of
+// x. Every thread adds to its own columns in shared memory, [line][thread]. So there are no atomics and no bank conflicts, and
+// the results are bitwise reproducible.
 
 #define ROWS_AT_ONCE 8  // vectors of a column that a thread processes at a time
 #define MIXED_AT_ONCE 2
@@ -61,7 +61,7 @@ __device__ double2 widen(float2 pair) { return make_double2(pair.x, pair.y); }
 // The number of lines in the column of a thread. The sums of a norm take one more line.
 #define SUM_LINES(kind, intervals) (LINES(intervals) + ((kind) & NORM ? 1 : 0))
 
-// What a kernel reads and computes besides x and g. With ADD, the second pass reads g_z, which the first has written.
+// The options of a kernel: what it reads and computes. With ADD, the second pass reads g_z, which the first pass has written.
 template <int KIND>
 struct Pass {
   static constexpr bool sums = KIND & SUMS, norm = KIND & NORM;
@@ -85,8 +85,8 @@ struct NormBackward : Normal {
   __device__ float input(float g_z, float centred) const { return scale * (g_z - of_g - centred * of_centred); }
 };
 
-// Replace x by its gradient (that of z with a norm), and return t and the bits of the line for the sums. `slopes` holds results of
-// lines_from with this `stride`.
+// Replace x by its gradient (that of z with a norm), and return t and the bits of the line for the sums. `slopes` holds results
+// of lines_from with this `stride`.
 template <bool CARE, int U, int W, bool EACH>
 __device__ void derivatives(float (&x)[U][W], const float (&g)[U][W], const Bounds *b, const unsigned *slopes, unsigned stride,
                             float intervals, float (&t)[U][W], unsigned (&bits)[U][W]) {
@@ -206,7 +206,7 @@ struct Read {
   }
 };
 
-// A block processes one channel; a thread processes U vectors at a time. U is larger if few threads fit, because of many intervals.
+// A block processes one channel; a thread processes U vectors at a time. With many intervals few threads fit, so U is larger.
 template <typename T, int W, int KIND, int U>
 __device__ void backward_planes(const Arguments &a) {
   using On = Pass<KIND>;
@@ -264,7 +264,7 @@ __device__ void backward_planes(const Arguments &a) {
   if (!On::sums) return;
   if (On::norm) store_pair(own + lines * stride, make_float2(norm.of_g, norm.of_centred));
   __syncthreads();
-  const auto sum_of = [&](int k, int from, int count) {  // sum of the columns of line k; each k starts at another bank
+  const auto sum_of = [&](int k, int from, int count) {  // sum of the columns of line k; each k starts at a different bank
     float2 sum = make_float2(0.0f, 0.0f);
     const int shift = k % count;
 #pragma unroll 8
@@ -305,8 +305,8 @@ __device__ void backward_planes(const Arguments &a) {
   if (threadIdx.x < 32) finish(a, channel, [&](int k) { return widen(totals[k * apart]); });
 }
 
-// A block processes a panel of vectors in a range of rows. A thread processes one vector per row, and has one column per channel of
-// it. It prefetches several vectors, and processes two at a time.
+// A block processes a panel of vectors in a range of rows. A thread processes one vector per row. It has one column for each
+// channel of that vector. It prefetches several vectors, and processes two at a time.
 template <typename T, int W, int KIND, bool MIXED>
 __device__ void backward_rows(const Arguments &a) {
   using On = Pass<KIND>;
@@ -394,7 +394,7 @@ __device__ void backward_rows(const Arguments &a) {
   // channels.
   const int width = a.width, inner = MIXED ? (int)a.inner : 1;
   const auto first_of = [&](int c) { return c * inner / W; };                                      // vector
-  const auto own = [&](int c, int vector) { return MIXED ? (int)(vector * W < c * inner) : c % W; };  // 1: c is its second channel
+  const auto own = [&](int c, int vector) { return MIXED ? (int)(vector * W < c * inner) : c % W; };  // 1 if c is the second
   const int lane = threadIdx.x % 32, warps = threads / 32;
   for (int base = 0; base < panel.channels; base += 32) {
     const int c = base + lane;

@@ -1,4 +1,4 @@
-"""Call the CUDA kernels on tensors."""
+"""Launch the CUDA kernels on tensors."""
 
 import functools
 import struct
@@ -43,7 +43,7 @@ def _arguments(
     factor: float = 0.0,
     eps: float = 0.0,
 ) -> list[int]:
-    """Return the start of ``struct Arguments`` of element.cuh: 18 addresses, and two floats packed into one word."""
+    """Return the first fields of ``struct Arguments`` in element.cuh: 18 addresses, and two floats in one 64-bit word."""
     (numbers,) = struct.unpack("Q", struct.pack("2f", factor, eps))
     return [x, grad, out, *parameters, *gradients, partial, pool, residual, norm, sums, numbers]
 
@@ -51,8 +51,8 @@ def _arguments(
 class Kernel:
     """The kernels on one device. The methods take the arguments of the operators.
 
-    They return NotImplemented if plain PyTorch has to run instead: for float64, and if no plan fits, for example because the
-    table of very many intervals exceeds shared memory.
+    They return NotImplemented if plain PyTorch has to run instead: for float64, and if no plan fits. For example, the table of
+    very many intervals exceeds shared memory.
     """
 
     def __init__(self, index: int) -> None:
@@ -70,7 +70,7 @@ class Kernel:
         self.make_plans()
 
     def make_plans(self) -> None:
-        """Create empty caches of plans: a plan is made once per shape."""
+        """Create empty caches of plans. A plan is computed once per shape."""
         gpu = Gpu(self.processor, lambda name, threads, shared: self.load(name).resident(threads, shared))
         self._map_plan = functools.lru_cache(_PLANS)(functools.partial(plan_map, gpu=gpu))
         self._backward_plan = functools.lru_cache(_PLANS)(functools.partial(plan_backward, gpu=gpu))
@@ -78,10 +78,10 @@ class Kernel:
         self._finish_channels_plan = functools.lru_cache(_PLANS)(plan_finish_channels)
 
     def load(self, name: str) -> Loaded:
-        """Return the kernel of a name; compile and load it on first use."""
+        """Return the kernel with this name; compile and load it on first use."""
         if name not in self._loaded:
             loaded = Loaded(name, self.index, self.processor.architecture, self.processor.shared_of_block)
-            with self._lock:  # several threads may load it at once: keep the first
+            with self._lock:  # several threads may load it at the same time: keep the first
                 self._loaded.setdefault(name, loaded)
         return self._loaded[name]
 
@@ -103,8 +103,8 @@ class Kernel:
             key: identifies the call for eager.cpp, so that later calls need no Python.
             plan: the launch of the kernel.
             second: the launch of the second kernel.
-            of_split: the numbers per split that the first kernel writes for the second.
-            arguments: of :func:`_arguments`.
+            of_split: how many floats per split the first kernel writes for the second.
+            arguments: the keyword arguments of :func:`_arguments`.
         """
         if eager.is_new(key):
             eager.register_gpu(key, self._described(plan), second and self._described(second), plan.splits, launcher())
@@ -132,7 +132,7 @@ class Kernel:
     def norm_forward(
         self, x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int, pool: Tensor | None
     ) -> Tensor:
-        """Return y of the normalised x, and with a pool add the moments of z to that."""
+        """Return y of the normalized x. If there is a pool, add the moments of z to it in place."""
         what = f"norm_{'' if residual is None else 'add_'}{'forward' if pool is None else 'observe'}"
         return self._map(what, x, weight, intervals, 1, pool, residual, norm)
 
@@ -180,9 +180,9 @@ class Kernel:
         residual: Tensor | None = None,
         norm: Tensor | None = None,
     ) -> Tensor:
-        """Launch a kernel that maps x to y, or only adds to the pool.
+        """Launch a kernel that maps x to y, or one that only adds to the pool.
 
-        `dtype` and `parameters` are the dtype and the addresses of the parameters; without a dtype there is no y.
+        `dtype` and `parameters` are the dtype and the addresses of the parameters. If `dtype` is None, no y is computed.
         """
         if x.dtype not in _KINDS or not _is_plain(pool):
             return NotImplemented
@@ -223,7 +223,7 @@ class Kernel:
     def norm_backward(
         self, grad: Tensor, x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradient of z (empty without a residual), the norm's sums, and the gradient of the weight."""
+        """Return the gradient of z (empty without a residual), the sums of the norm, and the gradient of the weight."""
         sums = norm.new_empty(3, norm.shape[1])
         what = "norm_backward" if residual is None else "norm_add_backward"
         found = self._backward(what, grad, x, weight, intervals, 1, residual, norm, sums)
@@ -242,7 +242,7 @@ class Kernel:
         count: float,
         of_z: bool,
     ) -> Tensor:
-        """Return the gradient of x behind a norm."""
+        """Return the gradient of x, the input of the norm. `grad` is the gradient of z with `of_z`, else that of y."""
         what, factor = "norm_add_input" if of_z else "norm_input", 1.0 / count if count else 0.0
         found = self._backward(what, grad, x, weight, intervals, 1, None, norm, sums, factor)
         return NotImplemented if found is NotImplemented else found[0]
@@ -260,7 +260,7 @@ class Kernel:
         sums: Tensor | None = None,
         factor: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
-        """Return the output in the shape of x, and the gradient of the weight; each is empty if a kernel does not write it."""
+        """Return the output, shaped like x, and the gradient of the weight. Each is empty if the kernel does not write it."""
         if x.dtype not in _KINDS:
             return NotImplemented
         lines, channels = sum_lines(what, intervals), weight.shape[0] // (intervals + 5)
@@ -299,7 +299,10 @@ class Kernel:
     # Norms.
 
     def normalization(self, x: Tensor, *rest: Any) -> Tensor:
-        """Return what normalises x, of the batch (running statistics follow it) or of running statistics."""
+        """Return the norm (4, C): in training that of the batch, which updates the state, else that of the running statistics.
+
+        Return NotImplemented if x is empty or float64, or a vector is not contiguous float32.
+        """
         state = layout.NormState(*rest)
         vectors = (state.gamma, state.beta, state.running_mean, state.running_var, state.pool)
         if x.dtype not in _KINDS or not x.numel() or not all(map(_is_plain, vectors)):
@@ -333,10 +336,10 @@ class Kernel:
 
 
 def _is_plain(tensor: Tensor | None) -> bool:
-    """Return whether a kernel can read and write a vector or pool as it is."""
+    """Return whether a kernel can use a vector or pool without a copy: it is contiguous float32, or None."""
     return tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())
 
 
 def _for_kernel(weight: Tensor) -> Tensor:
-    """Return the weight as a kernel reads it: itself if it is contiguous and of a supported dtype, else a copy."""
+    """Return the weight itself if it is contiguous and has a supported dtype, else a copy that a kernel can read."""
     return (weight if weight.dtype in _KINDS else weight.to(torch.float32)).contiguous()

@@ -1,5 +1,5 @@
-// One element: its type in memory, its segment, its line. All other files build on these. This file includes no headers, because
-// NVRTC has none. Computations run in float32, and round like pwlu/reference.py wherever the segment depends on it.
+// One element: its type in memory, its segment, its line. All other files build on these. This file includes no headers,
+// because NVRTC has none. Computations run in float32, and round like pwlu/reference.py wherever the segment depends on it.
 
 typedef unsigned short u16;
 typedef long long i64;
@@ -30,11 +30,11 @@ __device__ void store_pair(unsigned address, float2 pair) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" : : "r"(address), "f"(pair.x), "f"(pair.y));
 }
 
-// The arguments of every kernel, in the order in which driver.py packs the addresses and plan.py the numbers. A tensor is (outer,
-// channels, inner) in memory order.
+// The arguments of every kernel, in the order in which driver.py packs the addresses and plan.py the numbers. A tensor is
+// (outer, channels, inner) in memory order.
 struct Arguments {
   const void *x, *grad;
-  void *out;  // y or the gradient of x
+  void *out;  // y, or the gradient of x or z
   // forward and backward: left, right, heights (C, N+1), left_slope, right_slope; lookup: left, 1/d, slopes, offsets (C, N+2)
   const void *parameters[5];
   void *gradients[5];
@@ -224,8 +224,8 @@ __device__ float2 line_inside(const Bounds &b, int k, float before, float after)
   return make_float2((after - before) * b.scale, before - (float)(k - 1) * (after - before));
 }
 
-// Return line k as (S, P) with y = u S + P and u = x - B_L, from the heights at its ends and the outer slope on its side. In these
-// coordinates the knots are not needed. `width` is B_R - B_L.
+// Return line k as (S, P) with y = u S + P and u = x - B_L, from the heights at its ends and the outer slope on its side. In
+// these coordinates the knots are not needed. `width` is B_R - B_L.
 __device__ float2 line(int intervals, int k, const Bounds &b, float width, float before, float after, float slope) {
   if (k == 0) return make_float2(slope, after);
   if (k == intervals + 2) return make_float2(slope, slope == 0.0f ? before : before - width * slope);  // width may be infinite

@@ -1,7 +1,7 @@
-// The final reductions of the partial results of the blocks, to one result per channel, in a fixed order and in float64.
+// Reduce the partial results of all blocks to one result per channel, in a fixed order and in float64.
 
-// A block processes `together` channels that are neighbours in memory, so that it uses all of the memory it fetches. `groups` groups
-// of threads share the splits.
+// A block processes `together` channels that are neighbours in memory, so that it uses all of the memory it fetches. `groups`
+// groups of threads share the splits.
 __device__ void reduce_gradients(const Arguments &a) {
   extern __shared__ double2 sums[];  // [group][line][channel]
   const int lines = LINES(a.intervals) + (a.sums ? 1 : 0), together = a.together, groups = a.groups, first = blockIdx.x * together;
@@ -31,8 +31,8 @@ __device__ void reduce_gradients(const Arguments &a) {
     if (first + c < a.channels) finish(a, first + c, [&](int k) { return sums[k * together + c]; });
 }
 
-// Return the mean and the sum of squared deviations of a channel over all partial results, by one warp. Sums of differences from
-// the mean of the first part need no divisions.
+// Return the mean and the sum of squared deviations of a channel over all partial results, by one warp. Add up differences
+// from the mean of the first part, because this needs no divisions.
 __device__ double2 total_moments(const Arguments &a, int channel) {
   const Moments *partial = static_cast<const Moments *>(a.partial) + channel;
   const double shift = partial[0].mean;
@@ -73,8 +73,9 @@ __device__ void reduce_moments(const Arguments &a) {
   if (threadIdx.x % 32 == 0) add_to_pool(a, channel, (float)total.x, (float)total.y);
 }
 
-// Compute the norm of a channel from the moments of all parts or, without parts, from the running statistics: one warp per channel.
-// `parameters` holds gamma and beta. `gradients` holds running mean, running variance and number of batches, which are updated.
+// Compute the norm of a channel, by one warp: from the moments of all parts or, without parts, from the running statistics.
+// `parameters` holds gamma and beta. `gradients` holds the running mean, the running variance and the number of batches. With
+// parts, these are updated.
 __device__ void reduce_norm(const Arguments &a) {
   const int channel = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   if (channel >= a.channels) return;

@@ -83,7 +83,7 @@ __device__ void decode(const Vectors &x, const Vectors &residual, const Normal *
 template <typename T, int W, int KIND>
 __device__ void map_planes(const Arguments &a) {
   extern __shared__ float2 table[];
-  __shared__ Moments of_warps[8];  // _STATIC_BYTES in plan.py
+  __shared__ Moments of_warps[8];  // plan.py counts this as _STATIC_BYTES
   const int channel = blockIdx.x, threads = blockDim.x;
   const Stretch<W> stretch(a);
   const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x);

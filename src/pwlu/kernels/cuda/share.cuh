@@ -25,12 +25,12 @@ struct Stretch {
   }
 };
 
-// The vectors that a thread processes, one per row. Blocks are (panel of `width` vectors, split). The threads of a block process
-// `rows` rows at a time, and the splits follow each other, so that all blocks together read memory in order. A row holds all
-// channels, with `inner` elements each. A panel holds complete channels. If inner is 1 (channels_last), the W elements of a vector
-// belong to W channels; else (MIXED) they belong to at most two. Shared memory holds the tables of the panel's channels as
-// [line][place]. Channel c of the panel has place c or, if inner is 1, a place such that neighbouring threads read neighbouring
-// places.
+// The vectors that a thread processes, one per row. Blocks are (panel of `width` vectors, split). The threads of a block
+// process `rows` rows at a time, and the splits follow each other, so that all blocks together read memory in order. A row
+// holds all channels, with `inner` elements each. A panel holds complete channels. If inner is 1 (channels_last), the W
+// elements of a vector belong to W channels; else (MIXED) they belong to at most two. Shared memory holds the tables of the
+// panel's channels as [line][place]. Channel c of the panel has place c or, if inner is 1, a place such that neighbouring
+// threads read neighbouring places.
 #define PANEL 32  // maximum number of vectors across if inner is 1
 template <int W, bool MIXED>
 struct Panel {

@@ -1,8 +1,8 @@
 // The operators in eager mode without Python: autograd, memory, and kernel launches.
 //
-// There is no mathematics and no decision here. The Python code (__init__.py) registers which kernel to launch for which shape. For
-// everything else, this code falls back to the Python implementation: new shapes, modes, transforms, tensor subclasses, layouts that
-// need a copy, invalid shapes, and kernels that fail.
+// This file contains no mathematics and makes no decisions. The Python code (__init__.py) registers which kernel to launch for
+// which shape. For everything else, this code falls back to the Python implementation: new shapes, modes, transforms, tensor
+// subclasses, layouts that need a copy, invalid shapes, and kernels that fail.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -72,7 +72,7 @@ Tensor lookup(const Tensor& x, const Tensor& left, const Tensor& inv_step, const
   return by_python(python, x, left, inv_step, slopes, offsets, channel_dim);
 }
 
-// Behind a norm.
+// A batch norm followed by a PWLU.
 
 Tensor normalization(const Tensor& x, PWLU_NORM_STATE) {
   if (!pool || torch::autograd::get_current_graph_task_id() == -1)  // see observe
@@ -109,7 +109,7 @@ Tensor norm_input(const Tensor& grad, const Tensor& x, const Tensor& norm, const
   return by_python(python, grad, x, norm, weight, intervals, sums, count, of_z);
 }
 
-// y and the norm. Behind a norm of the batch alone, the moments of z follow from the norm.
+// Return y and the norm. In training and without a residual, the moments of z follow from the norm.
 std::tuple<Tensor, Tensor> norm_act(const Tensor& x, const MaybeTensor& residual, const Tensor& weight, int64_t intervals,
                                     PWLU_NORM_STATE) {
   const MaybeTensor none;
@@ -323,7 +323,7 @@ variable_list norm_gradients(const Tensor& grad, const std::array<Tensor, 6>& sa
         if (s.needed[i]) found[i] = all[i];
     }
   }
-  if (s.still && s.needed[2]) found[2] = at::zeros_like(weight);  // zero, but not missing
+  if (s.still && s.needed[2]) found[2] = at::zeros_like(weight);  // not undefined: DistributedDataParallel waits for it
   return found;
 }
 
@@ -413,7 +413,7 @@ std::tuple<Tensor, Tensor> autograd_norm_act(const Tensor& x, const MaybeTensor&
   return both;
 }
 
-// The parts of norm_act have no derivative of their own: Python says so.
+// The parts of norm_act have no derivative of their own. Python raises the error.
 template <class Signature, auto kServe>
 struct Part;
 template <class Result, class... Args, Result (*kServe)(Args...)>

@@ -91,8 +91,8 @@ struct Problem {
   }
 };
 
-// Describe a call; return nullopt unless a kernel can surely use these tensors without a copy. `parameters` is one of the parameter
-// tensors, which all have the same dtype.
+// Describe a call; return nullopt unless a kernel can surely use these tensors without a copy. `parameters` is one of the
+// parameter tensors, which all have the same dtype.
 std::optional<Problem> problem_of(const Tensor& x, const Tensor& parameters, int64_t channels, int64_t intervals,
                                   int64_t channel_dim) {
   if (channels < 1 || intervals < 1 || !x.numel() || parameters.device() != x.device()) return std::nullopt;

@@ -1,4 +1,4 @@
-// A unit behind a batch norm: calls of its kernels. Part of eager.cpp.
+// Call the kernels of a batch norm followed by a PWLU. Part of eager.cpp.
 #pragma once
 
 #include "eager_kernels.h"
@@ -6,11 +6,11 @@
 namespace {
 
 using MaybeTensor = std::optional<Tensor>;
-using NormGradients = std::tuple<Tensor, Tensor, Tensor>;  // of z (empty without a residual), sums of the norm, of the weight
+using NormGradients = std::tuple<Tensor, Tensor, Tensor>;  // gradient of z (or empty), sums of the norm, gradient of the weight
 
-constexpr size_t kPartial = 13, kPool = 14, kResidual = 15, kNorm = 16, kSums = 17, kPair = 18;  // places in struct Arguments
+constexpr size_t kPartial = 13, kPool = 14, kResidual = 15, kNorm = 16, kSums = 17, kPair = 18;  // indices in struct Arguments
 
-// Whether kernels can read and write it as it is, if it is there: of that size and type, on the device of x.
+// Return whether kernels can use a tensor without a copy: it has this size and dtype and is on the device of x, or is missing.
 bool fits(const MaybeTensor& tensor, const Tensor& x, at::IntArrayRef sizes, at::ScalarType dtype) {
   return !tensor || (tensor->sizes() == sizes && tensor->scalar_type() == dtype && tensor->device() == x.device() &&
                      tensor->is_contiguous() && tensor->const_data_ptr());
@@ -31,7 +31,7 @@ const void* pair(double factor, double eps) {
   return packed;
 }
 
-// Of running statistics torch counts no changes either: see layout.note_changes.
+// Increment the version counters. Do not call this for running statistics: see layout.note_changes.
 void changed(std::initializer_list<const MaybeTensor*> tensors) {
   for (const auto* each : tensors)
     if (*each && !(*each)->is_inference()) (*each)->unsafeGetTensorImpl()->bump_version();
@@ -39,7 +39,7 @@ void changed(std::initializer_list<const MaybeTensor*> tensors) {
 
 at::ScalarType computed_in(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
-// x and a norm as kernels see them; nothing if Python has to look at it.
+// Describe a call with a norm; return nullopt if Python has to handle it.
 std::optional<Problem> norm_problem_of(const Tensor& x, const MaybeTensor& residual, const Tensor& norm, const Tensor& weight,
                                        int64_t intervals) {
   if (x.dim() < 2 || (on_gpu(x) && x.scalar_type() == at::kDouble) || !is_like(residual, x)) return std::nullopt;
@@ -48,20 +48,20 @@ std::optional<Problem> norm_problem_of(const Tensor& x, const MaybeTensor& resid
   return p;
 }
 
-// Calls a function of cpu.c with the start of its arguments; whether it did the work.
+// Call a function of cpu.c, with the arguments that all of them start with. Return whether it succeeded.
 template <class Function, class... Rest>
 bool call(Function CpuKernel::*function, const Problem& p, Rest... rest) {
   const CpuKernel k = on_cpu();
   return k.parallel && !(k.*function)(k.parallel, at::get_num_threads(), code_of(p.dtype), rest...);
 }
 
-// What a norm has besides its input: layout.NormState.
+// The arguments of a norm other than its input: layout.NormState.
 #define PWLU_NORM_STATE                                                                                                 \
   const MaybeTensor &gamma, const MaybeTensor &beta, const MaybeTensor &running_mean, const MaybeTensor &running_var,   \
       const MaybeTensor &batches, double factor, double eps, bool training, const MaybeTensor &pool
 #define PWLU_NORM_NAMES gamma, beta, running_mean, running_var, batches, factor, eps, training
 
-// What normalises x: (4, channels). The running statistics, the number of batches and the pool follow, in training.
+// Return the norm (4, channels). In training, update the running statistics, the number of batches and the pool.
 std::optional<Tensor> run_plain_normalization(const Tensor& x, PWLU_NORM_STATE) {
   if (x.dim() < 2 || (on_gpu(x) && x.scalar_type() == at::kDouble)) return std::nullopt;
   const int64_t channels = x.size(1);
@@ -98,7 +98,7 @@ std::optional<Tensor> run_plain_normalization(const Tensor& x, PWLU_NORM_STATE) 
   return norm;
 }
 
-// The same with parameters and statistics of any type: dispatch.normalization.
+// The same for parameters and statistics of any dtype, as dispatch.normalization does.
 std::optional<Tensor> run_normalization(const Tensor& x, PWLU_NORM_STATE) {
   const auto kind = computed_in(x);
   const auto as = [&](const MaybeTensor& t) { return t && t->scalar_type() != kind ? MaybeTensor(t->to(kind)) : t; };

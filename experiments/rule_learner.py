@@ -37,6 +37,7 @@ class Rule:
     dev: float = _word(0.0, "penalise squared differences from the layer's mean function, times X")
     reldev: float = _word(0.0, "penalise them relative to the mean squared rise, times X")
     mean: bool = _word(False, "average penalties over the channels of a layer instead of adding them")
+    sigma: bool = _word(False, "penalties times (6 deviations of the input / distance of the bounds)^2")
     prox: bool = _word(False, "apply curv and relcurv as an implicit step after the optimizer's, stable at any strength")
     base: bool = _word(False, "apply curv, relcurv and tv2 to the difference from the initial function")
     regrid: float = _word(0.0, "move the bounds to mean +- 3 deviations of the inputs every X epochs, and keep the function")
@@ -142,7 +143,8 @@ class Learner:
             raise ValueError("shareall goes with explicit penalties, relstep with implicit ones: leave out one of both")
         if rule.relstep and self.explicit:
             raise ValueError(f"relstep works only with implicit penalties: write prox, and leave out {', '.join(weights)}")
-        self.observer = Observer(bank, rule.jitter) if rule.regrid or rule.gain or rule.jitter else None
+        self.observes = bool(rule.regrid or rule.gain or rule.sigma)
+        self.observer = Observer(bank, rule.jitter) if self.observes or rule.jitter else None
         self.mean = self.std = self.target = None
         self.changes_gradients = any((rule.share, rule.sharesum, rule.precond, rule.relstep, rule.decayB, self.explicit))
         self.learning = self.last_step = False
@@ -157,7 +159,7 @@ class Learner:
         if self.observer:
             if step == 0:
                 self.observer.clear()
-            self.observer.active = bool(self.rule.regrid or self.rule.gain) and step >= steps_per_epoch - OBSERVED_STEPS
+            self.observer.active = self.observes and step >= steps_per_epoch - OBSERVED_STEPS
 
     def _before_step(self) -> None:
         rule, bank = self.rule, self.bank
@@ -184,11 +186,21 @@ class Learner:
             with torch.enable_grad():
                 leaf = table.requires_grad_()
                 each = sum(w * functions.penalty(name, leaf, bank.layers, self.base) for name, w in self.explicit.items())
-                total = (each / bank.layers.channels[:, 0] if rule.mean else each).sum()
+                total = (each * self._scale(table)[:, 0]).sum()
                 gradient = gradient + torch.autograd.grad(total, leaf)[0]
         if rule.shareall:
             gradient = self._shared(gradient, table.detach())
         bank.write([weight.grad for weight in bank.weights], gradient)
+
+    @torch.no_grad()
+    def _scale(self, table: Tensor) -> Tensor:
+        """Return the factor of penalties per function, (F, 1)."""
+        scale = torch.ones_like(table[:, :1])
+        if self.rule.mean:
+            scale = scale / self.bank.layers.channels
+        if self.rule.sigma and self.std is not None:  # before the first measurement the bounds are at mean +- 3 deviations
+            scale = scale * (6 * self.std / (table[:, 1:2] - table[:, :1]).clamp(min=1e-12)).square()
+        return scale
 
     def _shared(self, gradient: Tensor, table: Tensor) -> Tensor:
         rule, layers = self.rule, self.bank.layers
@@ -209,7 +221,7 @@ class Learner:
             for name, weight in self.implicit.items():
                 strength = strength + 2 * weight * (bank.intervals / functions.squared_size(table) if name == "relcurv" else 1)
             # As strong as the penalty's gradient would be: with momentum 0.9, a constant gradient counts ten times.
-            strength = strength * self.group["lr"] * 10 / (bank.layers.channels if rule.mean else 1)
+            strength = strength * self.group["lr"] * 10 * self._scale(table)
             table = functions.implicit_bend(table, strength, *self.bending, self.base)
         if rule.gain:
             if self.mean is None:  # realignment has set the bounds to mean +- 3 deviations
@@ -226,7 +238,7 @@ class Learner:
     def end_epoch(self, done: int, epochs: int) -> None:
         """Update the statistics of inputs, and move the bounds if the rule asks for it, after `done` epochs."""
         rule, bank = self.rule, self.bank
-        if self.trainer.phase != 2 or not (rule.regrid or rule.gain):
+        if self.trainer.phase != 2 or not self.observes:
             return
         self.mean, self.std = self.observer.statistics()
         if not rule.regrid or done % round(rule.regrid) or done > rule.regridlast * epochs:

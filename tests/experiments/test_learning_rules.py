@@ -259,6 +259,18 @@ def weights_after(rule, steps=10, **changes):
     return torch.cat([weight.detach() for weight in bank.weights])
 
 
+def test_scale_of_penalties():
+    task = task_of(batch=64, fuse_norms="off")
+    trainer = trainer_of(task)
+    bank = Bank(trainer.units.values())
+    learner = Learner(Rule(curv=0.1, mean=True, sigma=True), bank, None, trainer, peak=0.2)
+    table = bank.values()
+    assert torch.equal(learner._scale(table), 1 / bank.layers.channels)  # nothing was measured yet
+    learner.std = torch.rand_like(table[:, :1])
+    ratio = 6 * learner.std / (table[:, 1:2] - table[:, :1])
+    close(learner._scale(table), ratio.square() / bank.layers.channels, atol=1e-6)
+
+
 def test_rules_at_work():
     """The rule curv does as the setting curvature, no rule does nothing, and sharing does something."""
     plain = weights_after(None)
@@ -279,6 +291,7 @@ def test_rules_at_work():
     [
         "share=1 precond=4 relstep=0.003 decayB curv=0.002 relcurv=1e-4 prox mean regrid=1 gain=-1 jitter=0.5",
         "sharesum=0.1 fade curv=0.001 gain=-1 layergain",
+        "shareall sharesum=0.1 curv=0.1 mean sigma",
         "tv2=1e-4 dev=1e-3 reldev=1e-5 relcurv=1e-5 gain=1",
     ],
 )

@@ -2,8 +2,6 @@
 
 import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -117,12 +115,9 @@ except OSError as error:
 """
 
 
-def test_pt2_on_a_full_disk(disk):
+def test_pt2_on_a_full_disk(disk, processes):
     """In a process of its own, for torch ended that."""
-    environment = os.environ | {"PYTHONPATH": str(Path(pwlu.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-c", EXPORT, disk / "model.pt2"], capture_output=True, text=True, env=environment, check=False
-    )
+    done = processes(["-c", EXPORT, disk / "model.pt2"], dict(os.environ))
     assert (done.returncode, done.stdout) == (1, "")
     assert f"no space left on the disk for {disk / 'model.pt2'}. " in done.stderr
     assert names(disk) == ["filler"]

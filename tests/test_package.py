@@ -190,7 +190,7 @@ def quick(tmp_path_factory):
 
 @pytest.mark.skipif(build.compiler() is None, reason="no C compiler here")
 def test_built_on_first_use_and_kept(python, bare, quick, tmp_path):
-    done = python(["-c", bare + FORWARD], PWLU_CACHE=str(tmp_path))
+    done = python(["-c", bare + FORWARD], PWLU_CACHE=str(tmp_path), CC=quick)
     assert not done.returncode, done.stderr
     variant, path = done.stdout.split()
     assert variant == cpu.usable_variants()[0]
@@ -226,9 +226,9 @@ def test_a_compiler_that_does_not_work_is_named(python, bare, tmp_path, compiler
     assert "correct CC" in done.stdout
 
 
-def test_a_user_without_a_home(python, bare):
+def test_a_user_without_a_home(python, bare, quick):
     code = bare + "import pathlib\ndef home(): raise RuntimeError('no home')\npathlib.Path.home = home\n"
-    done = python(["-c", code + FORWARD], XDG_CACHE_HOME="", PWLU_CACHE="")
+    done = python(["-c", code + FORWARD], XDG_CACHE_HOME="", PWLU_CACHE="", CC=quick)
     variant, path = done.stdout.split()
     assert variant == cpu.usable_variants()[0], done.stderr
     assert not Path(path).exists()  # for that process alone

@@ -1,8 +1,6 @@
 """The two phases inside Hugging Face's Trainer."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -160,12 +158,12 @@ def test_a_saved_model_keeps_its_units(tmp_path, cls, from_pretrained):
     pwlu.restore_(found)
 
 
-def test_without_pwlu_it_is_not_silent(tmp_path):
+def test_without_pwlu_it_is_not_silent(processes, tmp_path):
     model = vit()
     pwlu.convert_(model, PIXELS, init="same")
     save_pretrained(learned(model), tmp_path)
     code = f"from transformers import ViTForImageClassification as V; V.from_pretrained({str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = processes(["-c", code], dict(os.environ), path=())
     assert done.returncode == 0, done.stderr
     assert "Unknown quantization type, got pwlu" in done.stderr
 

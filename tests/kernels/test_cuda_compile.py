@@ -113,7 +113,8 @@ COMPILE = (
 
 
 def variables(cache):
-    return os.environ | {"PWLU_CACHE": str(cache), "PYTHONPATH": str(SOURCES)}
+    """Return the environment of a process with that cache, into which it does not first compile eager.cpp."""
+    return os.environ | {"PWLU_CACHE": str(cache), "PWLU_EAGER": "python", "PYTHONPATH": str(SOURCES)}
 
 
 @pytest.fixture

@@ -460,6 +460,7 @@ with torch.inference_mode():
 """
 
 
+@pytest.mark.slow
 def test_the_first_process_switches(cache):
     """With the real compiler: from Python to C++ between two calls, with the same bits; older graphs have their gradients."""
     cache.fill()["eager"].unlink()

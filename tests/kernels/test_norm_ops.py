@@ -97,7 +97,7 @@ def test_parts_against_the_oracle(shape, dtype, residual, device):
 
 
 @pytest.mark.parametrize("variant", CPU_VARIANTS)
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_kernels_of_the_cpu(variant, threads):
     """Every variant, through every form, with sums of several threads, and twice with the same bits."""
     kernel, before = cpu.load(variant), torch.get_num_threads()

@@ -132,6 +132,7 @@ class Stop(Exception):
     """What tests stop a run with, in the middle."""
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on(objects, uninterrupted, tmp_path, monkeypatch):
     """In the middle of the second epoch: to the bit, though proposals are drawn by lot."""
     monkeypatch.setattr(loop, "STEPS_BETWEEN_CLOCK_CHECKS", 1)

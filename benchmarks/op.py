@@ -38,7 +38,7 @@ class Problem(NamedTuple):
 
     @property
     def channel_dim(self) -> int:
-        """The dimension of the channels."""
+        """Return the dimension of the channels."""
         return -1 if self.layout == "BTC" else 1
 
     def random(self, device: str) -> Tensor:

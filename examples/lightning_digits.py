@@ -35,21 +35,21 @@ class Digits(L.LightningModule):
         print(pwlu.convert_(self.network, torch.randn(2, 1, 8, 8)))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """An optimizer as usual, and the line that adds the two phases."""
+        """Return the optimizer, with the two phases attached to it."""
         optimizer = torch.optim.AdamW(pwlu.parameter_groups(self.network, lr=self.lr, weight_decay=0.01))
         steps = int(self.trainer.estimated_stepping_batches) // (self.trainer.max_epochs or 1)
         self.phases = pwlu.TwoPhase(self.network, optimizer, realign_at=self.realign_after_epochs * steps)
         return optimizer
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        """As usual."""
+        """Return the loss of a batch."""
         images, labels = batch
         loss = F.cross_entropy(self.network(images), labels)
         self.log_dict({"loss": loss, "phase": float(self.phases.phase)}, prog_bar=True)
         return loss
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
-        """As usual."""
+        """Log the accuracy on a batch."""
         images, labels = batch
         right = (self.network(images).argmax(1) == labels).float().mean()
         self.log("accuracy", right, prog_bar=True, batch_size=len(labels))

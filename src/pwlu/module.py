@@ -231,7 +231,7 @@ class PWLU(nn.Module):
 
     @property
     def parametrizations(self) -> nn.Module:
-        """The parametrizations that torch.nn.utils.parametrize registered.
+        """Return the parametrizations that torch.nn.utils.parametrize registered.
 
         register_parametrization reads this attribute before it checks the name. So this is the place to raise a helpful error
         for the name of a block.

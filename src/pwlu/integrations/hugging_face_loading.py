@@ -56,7 +56,7 @@ class PWLUQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the model can be trained."""
+        """Return whether the model can be trained."""
         return True
 
 

@@ -115,12 +115,12 @@ class TwoPhase:
 
     @property
     def phase(self) -> int:
-        """The phase, 1 or 2; 0 after :meth:`remove`."""
+        """Return the phase, 1 or 2; 0 after :meth:`remove`."""
         return max(statistics.phase for statistics in self._statistics)
 
     @property
     def steps(self) -> int:
-        """The number of steps of Phase I so far."""
+        """Return the number of steps of Phase I so far."""
         if any(statistics.loaded for statistics in self._statistics):
             self._read_progress()
         return self._steps

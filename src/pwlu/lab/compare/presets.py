@@ -77,7 +77,7 @@ class Comparison:
 
     @property
     def stem(self) -> str:
-        """The name of the table's files, without suffix."""
+        """Return the name of the table's files, without suffix."""
         changes = self.differences()
         return f"{self.name}-{slug(changes)}" if changes else self.name
 

@@ -38,17 +38,17 @@ class Row:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The metrics to compare. Charts show the first."""
+        """Return the metrics to compare. Charts show the first."""
         return catalog.find(self.settings.recipe).metrics
 
     @property
     def mean(self) -> float:
-        """The mean of the first metric."""
+        """Return the mean of the first metric."""
         return self.mean_of(self.metrics[0])
 
     @property
     def std(self) -> float | None:
-        """The sample standard deviation of the first metric."""
+        """Return the sample standard deviation of the first metric."""
         return self.std_of(self.metrics[0])
 
     def mean_of(self, metric: str) -> float:
@@ -61,17 +61,17 @@ class Row:
 
     @property
     def diverged(self) -> int:
-        """The number of runs that diverged."""
+        """Return the number of runs that diverged."""
         return sum(self.values("diverged"))
 
     @property
     def side_by_side(self) -> list[int]:
-        """The distinct numbers of runs that shared the device, each run included."""
+        """Return the distinct numbers of runs that shared the device, each run included."""
         return sorted({run.environment.get("side_by_side", 1) for run in self.runs})
 
     @property
     def iou(self) -> float | None:
-        """The mean over runs of the median IOU of bounds and inputs."""
+        """Return the mean over runs of the median IOU of bounds and inputs."""
         found = [iou for run in self.runs if (iou := run.iou) is not None]
         return mean(found) if found else None
 
@@ -232,7 +232,7 @@ class Table:
 
     @property
     def paper_dataset(self) -> str:
-        """The data set on which the paper measured."""
+        """Return the data set on which the paper measured."""
         return "ImageNet" if self.metrics == ("accuracy",) else "COCO"
 
     def paper_gains(self) -> dict[str, float]:

@@ -73,7 +73,7 @@ class Annotations:
 
     @property
     def with_masks(self) -> bool:
-        """Whether masks were read."""
+        """Return whether masks were read."""
         return len(self.codes) > 0
 
     def objects(self, image: int) -> slice:

@@ -110,7 +110,7 @@ class DetectionImages:
 
     @property
     def unreadable(self) -> int | None:
-        """The number of unreadable images; None if images are not in memory, so that it is not known yet."""
+        """Return the number of unreadable images; None if images are not in memory, so that it is not known yet."""
         return None if self.data.pixels is None else int((~self.data.readable).sum())
 
     def batches(self, plan: Sequence[list[int]], keys: Keys = None) -> Iterator[list[Example]]:

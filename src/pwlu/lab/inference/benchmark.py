@@ -44,7 +44,7 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """The name in a table."""
+        """Return the name in a table."""
         return f"{self.runtime}, {self.activation}"
 
 

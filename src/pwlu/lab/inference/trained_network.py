@@ -35,12 +35,12 @@ class TrainedNetwork:
 
     @property
     def detects(self) -> bool:
-        """Whether it is a detector, which takes a list of images instead of a tensor."""
+        """Return whether it is a detector, which takes a list of images instead of a tensor."""
         return find(self.settings.recipe).detects
 
     @property
     def sites(self) -> dict[str, str]:
-        """The name of every activation that the run put in, with what it replaced."""
+        """Return the name of every activation that the run put in, with what it replaced."""
         return self.info.sites
 
     def sample(self, batch: int) -> Tensor:

@@ -47,17 +47,17 @@ class Recipe:
 
     @property
     def detects(self) -> bool:
-        """Whether this recipe trains a detector. Otherwise it trains a classifier."""
+        """Return whether this recipe trains a detector. Otherwise it trains a classifier."""
         return self.data == "coco"
 
     @property
     def in_memory(self) -> bool:
-        """Whether all images have the same size and are kept in memory."""
+        """Return whether all images have the same size and are kept in memory."""
         return self.data not in ("coco", "folder")
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The metrics that tables compare, in percent, by their names in result.json."""
+        """Return the metrics that tables compare, in percent, by their names in result.json."""
         if not self.detects:
             return ("accuracy",)
         return ("box_ap", "mask_ap") if self.network.startswith("maskrcnn") else ("box_ap",)

@@ -123,7 +123,7 @@ class Settings:
 
     @property
     def worker_count(self) -> int:
-        """The number of worker processes: ``workers``, or the default if that is None."""
+        """Return the number of worker processes: ``workers``, or the default if that is None."""
         return min(8, os.cpu_count() or 1) if self.workers is None else self.workers
 
     def as_dict(self) -> dict[str, Any]:

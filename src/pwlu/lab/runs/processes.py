@@ -23,7 +23,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process prints and writes files: rank 0 does."""
+        """Return whether this process prints and writes files: rank 0 does."""
         return self.rank == 0
 
     def all_reduce(self, values: Tensor) -> Tensor:

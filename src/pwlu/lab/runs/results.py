@@ -29,7 +29,7 @@ class Run:
 
     @cached_property
     def iou(self) -> float | None:
-        """The median over channels of the IOU of bounds and inputs, at the end; None if there are no PWLUs."""
+        """Return the median over channels of the IOU of bounds and inputs, at the end; None if there are no PWLUs."""
         return RunFolder(self.path).iou()
 
 

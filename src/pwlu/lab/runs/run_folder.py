@@ -85,7 +85,7 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has ended."""
+        """Return whether the run has ended."""
         return self.has("result.json")
 
     def locate(self, name: str) -> str:

@@ -73,7 +73,7 @@ class Detection(ImageTask):
 
     @property
     def reported(self) -> list[str]:
-        """The names of further values of :meth:`measure` for result.json."""
+        """Return the names of further values of :meth:`measure` for result.json."""
         names = [name for kind in self.kinds for name in coco_evaluation.names(kind) if name != self.metric]
         return [*names, UNREADABLE]
 

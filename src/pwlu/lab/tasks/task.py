@@ -38,7 +38,7 @@ class Task(Protocol):
 
     @property
     def reported(self) -> Sequence[str]:
-        """The names of further values of :meth:`measure` for result.json."""
+        """Return the names of further values of :meth:`measure` for result.json."""
 
     @property
     def notes(self) -> Sequence[str]:

@@ -72,7 +72,7 @@ class Trainer:
 
     @property
     def measured(self) -> nn.Module:
-        """The network to measure: the moving average if there is one, else the network."""
+        """Return the network to measure: the moving average if there is one, else the network."""
         return self.average.module if self.average else self.network
 
     @property

@@ -62,9 +62,8 @@ class PWLUQuantizer(HfQuantizer):
 
 def record(model: Any) -> None:
     """Write the conversion of a model into its config."""
-    found = getattr(model.config, "quantization_config", None)
-    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", METHOD)
-    if method != METHOD:
+    method = _method(model.config)
+    if method not in (None, METHOD):
         raise ValueError(
             f"save_pretrained: the model is quantised by {method}, and config.json has room for one of the two. Save the model "
             "before it is quantised"
@@ -74,5 +73,9 @@ def record(model: Any) -> None:
 
 def recorded(config: Any) -> bool:
     """Return whether a config says how its model was converted."""
+    return _method(config) == METHOD
+
+
+def _method(config: Any) -> Any:
     found = getattr(config, "quantization_config", None)
-    return (found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)) == METHOD
+    return found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)

@@ -34,12 +34,6 @@ TRIED = Path(__file__).with_name("results.jsonl")
 ANCHORS = ("relu", "swish", "pwlu", "curv=0.001")
 NETWORKS = tuple(name.removeprefix("cifar100/") for name in RECIPES if name.startswith("cifar100/"))
 UNTRIED = (
-    # A penalty per layer: how much of it, and relative to the inputs.
-    "shareall sharesum=0.1 curv=0.06 mean",
-    "shareall sharesum=0.1 curv=0.1 mean sigma",
-    "shareall sharesum=0.1 curv=0.3 mean sigma",
-    "shareall sharesum=0.1 curv=0.003 sigma",
-    "shareall sharesum=0.3 curv=0.1 mean sigma",
     # Which of smoothness, scale and step size matters, and how much of it.
     "share=1 relcurv=3e-5 prox",
     "share=1 relcurv=5e-3 prox mean",

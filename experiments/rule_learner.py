@@ -14,6 +14,7 @@ from pwlu.initial_functions import InitialFunction
 from pwlu.learning.curvature import parameter_indices
 from pwlu.module import PWLU
 
+SQUARES_DECAY = 0.99  # of the running mean square of gradients
 OBSERVED_STEPS = 8  # the last steps of an epoch, over which mean and standard deviation of inputs are measured
 
 
@@ -37,7 +38,10 @@ class Rule:
     dev: float = _word(0.0, "penalise squared differences from the layer's mean function, times X")
     reldev: float = _word(0.0, "penalise them relative to the mean squared rise, times X")
     mean: bool = _word(False, "average penalties over the channels of a layer instead of adding them")
+    rootmean: bool = _word(False, "divide penalties by the square root of the channels of a layer")
     sigma: bool = _word(False, "penalties times (6 deviations of the input / distance of the bounds)^2")
+    information: bool = _word(False, "penalties times the layer's running mean square of the gradient of heights")
+    late: bool = _word(False, "penalties times (1 - learning rate / its peak)")
     prox: bool = _word(False, "apply curv and relcurv as an implicit step after the optimizer's, stable at any strength")
     base: bool = _word(False, "apply curv, relcurv and tv2 to the difference from the initial function")
     regrid: float = _word(0.0, "move the bounds to mean +- 3 deviations of the inputs every X epochs, and keep the function")
@@ -136,6 +140,7 @@ class Learner:
         self.smoother = functions.smoother(bank.intervals, rule.precond).to(**like)
         self.bending = [part.to(**like) for part in functions.bending(bank.intervals)]
         self.second, self.updates = torch.zeros(len(bank.rows), 1, **like), 0
+        self.squares, self.measured = torch.zeros(len(bank.rows), 1, **like), 0
         weights = {name: getattr(rule, name) for name in ("curv", "relcurv", "tv2", "dev", "reldev") if getattr(rule, name)}
         self.implicit = {name: weights.pop(name) for name in ("curv", "relcurv") if rule.prox and name in weights}
         self.explicit = weights
@@ -171,6 +176,9 @@ class Learner:
         if not self.changes_gradients:
             return
         table, gradient = bank.values(), bank.gradient()
+        if rule.information:
+            self.measured += 1
+            self.squares.lerp_(gradient[:, HEIGHTS:].square().mean(1, keepdim=True), 1 - SQUARES_DECAY)
         if not rule.shareall:
             gradient = self._shared(gradient, table)
         if rule.precond:
@@ -198,6 +206,13 @@ class Learner:
         scale = torch.ones_like(table[:, :1])
         if self.rule.mean:
             scale = scale / self.bank.layers.channels
+        if self.rule.rootmean:
+            scale = scale / self.bank.layers.channels.sqrt()
+        if self.rule.late:
+            scale = scale * (1 - self.group["lr"] / self.peak)
+        if self.rule.information:
+            layers = self.bank.layers
+            scale = scale * layers.sums(self.squares) / layers.channels / (1 - SQUARES_DECAY**self.measured)
         if self.rule.sigma and self.std is not None:  # before the first measurement the bounds are at mean +- 3 deviations
             scale = scale * (6 * self.std / (table[:, 1:2] - table[:, :1]).clamp(min=1e-12)).square()
         return scale

@@ -270,6 +270,14 @@ def test_scale_of_penalties():
     ratio = 6 * learner.std / (table[:, 1:2] - table[:, :1])
     close(learner._scale(table), ratio.square() / bank.layers.channels, atol=1e-6)
 
+    learner = Learner(Rule(curv=0.1, rootmean=True, late=True), bank, None, trainer, peak=0.2)
+    learner.group["lr"] = 0.05
+    close(learner._scale(table), 0.75 / bank.layers.channels.sqrt(), atol=1e-6)
+
+    learner = Learner(Rule(curv=0.1, information=True), bank, None, trainer, peak=0.2)
+    learner.squares, learner.measured = 0.01 * (1 + bank.layers.index[:, None].float()), 1  # of one step: 1 - 0.99 of its squares
+    close(learner._scale(table), 1 + bank.layers.index[:, None].float(), atol=1e-5)
+
 
 def test_rules_at_work():
     """The rule curv does as the setting curvature, no rule does nothing, and sharing does something."""
@@ -292,6 +300,7 @@ def test_rules_at_work():
         "share=1 precond=4 relstep=0.003 decayB curv=0.002 relcurv=1e-4 prox mean regrid=1 gain=-1 jitter=0.5",
         "sharesum=0.1 fade curv=0.001 gain=-1 layergain",
         "shareall sharesum=0.1 curv=0.1 mean sigma",
+        "shareall sharesum=0.1 curv=10 rootmean information late",
         "tv2=1e-4 dev=1e-3 reldev=1e-5 relcurv=1e-5 gain=1",
     ],
 )

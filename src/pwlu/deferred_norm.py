@@ -49,7 +49,7 @@ class DeferredNorm:
 
     def extra_repr(self) -> str:
         """Return the original text, and say that the norm is fused."""
-        return f"{super().extra_repr()}, fused with the PWLU behind it"  # type: ignore[misc]
+        return f"{super().extra_repr()}, fused with the PWLU that follows"  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # pickle cannot find the class by name, because it is created at run time.
@@ -71,7 +71,7 @@ def deferring(original: Any) -> type[Any]:
     own = original.forward
     with_activation = original.__module__.startswith("timm.") and original.__name__ in ("BatchNormAct2d", "SyncBatchNormAct")
     if not with_activation and own not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
-        raise ValueError(f"{original.__name__} has a forward of its own")
+        raise ValueError(f"its class, {original.__name__}, defines its own forward")
     return type(
         f"Deferred{original.__name__}",
         (DeferredNorm, original),
@@ -206,8 +206,9 @@ class Deferred:
             tensor, known = packed or (x, version)
             if _version(tensor) != known:
                 raise RuntimeError(
-                    "pwlu: an input of a batch norm, or of the PWLU behind it, was changed in place before the backward pass. "
-                    "Write pwlu.unfuse_norms_(model), or do not change it in place"
+                    "pwlu: the backward pass of a fused batch norm needs the inputs of the norm and of its PWLU, but one of "
+                    "them was changed in place after the forward pass. Write x = x + 1 instead of x += 1, or undo the "
+                    "fusion: pwlu.unfuse_norms_(model)"
                 )
             return tensor if packed else norm_ops.norm_forward(x.detach(), None, norm, weight, 1)
 
@@ -235,8 +236,9 @@ class Deferred:
         residual = self.residual
         if (_version(self.x), _version(residual) if isinstance(residual, Tensor) else 0) != self._versions:
             raise RuntimeError(
-                "pwlu: an input of a batch norm, or what was added to its output, was changed in place before the PWLU behind "
-                "it ran. Write pwlu.unfuse_norms_(model), or do not change it in place"
+                "pwlu: a fused batch norm is computed when its PWLU runs, but before that, the input of the norm or the tensor "
+                "added to its output was changed in place. Write x = x + 1 instead of x += 1, or undo the fusion: "
+                "pwlu.unfuse_norms_(model)"
             )
 
     # For all other code.
@@ -257,7 +259,8 @@ class Deferred:
         batch = norm.training or (norm.running_mean is None and norm.running_var is None)
         if batch and _group(norm) is not None:
             raise RuntimeError(
-                "pwlu: the output of a SyncBatchNorm is used by a PWLU and by something else. Write pwlu.unfuse_norms_(model)"
+                "pwlu: only a PWLU may use the output of a fused SyncBatchNorm, but the model also uses it elsewhere. Undo the "
+                "fusion: pwlu.unfuse_norms_(model)"
             )
         running = (None, None) if batch else (norm.running_mean, norm.running_var)
         return F.batch_norm(self.x, running[0], running[1], norm.weight, norm.bias, batch, 0.0, norm.eps)

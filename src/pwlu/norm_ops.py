@@ -196,7 +196,8 @@ def _backward(ctx: Any, grad: Tensor) -> list[Tensor | None]:
 def _twice(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     if ctx.group is not None:
         raise RuntimeError(
-            "pwlu: there is no second derivative through the statistics of several processes. Write pwlu.unfuse_norms_(model)"
+            "pwlu: a fused SyncBatchNorm has no second derivative in training with several processes. Undo the fusion: "
+            "pwlu.unfuse_norms_(model)"
         )
     x, residual, weight, gamma, beta, norm = ctx.saved_tensors
     settings = (ctx.intervals, ctx.eps, ctx.training)
@@ -265,7 +266,7 @@ def _refuse(name: str) -> Any:
 
     def differentiate(*arguments: Any) -> Any:
         if ops.wanted(*(a for a in arguments if isinstance(a, Tensor))):
-            raise RuntimeError(f"pwlu::{name} is a part of pwlu::norm_act and has no derivative of its own: call that")
+            raise RuntimeError(f"pwlu::{name} has no derivative. Call pwlu::norm_act instead, which can be differentiated")
         return ops.below_autograd(operator, *arguments)
 
     return differentiate

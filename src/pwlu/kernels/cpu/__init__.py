@@ -219,18 +219,9 @@ class Kernel:
         _check(status, x.shape[1], intervals)
         return grad_z, sums, grad_weight.to(weight.dtype)
 
-    def norm_input(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        norm: Tensor,
-        weight: Tensor,
-        intervals: int,
-        sums: Tensor | None,
-        count: float,
-        of_z: bool,
-    ) -> Tensor:
-        """Return the gradient of x, the input of the norm. `grad` is the gradient of z with `of_z`, else that of y."""
+    def norm_input(self, *arguments: Any) -> Tensor:
+        """Return the gradient of x, the input of the norm; see :class:`pwlu.kernels.layout.NormInput`."""
+        grad, x, norm, weight, intervals, sums, count, grad_is_of_z = layout.NormInput(*arguments)
         grad_x = torch.empty_like(x)
         if not x.numel():
             return grad_x
@@ -239,7 +230,7 @@ class Kernel:
         of_grad, source, of_norm, of_weight = layout.addresses([grad, x, norm, packed])
         (of_sums,) = layout.optional_addresses(sums)
         start, geometry = self._start(x), layout.geometry(x, x.shape[1], 1)
-        tail = (of_norm, of_sums, count, of_z, intervals, of_weight)
+        tail = (of_norm, of_sums, count, grad_is_of_z, intervals, of_weight)
         status = self._norm_input(*start, of_grad, source, grad_x.data_ptr(), *geometry, *tail)
         _check(status, x.shape[1], intervals)
         return grad_x

@@ -112,10 +112,10 @@ def test_channels():
         torch.ones(2, 5),
     )
     broken(ValueError, r"has 7 in dimension 1\. Write channel_dim=2", torch.ones(2, 7, 3))
-    broken(ValueError, r"channel_dim is 1, but x has 1 dimensions \(3,\).*channel_dim=-1", torch.ones(3))
-    broken(ValueError, r"channel_dim is 5", torch.ones(2, 3), channel_dim=5)
-    broken(ValueError, r"channel_dim is -3", torch.ones(2, 3), channel_dim=-3)
-    broken(ValueError, r"0 dimensions \(\)\. A 0-d tensor needs PWLU\(channels=1\)", torch.ones(()))
+    broken(ValueError, r"channel_dim=1 is not a dimension of x, which has the shape \(3,\).*channel_dim=-1", torch.ones(3))
+    broken(ValueError, r"channel_dim=5 is not a dimension of x", torch.ones(2, 3), channel_dim=5)
+    broken(ValueError, r"channel_dim=-3 is not a dimension of x", torch.ones(2, 3), channel_dim=-3)
+    broken(ValueError, r"the shape \(\)\. A 0-d tensor needs PWLU\(channels=1\)", torch.ones(()))
 
 
 def test_mixed_devices():

@@ -235,7 +235,9 @@ def test_a_block_cannot_be_parametrized(compute, name, before):
 
 
 def test_assign_knows_the_blocks():
-    with pytest.raises(TypeError, match="no block bounds, only left, right, heights, left_slope, right_slope"):
+    with pytest.raises(
+        TypeError, match=r"bounds is not a block of the weight. The blocks are left, right, heights, left_slope, right_slope"
+    ):
         pwlu.PWLU(3).assign(bounds=torch.zeros(3))
 
 

@@ -31,7 +31,7 @@ def check_channels(x: Tensor, channels: int, channel_dim: int) -> None:
         return
     if not -x.ndim <= channel_dim < x.ndim:
         raise ValueError(
-            f"pwlu: channel_dim is {channel_dim}, but x has {x.ndim} dimensions {tuple(x.shape)}. "
+            f"pwlu: channel_dim={channel_dim} is not a dimension of x, which has the shape {tuple(x.shape)}. "
             + ("Write channel_dim=-1 for channels in the last dimension" if x.ndim else "A 0-d tensor needs PWLU(channels=1)")
         )
     if x.shape[channel_dim] != channels:
@@ -99,7 +99,9 @@ def check_norm_input(x: Tensor, *rest: Any) -> None:
         raise ValueError(f"pwlu: x must have the shape (batch, channels, ...) to be normalized, not {tuple(x.shape)}")
     gamma, beta, running_mean, running_var, *_, training, pool = rest
     if not training and (running_mean is None or running_var is None):
-        raise ValueError("pwlu: a batch norm in eval mode needs running_mean and running_var, but one of them is None")
+        raise ValueError(
+            "pwlu: a batch norm in eval mode needs running_mean and running_var, but one of them is None. Pass both"
+        )
     for name, vector in (("gamma", gamma), ("beta", beta), ("running_mean", running_mean), ("running_var", running_var)):
         if vector is not None:
             check_parameter(name, vector, x)
@@ -116,8 +118,8 @@ def check_norm(x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor,
     channels = check_weight(x, weight, intervals, 1)
     if x.ndim < 2 or norm.shape != (4, x.shape[1]) or channels != x.shape[1]:
         raise ValueError(
-            "pwlu: x must have the shape (batch, channels, ...), the norm (4, channels), and the weight as many channels as x, "
-            f"not {tuple(x.shape)}, {tuple(norm.shape)} and {channels}"
+            "pwlu: x of shape (batch, channels, ...) needs a norm of shape (4, channels) and a weight of as many channels, "
+            f"but x has the shape {tuple(x.shape)}, the norm {tuple(norm.shape)}, and the weight {channels} channels"
         )
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device):
         raise ValueError(

@@ -26,8 +26,8 @@ _functional, _autograd = cast("Any", F), cast("Any", torch._C._autograd)  # Any:
 
 def plain_forward(norm: Any, x: Tensor) -> Tensor:
     """Return the output of a norm as PyTorch computes it, without the activation that timm's classes also apply."""
-    of_torch: Any = nn.SyncBatchNorm.forward if isinstance(norm, nn.SyncBatchNorm) else _BatchNorm.forward
-    return of_torch(norm, x)
+    forward: Any = nn.SyncBatchNorm.forward if isinstance(norm, nn.SyncBatchNorm) else _BatchNorm.forward
+    return forward(norm, x)
 
 
 class DeferredNorm:
@@ -49,7 +49,7 @@ class DeferredNorm:
 
     def extra_repr(self) -> str:
         """Return the original text, and say that the norm is fused."""
-        return f"{super().extra_repr()}, fused with the PWLU behind it"  # type: ignore[misc]
+        return f"{super().extra_repr()}, fused with the PWLU that follows"  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # pickle cannot find the class by name, because it is created at run time.
@@ -71,7 +71,7 @@ def deferring(original: Any) -> type[Any]:
     own = original.forward
     with_activation = original.__module__.startswith("timm.") and original.__name__ in ("BatchNormAct2d", "SyncBatchNormAct")
     if not with_activation and own not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
-        raise ValueError(f"{original.__name__} has a forward of its own")
+        raise ValueError(f"its class, {original.__name__}, defines its own forward")
     return type(
         f"Deferred{original.__name__}",
         (DeferredNorm, original),
@@ -126,7 +126,7 @@ class Deferred:
         self.residual: Tensor | Deferred | None = None
         self._versions = (_version(x), 0)
         self._value: Tensor | None = None
-        self._done = [False]  # whether this batch has updated the running statistics; a list, shared with sums
+        self._statistics_updated = [False]  # whether this batch has updated the running statistics; a list, shared with sums
 
     # For the PWLU that gets this object.
 
@@ -135,9 +135,9 @@ class Deferred:
         statistics, channels = unit._modules["statistics"], self.x.shape[1]
         observes = statistics.phase == 1 and unit.training
         weight = unit.effective_weight()
-        if self._done[0]:
+        if self._statistics_updated[0]:
             return unit(self.value())
-        if why := self._why_apart(unit, weight, observes):
+        if why := self._why_separate(unit, weight, observes):
             self._note(f"{type(unit).__name__} ({why})")
             return unit(self.value())
         if self.norm.recorder is not None:
@@ -147,20 +147,20 @@ class Deferred:
             weight = reference.pack(*(block.expand(channels, *block.shape[1:]) for block in blocks))
         residual, hooks = self.residual, nullcontext()
         if isinstance(residual, Deferred):
-            residual, hooks = residual._added()
+            residual, hooks = residual._residual_value()
         with hooks:
             return self._act(residual, weight, unit.intervals, statistics.pool if observes else None)[0]
 
     def _act(self, residual: Tensor | None, weight: Tensor, intervals: int, pool: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return y and the norm (4, C), and update the running statistics."""
         self._check_versions()
-        self._done[0] = True
+        self._statistics_updated[0] = True
         x, norm = self.x, self.norm
         # Attribute access on modules is slow, and this code runs for every norm in every step.
         parameters, buffers = norm._parameters, norm._buffers
         norm._check_input_dim(x)
         mean, variance, batches, factor = buffers["running_mean"], buffers["running_var"], None, norm.momentum or 0.0
-        batch = self._of_batch()
+        batch = self._uses_batch_statistics()
         if batch and x.numel() == x.shape[1]:
             _functional._verify_batch_size(list(x.size()))
         if norm.training:  # the rules of torch.nn.BatchNorm
@@ -177,10 +177,10 @@ class Deferred:
         y, of_norm = act(x, residual, weight, intervals, *state)
         return y, of_norm
 
-    def _of_batch(self) -> bool:
+    def _uses_batch_statistics(self) -> bool:
         return bool(self.norm.training or self.norm._buffers["running_mean"] is None)
 
-    def _added(self) -> tuple[Tensor, Any]:
+    def _residual_value(self) -> tuple[Tensor, Any]:
         """Return the output of this norm, to be added to the output of another norm, and a context for that operator.
 
         Inside the context, autograd does not save the output. The backward pass computes it again from x, which the derivative
@@ -189,7 +189,7 @@ class Deferred:
         x, version, gamma = self.x, _version(self.x), self.norm._parameters["weight"]
         # Save the output as usual in evaluation, under torch.compile (which decides itself what to save), and if parameters
         # are sharded.
-        if not self._of_batch() or torch.compiler.is_compiling() or hasattr(type(gamma), "full_tensor"):
+        if not self._uses_batch_statistics() or torch.compiler.is_compiling() or hasattr(type(gamma), "full_tensor"):
             return self.value(), nullcontext()
         recording = self.norm.recorder is not None  # may run on fake tensors, which must not get into a cache
         weight = (_identity.__wrapped__ if recording else _identity)(x.shape[1], reference.compute_dtype(x), x.device)
@@ -206,14 +206,15 @@ class Deferred:
             tensor, known = packed or (x, version)
             if _version(tensor) != known:
                 raise RuntimeError(
-                    "pwlu: an input of a batch norm, or of the PWLU behind it, was changed in place before the backward pass. "
-                    "Write pwlu.unfuse_norms_(model), or do not change it in place"
+                    "pwlu: the backward pass of a fused batch norm needs the inputs of the norm and of its PWLU, but one of "
+                    "them was changed in place after the forward pass. Write x = x + 1 instead of x += 1, or undo the "
+                    "fusion: pwlu.unfuse_norms_(model)"
                 )
             return tensor if packed else norm_ops.norm_forward(x.detach(), None, norm, weight, 1)
 
         return value, torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def _why_apart(self, unit: Any, weight: Tensor, observes: bool) -> str:
+    def _why_separate(self, unit: Any, weight: Tensor, observes: bool) -> str:
         """Return why norm and unit cannot run in one pass; an empty string if they can."""
         x = self.x
         dimensions, channels = x.dim(), unit.channels
@@ -235,8 +236,9 @@ class Deferred:
         residual = self.residual
         if (_version(self.x), _version(residual) if isinstance(residual, Tensor) else 0) != self._versions:
             raise RuntimeError(
-                "pwlu: an input of a batch norm, or what was added to its output, was changed in place before the PWLU behind "
-                "it ran. Write pwlu.unfuse_norms_(model), or do not change it in place"
+                "pwlu: a fused batch norm is computed when its PWLU runs, but before that, the input of the norm or the tensor "
+                "added to its output was changed in place. Write x = x + 1 instead of x += 1, or undo the fusion: "
+                "pwlu.unfuse_norms_(model)"
             )
 
     # For all other code.
@@ -245,19 +247,20 @@ class Deferred:
         """Return the tensor that this object represents; compute it on the first call."""
         if self._value is None:
             self._check_versions()
-            z = self._again() if self._done[0] else plain_forward(self.norm, self.x)
-            self._done[0] = True
+            z = self._recompute() if self._statistics_updated[0] else plain_forward(self.norm, self.x)
+            self._statistics_updated[0] = True
             residual = self.residual.value() if isinstance(self.residual, Deferred) else self.residual
             self._value = z if residual is None else z + residual
         return self._value
 
-    def _again(self) -> Tensor:
+    def _recompute(self) -> Tensor:
         """Return the output of the norm if this batch has already updated the running statistics: do not update them again."""
         norm = self.norm
         batch = norm.training or (norm.running_mean is None and norm.running_var is None)
         if batch and _group(norm) is not None:
             raise RuntimeError(
-                "pwlu: the output of a SyncBatchNorm is used by a PWLU and by something else. Write pwlu.unfuse_norms_(model)"
+                "pwlu: only a PWLU may use the output of a fused SyncBatchNorm, but the model also uses it elsewhere. Undo the "
+                "fusion: pwlu.unfuse_norms_(model)"
             )
         running = (None, None) if batch else (norm.running_mean, norm.running_var)
         return F.batch_norm(self.x, running[0], running[1], norm.weight, norm.bias, batch, 0.0, norm.eps)
@@ -274,19 +277,19 @@ class Deferred:
         It is a Deferred if `other` is a tensor of the same shape, dtype and device, or the Deferred of another norm. Otherwise
         it is a tensor.
         """
-        x, waits = self.x, isinstance(other, Deferred)
-        fits = (waits or isinstance(other, Tensor)) and self.residual is None and not self._done[0]
+        x, other_is_deferred = self.x, isinstance(other, Deferred)
+        fits = (other_is_deferred or isinstance(other, Tensor)) and self.residual is None and not self._statistics_updated[0]
         fits = fits and (other.shape, other.dtype, other.device) == (x.shape, x.dtype, x.device)
-        if waits and other.norm is self.norm:
+        if other_is_deferred and other.norm is self.norm:
             self._note("an addition with another output of the same norm")
             return self.value() + other.value()  # both update the running statistics, in this order
-        if waits and not (fits and other.residual is None and not other._done[0]):
+        if other_is_deferred and not (fits and other.residual is None and not other._statistics_updated[0]):
             other._note("an addition with another norm")
-            other, waits = other.value(), False
+            other, other_is_deferred = other.value(), False
         if fits:
             total = Deferred(self.norm, x)
-            total.residual, total._done = other, self._done
-            total._versions = (self._versions[0], 0 if waits else _version(other))
+            total.residual, total._statistics_updated = other, self._statistics_updated
+            total._versions = (self._versions[0], 0 if other_is_deferred else _version(other))
             return total
         self._note("an addition of another shape or type" if isinstance(other, Tensor) else "an addition")
         return self.value() + other
@@ -335,7 +338,9 @@ _ADDITIONS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 
 
-def _through(name: str) -> Callable[..., Any]:
+def _compute_then_call(name: str) -> Callable[..., Any]:
+    """Return a method that computes the value of a Deferred and calls the method with this name on it."""
+
     def operator(deferred: Deferred, *args: Any) -> Any:
         deferred._note(name)
         return getattr(deferred.value(), name)(*args)
@@ -351,7 +356,7 @@ for _name in (
     ),
     *(f"__{name}__" for name in ("lt", "le", "gt", "ge", "eq", "ne")),
 ):
-    setattr(Deferred, _name, _through(_name))
+    setattr(Deferred, _name, _compute_then_call(_name))
 Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 

@@ -154,7 +154,10 @@ class PWLU(nn.Module):
         """
         old = self.blocks()
         if unknown := blocks.keys() - set(Blocks._fields):
-            raise TypeError(f"PWLU.assign: no block {', '.join(sorted(unknown))}, only {', '.join(Blocks._fields)}")
+            raise TypeError(
+                f"PWLU.assign: {', '.join(sorted(unknown))} is not a block of the weight. The blocks are "
+                f"{', '.join(Blocks._fields)}"
+            )
         for name, value in blocks.items():
             if value.shape != getattr(old, name).shape:
                 expected = tuple(getattr(old, name).shape)

@@ -7,7 +7,7 @@ They compute y = PWLU(z) with z = gamma (x - m)/sqrt(v + eps) + beta (+ residual
     norm_forward(x, residual, norm, weight, intervals) -> y         one pass
     norm_observe(x, residual, norm, weight, intervals, pool) -> y   the same, and add the moments of z to the pool
     norm_backward(grad, x, residual, norm, weight, intervals) -> gradient of z, sums of the norm, gradient of the weight
-    norm_input(grad, x, norm, weight, intervals, sums, count, of_z) -> gradient of x
+    norm_input(grad, x, norm, weight, intervals, sums, count, grad_is_of_z) -> gradient of x
     norm_act(x, residual, weight, intervals, state...) -> y, norm   the norm and y, with a derivative
 
 ``reference.py`` defines what they compute, and what a norm is: four vectors (4, C). ``NormState`` lists the state: parameters,
@@ -44,8 +44,8 @@ _SCHEMAS = {
     "norm_observe": "(Tensor x, Tensor? residual, Tensor norm, Tensor weight, int intervals, Tensor(a!) pool) -> Tensor",
     "norm_backward": "(Tensor grad, Tensor x, Tensor? residual, Tensor norm, Tensor weight, int intervals)"
     " -> (Tensor, Tensor, Tensor)",
-    "norm_input": "(Tensor grad, Tensor x, Tensor norm, Tensor weight, int intervals, Tensor? sums, float count, bool of_z)"
-    " -> Tensor",
+    "norm_input": "(Tensor grad, Tensor x, Tensor norm, Tensor weight, int intervals, Tensor? sums, float count, "
+    "bool grad_is_of_z) -> Tensor",
     "norm_act": f"(Tensor x, Tensor? residual, Tensor weight, int intervals, {_STATE}) -> (Tensor, Tensor)",
 }
 normalization, norm_of, norm_forward, norm_observe, norm_backward, norm_input, norm_act = (
@@ -113,14 +113,14 @@ def _observe_once(x: Tensor, *rest: Any) -> Tensor:
 
 def _act(x: Tensor, residual: Tensor | None, weight: Tensor, intervals: int, *rest: Any) -> tuple[Tensor, Tensor]:
     state = NormState(*rest)
-    follows = state.training and residual is None  # then the moments of z follow from the norm
-    pool = state.pool if follows else None
+    from_norm = state.training and residual is None  # whether the moments of z follow from the norm
+    pool = state.pool if from_norm else None
     if state.training and any(t is not None for t in (state.running_mean, state.running_var, state.batches, pool)):
         norm = normalization(x, *state._replace(pool=pool))
     else:
         statistics = (None, None) if state.training else (state.running_mean, state.running_var)
         norm = norm_of(x, state.gamma, state.beta, *statistics, state.eps)
-    return _apply(x, residual, norm, weight, intervals, None if follows else state.pool), norm
+    return _apply(x, residual, norm, weight, intervals, None if from_norm else state.pool), norm
 
 
 def _apply(x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int, pool: Tensor | None) -> Tensor:
@@ -156,7 +156,7 @@ class _NormAct(torch.autograd.Function):
         ctx.save_for_backward(x, residual, weight, state.gamma, state.beta, norm)
         ctx.mark_non_differentiable(norm)
         ctx.set_materialize_grads(False)
-        ctx.intervals, ctx.eps, ctx.training, ctx.still = intervals, state.eps, state.training, state.pool is not None
+        ctx.intervals, ctx.eps, ctx.training, ctx.in_phase_one = intervals, state.eps, state.training, state.pool is not None
         ctx.group, ctx.count = group, float(count)
         return y, norm
 
@@ -165,8 +165,8 @@ class _NormAct(torch.autograd.Function):
         weight = ctx.saved_tensors[2]
         found: list[Tensor | None] = [None] * 5
         if grad is not None:
-            found = _twice(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
-        if ctx.still and ctx.needs_input_grad[3]:
+            found = _differentiable_backward(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
+        if ctx.in_phase_one and ctx.needs_input_grad[3]:
             found[2] = torch.zeros_like(weight)  # not None: DistributedDataParallel waits for a gradient
         x, residual, weight, gamma, beta = found
         return (None, x, residual, weight, None, gamma, beta, *[None] * (len(ctx.needs_input_grad) - 7))
@@ -176,13 +176,13 @@ def _backward(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     x, residual, weight, gamma, beta, norm = ctx.saved_tensors
     with torch._C._AutoDispatchBelowAutograd():
         grad_z, sums, grad_weight = norm_backward(grad, x, residual, norm, weight, ctx.intervals)
-        of_all = sums
+        all_sums = sums
         if ctx.group is not None:
-            of_all = sums.clone()
-            dist.all_reduce(of_all, group=ctx.group)
+            all_sums = sums.clone()
+            dist.all_reduce(all_sums, group=ctx.group)
         grad_x = None
         if ctx.needs_input_grad[1]:
-            arguments = (of_all if ctx.training else None, ctx.count, residual is not None)
+            arguments = (all_sums if ctx.training else None, ctx.count, residual is not None)
             grad_x = norm_input(grad if residual is None else grad_z, x, norm, weight, ctx.intervals, *arguments)
     return [
         grad_x,
@@ -193,10 +193,11 @@ def _backward(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     ]
 
 
-def _twice(ctx: Any, grad: Tensor) -> list[Tensor | None]:
+def _differentiable_backward(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     if ctx.group is not None:
         raise RuntimeError(
-            "pwlu: there is no second derivative through the statistics of several processes. Write pwlu.unfuse_norms_(model)"
+            "pwlu: a fused SyncBatchNorm has no second derivative in training with several processes. Undo the fusion: "
+            "pwlu.unfuse_norms_(model)"
         )
     x, residual, weight, gamma, beta, norm = ctx.saved_tensors
     settings = (ctx.intervals, ctx.eps, ctx.training)
@@ -265,7 +266,7 @@ def _refuse(name: str) -> Any:
 
     def differentiate(*arguments: Any) -> Any:
         if ops.wanted(*(a for a in arguments if isinstance(a, Tensor))):
-            raise RuntimeError(f"pwlu::{name} is a part of pwlu::norm_act and has no derivative of its own: call that")
+            raise RuntimeError(f"pwlu::{name} has no derivative. Call pwlu::norm_act instead, which can be differentiated")
         return ops.below_autograd(operator, *arguments)
 
     return differentiate

@@ -99,7 +99,9 @@ class InputStatistics(nn.Module):
         """Load the pool from a state dict."""
         if not isinstance(state, Tensor) or state.shape != self._pool.shape:
             found = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
-            raise RuntimeError(f"size mismatch for the pool of a PWLU: {found} in the state, {tuple(self._pool.shape)} here.")
+            raise RuntimeError(
+                f"size mismatch for the pool of a PWLU: {found} in the state dict, {tuple(self._pool.shape)} in the model."
+            )
         if self._pool.is_meta:
             self._pool = torch.empty_like(self._pool, device=self.running_mean.device)
         self.pool.copy_(state)

@@ -141,7 +141,7 @@ def test_unknown_recipe(capsys, name, nearest):
         (["--epochs", 3], r"Phase I must be shorter than training: --realign-epochs is 3, --epochs is 3"),
         (["--act", "rleu"], "--act rleu: activation: 'rleu' is not known. Write one of relu, "),
         (["--init", "rleu"], "init 'rleu' is not known"),
-        (["--act", "frelu", "--granularity", "layer"], "--act frelu: convert_: FReLU has one window per channel"),
+        (["--act", "frelu", "--granularity", "layer"], "--act frelu: convert_: to='frelu' needs granularity='channel'"),
         (["--device", "tpu"], "--device tpu: torch knows no such device. Write cpu or cuda"),
         (["--device", "meta"], f"--device meta: torch {torch.__version__} cannot use it here. Write --device cpu"),
         (["--resume", "nowhere"], "nowhere is not a run folder: it has no config.json"),

@@ -80,7 +80,7 @@ EVERYTHING = (*ARGUMENTS, Sharp, Wide)
 
 @pytest.mark.parametrize("intervals", [7, 16])
 @pytest.mark.parametrize("act", PIECEWISE_LINEAR + SMOOTH, ids=str)
-@pytest.mark.filterwarnings("ignore:convert_. the initial function of 1 PWLU is further than 0.1:UserWarning")
+@pytest.mark.filterwarnings("ignore:convert_. the initial function of 1 PWLU differs by more than 0.1:UserWarning")
 def test_starts_as_what_stood_there(act, intervals):
     """Within the error that the report tells: 0 for what bends only at knots."""
     model = nn.Sequential(nn.Conv2d(1, 1, 1), copy.deepcopy(act)).requires_grad_(False)
@@ -150,7 +150,9 @@ def test_what_nothing_can_start_as_is_refused(act, why):
     """Nothing is changed then; another start is possible."""
     model = nn.Sequential(conv(), act)
     random = torch.get_rng_state()
-    with pytest.raises(ValueError, match=rf"convert_: 1 \((.|\n)*\) {why}, so a PWLU cannot start as it\. .*init='relu'"):
+    with pytest.raises(
+        ValueError, match=rf"convert_: 1 \((.|\n)*\) {why}, so it cannot be the initial function of a PWLU\. .*init='relu'"
+    ):
         pwlu.convert_(model, IMAGES, kinds=type(act))
     assert model[1] is act
     assert torch.equal(torch.get_rng_state(), random)
@@ -172,12 +174,10 @@ class Squared(nn.Module):
 
 def test_a_start_that_is_far_off_is_told():
     model = nn.Sequential(conv(), nn.ReLU(), Squared())
-    with pytest.warns(
-        UserWarning, match=r"function of 1 PWLU is further than 0\.1 from the original activation; that of 2 \(Squared\(\)\) by"
-    ):
+    with pytest.warns(UserWarning, match=r"function of 1 PWLU differs by more than 0\.1 from .*, at 2 \(Squared\(\)\)"):
         pwlu.convert_(model, IMAGES, kinds=("relu", Squared))
     assert units(model)["2"].bounds[1] > 5
-    with pytest.warns(UserWarning, match=r"further than 1e-09 from the original activation; that of 1 \(Softsign\(\)\) by"):
+    with pytest.warns(UserWarning, match=r"differs by more than 1e-09 from .*, at 1 \(Softsign\(\)\)"):
         pwlu.convert_(nn.Sequential(conv(), nn.Softsign()), IMAGES, kinds="softsign", tolerance=1e-9)
 
 

@@ -56,7 +56,7 @@ def test_one_a_layer():
         model = nn.Sequential(conv(), nn.ReLU())
         assert pwlu.convert_(model, IMAGES, to=name, granularity="layer").parameters == parameters
         model(IMAGES)
-    with pytest.raises(ValueError, match=r"FReLU has one window per channel\. Leave granularity out"):
+    with pytest.raises(ValueError, match=r"to='frelu' needs granularity='channel', not 'layer'.*Leave granularity out"):
         pwlu.convert_(nn.Sequential(conv(), nn.ReLU()), IMAGES, to="frelu", granularity="layer")
 
 

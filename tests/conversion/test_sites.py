@@ -330,7 +330,7 @@ class Cube(Square):
 @pytest.mark.parametrize(
     ("act", "kinds"), [(Square(), (Square,)), (Cube(), Square), (nn.PReLU(4), nn.PReLU), (nn.ReLU(), nn.ReLU)]
 )
-@pytest.mark.filterwarnings("ignore:convert_. the initial function of 2 PWLUs is further than 0.1:UserWarning")
+@pytest.mark.filterwarnings("ignore:convert_. the initial function of 2 PWLUs differs by more than 0.1:UserWarning")
 def test_classes_as_kinds(act, kinds):
     """Of one's own, their subclasses, and ones with parameters."""
     assert converted(nn.Sequential(conv(), act, conv(4, 4), act), kinds=kinds) == {"1": 4, "3": 4}

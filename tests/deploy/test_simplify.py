@@ -495,5 +495,5 @@ def test_bad_tolerance(tolerance):
 
 
 def test_where_that_leaves_nothing():
-    with pytest.raises(ValueError, match="where returned False for all of 0, 1"):
+    with pytest.raises(ValueError, match="where must return True for at least one PWLU, but it returned False for all of 0, 1"):
         simplify_(nn.Sequential(pwlu.PWLU(), pwlu.PWLU()), where=lambda name, act: False)

@@ -108,7 +108,7 @@ def test_a_checkpoint_in_which_the_pwlus_were_not_found(tmp_path):
     resumed = Training(tmp_path, max_steps=4)
     resumed.trainer._load_from_checkpoint = lambda *_: None  # as with models whose weights are saved under other names
     with pytest.raises(
-        RuntimeError, match=r"resumes at step 2, but the model's PWLUs are at their start.*save_original_format"
+        RuntimeError, match=r"resumes at step 2, but the model's PWLUs have their initial values.*save_original_format"
     ):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 

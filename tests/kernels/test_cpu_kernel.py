@@ -268,7 +268,7 @@ def _pass_all(kernel):
         ({"weight": torch.zeros(3, 9)}, "weight"),
         ({"x": torch.zeros(2, 4)}, "3 channels"),
         ({"x": torch.zeros(1, 2)}, "3 channels"),
-        ({"x": torch.zeros(3)}, "x has 1 dimensions"),
+        ({"x": torch.zeros(3)}, "is not a dimension of x"),
         ({"grad": torch.zeros(2)}, "grad must have the shape"),
         ({"x": torch.zeros(2, 3).long(), "grad": torch.zeros(2, 3).long()}, "x must be float32"),
     ],
@@ -288,6 +288,12 @@ def test_shapes_are_checked_before_c_sees_them(change, text):
     if "x" in change:
         with pytest.raises((ValueError, TypeError), match=text):
             torch.ops.pwlu.moments(parts["x"], 1, torch.zeros(3, 3))
+
+
+def test_more_intervals_than_the_kernel_supports():
+    intervals = 2**24
+    with pytest.raises(ValueError, match=r"fewer than 2\^24 intervals.*not 1 channels with 16777216 intervals"):
+        torch.ops.pwlu.forward(torch.zeros(1), torch.zeros(intervals + 5), intervals, 0)
 
 
 def test_a_traced_model_refuses_wrong_channels():

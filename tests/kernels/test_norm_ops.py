@@ -436,7 +436,10 @@ def test_bad_input_says_what_is_wrong(device):
     norm, _ = statistics(x, gamma, beta)
     with pytest.raises(ValueError, match=r"residual must have the shape, dtype and device of x.*not \(3, 4, 5, 1\)"):
         norm_ops.norm_forward(x, added[..., :1], norm, weight, intervals)
-    with pytest.raises(ValueError, match=r"the norm \(4, channels\).*not \(3, 4, 5, 6\), \(3, 4\) and 4"):
+    with pytest.raises(
+        ValueError,
+        match=r"a norm of shape \(4, channels\).*x has the shape \(3, 4, 5, 6\), the norm \(3, 4\), and the weight 4 channels",
+    ):
         norm_ops.norm_forward(x, None, norm[:3], weight, intervals)
     with pytest.raises(ValueError, match="needs running_mean and running_var"):
         norm_ops.normalization(x, gamma, beta, None, None, None, 0.1, EPS, False, None)

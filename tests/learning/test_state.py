@@ -191,7 +191,9 @@ def test_a_state_of_a_later_version(monkeypatch):
 def test_pools_of_another_size():
     state = network().state_dict()
     state["1.statistics._extra_state"] = torch.zeros(3, 4)
-    with pytest.raises(RuntimeError, match=r"size mismatch for the pool of a PWLU: \(3, 4\) in the state, \(3, 8\) here"):
+    with pytest.raises(
+        RuntimeError, match=r"size mismatch for the pool of a PWLU: \(3, 4\) in the state dict, \(3, 8\) in the model"
+    ):
         network().load_state_dict(state)
 
 

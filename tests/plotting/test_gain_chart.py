@@ -103,8 +103,8 @@ def test_files(monkeypatch):
         ),
         (lambda: plot_improvements(ROWS, paper={"c": {}}), r"group 'c' is unknown\. Known: 'a', 'b'$"),
         (lambda: plot_improvements({}, paper={"c": {}}), r"group 'c' is unknown\. Known: none$"),
-        (lambda: plot_improvements({"a": {"ReLU": (1.0, 0.1, 3)}}), "nothing to compare with the baseline 'ReLU'"),
-        (lambda: plot_improvements({}), "nothing to compare with the baseline 'ReLU'"),
+        (lambda: plot_improvements({"a": {"ReLU": (1.0, 0.1, 3)}}), "must have results to compare with the baseline 'ReLU'"),
+        (lambda: plot_improvements({}), "must have results to compare with the baseline 'ReLU'"),
     ],
 )
 def test_bad_input(call, text):

@@ -46,7 +46,7 @@ def _runs_triton(index: int) -> bool:
     reason = _why_unavailable(index)
     if reason:
         warnings.warn(
-            f"APL and PAU use many small PyTorch operators, which is correct but several times slower, because {reason}. "
+            f"APL and PAU run without their Triton kernels, which is correct but several times slower ({reason}). "
             "Set PWLU_CUDA_KERNEL=reference to silence this warning.",
             stacklevel=2,
         )

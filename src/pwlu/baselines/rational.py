@@ -35,7 +35,8 @@ def fit(start: InitialFunction) -> Fit:
         y = start.function(x)
     if not y.isfinite().all():
         raise ValueError(
-            f"PAU: the initial function {start.name} must be finite between {-_FAR:g} and {_FAR:g}. Write another start"
+            f"PAU: the initial function {start.name} must be finite between {-_FAR:g} and {_FAR:g}, but is not. "
+            "Pass another initial function such as 'relu'"
         )
     near = x.abs() <= _NEAR
     weight = torch.where(near, 1.0, _FAR_WEIGHT**0.5).to(x.dtype)

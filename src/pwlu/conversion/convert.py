@@ -126,15 +126,15 @@ def _check_kinds(kinds: Iterable[str | type[nn.Module]]) -> tuple[str | type[nn.
     return kinds
 
 
-def check_unwrapped(caller: str, model: nn.Module) -> None:
-    """Raise ValueError if the model is wrapped for training. `caller`: the public function that the error names."""
+def check_unwrapped(caller: str, model: nn.Module, verb: str = "Convert") -> None:
+    """Raise ValueError if the model is wrapped for training. The error names the public function and what it does."""
     from torch._dynamo.eval_frame import OptimizedModule
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel, FSDPModule, FullyShardedDataParallel, OptimizedModule)
     if wrapper := next((type(module).__name__ for module in model.modules() if isinstance(module, wrappers)), None):
         raise ValueError(
-            f"{caller}: the model is already wrapped by {wrapper}. Convert first, then wrap: pwlu.{caller}(model, ...)"
+            f"{caller}: the model is already wrapped by {wrapper}. {verb} it first with pwlu.{caller}(model, ...), then wrap it"
         )
 
 
@@ -191,9 +191,9 @@ def _warn_if_far(report: Report, tolerance: float | None) -> None:
     if far:
         worst = max(far, key=lambda site: site.error or 0.0)
         warnings.warn(
-            f"convert_: the initial function of {counted(len(far), 'PWLU')} is further than {allowed:g} from the original "
-            f"activation; that of {worst.name} ({worst.was}) by {worst.error:.2g}. Pass tolerance=1e-2 for more intervals, or "
-            "bounds='sample' for bounds that fit the sample",
+            f"convert_: the initial function of {counted(len(far), 'PWLU')} differs by more than {allowed:g} from the "
+            f"activation that it replaces. The largest difference is {worst.error:.2g}, at {worst.name} ({worst.was}). Pass "
+            "tolerance=1e-2 for more intervals, or bounds='sample' for bounds that fit the sample",
             stacklevel=3,
         )
 

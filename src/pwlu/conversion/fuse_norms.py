@@ -59,7 +59,7 @@ class NormReport:
     def __str__(self) -> str:
         head = ("norm", "unit", "addition", "what happened", "why not")
         rows = [
-            (s.norm, ", ".join(s.units), "yes" if s.added else "", "fused" if s.fused else "left alone", s.reason)
+            (s.norm, ", ".join(s.units), "yes" if s.added else "", "fused" if s.fused else "not fused", s.reason)
             for s in self.sites
         ]
         return "\n".join([*columns(head, rows), f"{self.model}: {len(self.fused)} of {counted(len(self), 'batch norm')} fused"])
@@ -110,7 +110,7 @@ def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
     torch.export and tracing, both run separately, as without this function.
     """
     units = require_units("fuse_norms_", model)
-    check_unwrapped("fuse_norms_", model)
+    check_unwrapped("fuse_norms_", model, "Fuse")
     norms = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
     sites: dict[str, NormSite] = {}
     classes: dict[str, type] = {}
@@ -129,7 +129,9 @@ def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
     report = NormReport(type(model).__name__, list(sites.values()))
     if not report.fused:
         seen = f"\n{report}" if norms else " It has no batch norm."
-        raise ValueError(f"fuse_norms_: no batch norm of {report.model} goes to one PWLU alone.{seen}")
+        raise ValueError(
+            f"fuse_norms_: nothing in {report.model} was fused. A batch norm can be fused if only a PWLU uses its output.{seen}"
+        )
     for site in report.fused:
         norm: Any = norms[site.norm]
         norm.__class__ = classes[site.norm]

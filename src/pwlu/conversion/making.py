@@ -85,8 +85,8 @@ def _check_start(start: InitialFunction, what: str, granularity: str) -> Initial
     why = "differs between channels" if start.channels > 1 else why_unusable(start.function)
     if why:
         raise ValueError(
-            f"convert_: {what} {why}, so a PWLU cannot start as it. Pass another initial function such as init='relu', or "
-            "leave its kind out of kinds"
+            f"convert_: {what} {why}, so it cannot be the initial function of a PWLU. Pass another initial function such as "
+            "init='relu', or leave its kind out of kinds"
         )
     return start if start.slopes is not None else start._replace(slopes=far_slopes(start.function))
 
@@ -98,7 +98,8 @@ def _check_other(to: str | Factory, granularity: str) -> None:
         raise ValueError(f"convert_: to must be the name of an activation or a function of (channels, site), not {to!r}")
     if to == "frelu" and granularity == "layer":
         raise ValueError(
-            "convert_: FReLU has one window per channel. Leave granularity out, or pass another activation such as to='prelu'"
+            "convert_: to='frelu' needs granularity='channel', not 'layer', because FReLU has one window per channel. Leave "
+            "granularity out, or pass another activation such as to='prelu'"
         )
 
 
@@ -109,7 +110,9 @@ def _make_other(to: str | Factory, granularity: str, candidate: Candidate) -> nn
     if not isinstance(to, str):
         module = to(channels, site)
         if not isinstance(module, nn.Module):
-            raise TypeError(f"convert_: to= must return a module, but for {site.name} it returned {module!r}")
+            raise TypeError(
+                f"convert_: the function to must return a torch.nn.Module, but for {site.name} it returned {module!r}"
+            )
         return module
     flat = to == "frelu" and (len(site.shape) != 4 or site.layout == "several")
     site.reason = "replaced by ReLU: FReLU needs a 4-d feature map" if flat else ""

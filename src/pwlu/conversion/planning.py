@@ -72,7 +72,7 @@ def _edit(model: nn.Module, candidate: Candidate, child: str) -> rewrite.Edit:
     if isinstance(owner, fx.GraphModule):
         raise rewrite.CannotRewrite("it is in a torch.fx graph: convert the model before tracing it")
     if isinstance(owner, _CONTAINERS):
-        raise rewrite.CannotRewrite(f"it is called by {type(owner).__name__}, where a new child would become a layer")
+        raise rewrite.CannotRewrite(f"it is called by {type(owner).__name__}, which would run a new child as one more layer")
     if not candidate.alone:
         raise rewrite.CannotRewrite(f"the same place in the code ({location}) also calls other activations")
     return rewrite.plan(type(owner), location.code, location.end, child, call.method)

@@ -283,7 +283,7 @@ def _replace_inner(outer: Any, inner: FunctionType, new: FunctionType) -> Any:
         if _cell_holds(cell, inner)
     }
     if not changed:
-        raise CannotRewrite(f"the decorator of {inner.__qualname__} does not keep it in a closure")
+        raise CannotRewrite(f"the decorator of {inner.__qualname__} does not keep the original function in its closure")
     cells = tuple(CellType(changed[i]) if i in changed else cell for i, cell in enumerate(outer.__closure__))
     copied = FunctionType(outer.__code__, outer.__globals__, outer.__name__, outer.__defaults__, cells)
     _copy_metadata(copied, outer).__wrapped__ = changed[next(iter(changed))]  # type: ignore[attr-defined]

@@ -101,8 +101,9 @@ def conversion_of(model: nn.Module) -> dict[str, Any]:
     if strange:
         kinds = ", ".join(sorted({type(model.get_submodule(name)).__name__ for name in strange}))
         raise ValueError(
-            f"save: {abbreviate(strange)} ({kinds}) is not a PWLU. Save before pwlu.fuse_ and pwlu.simplify_, and call these "
-            "after loading. For other activations, save model.state_dict(), and convert with the same to= before loading it"
+            f"save: all replaced activations must be PWLUs, but {abbreviate(strange)} is not ({kinds}). Save before "
+            "pwlu.fuse_ and pwlu.simplify_, and call these after loading. For other activations, save model.state_dict(), "
+            "and convert with the same to= before loading it"
         )
     edits = {
         f"{name}.{edit.child}" if name else edit.child: edit
@@ -243,8 +244,9 @@ def _made(row: dict[str, Any], model: nn.Module, again: bool) -> _Unit:
     if edit is not None:
         method, (line, column), child, of_tensor, digest = edit
         edit = rewrite.Edit(str(method), (int(line), int(column)), str(child), bool(of_tensor), str(digest))
-        if not child.isidentifier() or row["name"].rpartition(".")[2] != child:
-            raise ValueError(f"{child!r} is not the name of a child module")
+        expected = row["name"].rpartition(".")[2]
+        if not child.isidentifier() or child != expected:
+            raise ValueError(f"the edit of {row['name']!r} must name the child {expected!r}, not {child!r}")
     return _Unit(str(row["name"]), unit, edit)
 
 

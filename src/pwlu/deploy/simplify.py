@@ -177,7 +177,10 @@ def simplify_(
     chosen = {name: unit for name, unit in units.items() if where is None or where(name, unit)}
     fits = {name: _fit(unit, tolerance, replace) for name, unit in chosen.items()}  # before any change
     if not fits:
-        raise ValueError(f"simplify_: where returned False for all of {abbreviate([name or 'the model' for name in units])}")
+        raise ValueError(
+            f"simplify_: where must return True for at least one PWLU, but it returned False for all of "
+            f"{abbreviate([name or 'the model' for name in units])}"
+        )
     return Simplification(type(model).__name__, tolerance, [_apply_fit(name, units[name], fits[name]) for name in fits])
 
 

@@ -133,10 +133,10 @@ class TwoPhaseCallback(TrainerCallback):
         self.phases = phases = TwoPhase(model, optimizer, self._steps(args, kwargs.get("train_dataloader")))
         if state.global_step and phases.phase == 1 and not phases.steps:
             raise RuntimeError(
-                f"TwoPhaseCallback: the Trainer resumes at step {state.global_step}, but the model's PWLUs are at their start: "
-                "the checkpoint does not have them, or the Trainer did not find them there. transformers saves some "
-                "models, such as ViT, under names that it does not find when it resumes. Before the training that saves, write "
-                "model.save_pretrained = functools.partial(model.save_pretrained, save_original_format=False)"
+                f"TwoPhaseCallback: the Trainer resumes at step {state.global_step}, but the model's PWLUs have their initial "
+                "values. Either the checkpoint does not contain them, or the Trainer did not find them. transformers saves "
+                "some models, such as ViT, under names that it does not find when it resumes. Before the training that "
+                "saves, write model.save_pretrained = functools.partial(model.save_pretrained, save_original_format=False)"
             )
         last = phases.steps + state.max_steps - state.global_step
         if phases.phase == 1 and last <= phases.realign_at:

@@ -65,8 +65,8 @@ def record(model: Any) -> None:
     method = _method(model.config)
     if method not in (None, METHOD):
         raise ValueError(
-            f"save_pretrained: the model is quantised by {method}, and config.json has room for one of the two. Save the model "
-            "before it is quantised"
+            f"save_pretrained: the model is quantised by {method}, but config.json can describe either the quantisation or the "
+            "PWLUs, not both. Save the model before it is quantised"
         )
     model.config.quantization_config = PWLUConfig(conversion_of(model))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pwlu import checks, reference
 from pwlu.kernels import eager
-from pwlu.kernels.layout import NormState
+from pwlu.kernels.layout import NormInput, NormState
 
 # The reference implementation in plain PyTorch, for every device.
 
@@ -170,18 +170,10 @@ def norm_backward_apart(
     return x.new_empty(0) if residual is None else _laid_out(x, grad_z.to(x.dtype)), sums, grad_weight
 
 
-def norm_input_apart(
-    grad: Tensor,
-    x: Tensor,
-    norm: Tensor,
-    weight: Tensor,
-    intervals: int,
-    sums: Tensor | None,
-    count: float,
-    of_z: bool,
-) -> Tensor:
-    """Return the gradient of x. `grad` is the gradient of z with `of_z`, else that of y."""
-    if not of_z:
+def norm_input_apart(*arguments: Any) -> Tensor:
+    """Return the gradient of x, the input of the norm; see :class:`NormInput`."""
+    grad, x, norm, weight, intervals, sums, count, grad_is_of_z = NormInput(*arguments)
+    if not grad_is_of_z:
         z = reference.normalize(x, None, norm)
         grad, _ = backward(grad.to(z.dtype), z, weight, intervals, 1, True, False)
     return _laid_out(x, reference.norm_input(grad, x, norm, sums, count))

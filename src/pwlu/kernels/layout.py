@@ -27,6 +27,22 @@ class NormState(NamedTuple):
     pool: Tensor | None
 
 
+class NormInput(NamedTuple):
+    """The arguments of ``norm_input``, in the order of the operator.
+
+    `grad` is the gradient of z if `grad_is_of_z`, else that of y. If `sums` is None, mean and variance are constants.
+    """
+
+    grad: Tensor
+    x: Tensor
+    norm: Tensor
+    weight: Tensor
+    intervals: int
+    sums: Tensor | None
+    elements: float  # per channel
+    grad_is_of_z: bool
+
+
 def laid_out_as(like: Tensor, x: Tensor) -> Tensor:
     """Return x in the memory layout of `like`, which is dense: x itself if possible, else a copy."""
     if x.stride() == like.stride():

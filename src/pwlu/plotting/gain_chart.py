@@ -51,7 +51,9 @@ def plot_improvements(
         require_known("plot_improvements", f"in {group!r}, the baseline", baseline, list(results))
     labels = list(dict.fromkeys(label for part in (rows, paper) for results in part.values() for label in results))
     if not (labels := [label for label in labels if label != baseline]):
-        raise ValueError(f"plot_improvements: nothing to compare with the baseline {baseline!r} in {dict(rows)!r}")
+        raise ValueError(
+            f"plot_improvements: rows must have results to compare with the baseline {baseline!r}, not {dict(rows)!r} alone"
+        )
     width = 0.8 / len(labels)
     figure, (axis,) = grid(1, max(4.0, 1.2 + 0.42 * len(rows) * (len(labels) + 1)), 3.2)
     diamonds: list[tuple[float, float]] = []

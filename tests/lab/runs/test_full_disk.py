@@ -82,7 +82,7 @@ def changed(**changes):
         ("[1, 2]", f"config.json is damaged: expected {{...}}, not [1, 2]. {AGAIN}"),
         (
             '{"recipe": "digits", "colour": 3}',
-            f"settings of a run: colour is no setting of pwlu {pwlu.__version__}. {AGAIN}",
+            f"settings of a run: colour is not a setting of pwlu {pwlu.__version__}. {AGAIN}",
         ),
         ('{"recipe": "nope"}', f"does not hold the settings of a run: it does not say epochs, batch, lr, {MORE}. {AGAIN}"),
         ('{"epochs": 3}', "it does not say recipe, batch, "),

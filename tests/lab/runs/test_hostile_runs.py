@@ -276,7 +276,7 @@ def test_a_run_of_no_later_version(stopped, capsys, version):
     else:
         changed(stopped / "environment.json", pwlu=version)
     assert train("--resume", stopped) == 2
-    assert f"colour is no setting of pwlu {pwlu.__version__}. Copy it again" in capsys.readouterr().err
+    assert f"colour is not a setting of pwlu {pwlu.__version__}. Copy it again" in capsys.readouterr().err
 
 
 def test_a_run_in_a_later_format(stopped, tmp_path, capsys):

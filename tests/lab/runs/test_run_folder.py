@@ -236,13 +236,11 @@ def test_the_same_command_twice(tmp_path, capsys):
     command = (*SHORT, "--act", "relu", "--runs", tmp_path)
     path = short_run(tmp_path, "--act", "relu").path
     assert train(*command) == 2
-    words = f"{path} has the same settings and is finished: view it with pwlu report {path}, or train anew with --again"
+    words = f"{path} is a run with the same settings. It is finished: view it with pwlu report {path}, or start a new run with"
     assert words in capsys.readouterr().err
     (path / "result.json").unlink()
     assert train(*command, "--workers", "1") == 2
-    words = (
-        f"{path} has the same settings and stopped after 3 epochs: continue it with pwlu train --resume {path}, or train anew"
-    )
+    words = f"{path} is a run with the same settings. It stopped after 3 epochs: continue it with pwlu train --resume {path}"
     assert words in capsys.readouterr().err
     assert [folder.name for folder in tmp_path.iterdir()] == [path.name]
     assert train(*command, "--seed", "1") == 0

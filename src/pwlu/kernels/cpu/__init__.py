@@ -110,7 +110,7 @@ class Kernel:
         x = layout.laid_out_as(y, x)
         source, *_ = layout.addresses([x, *held])
         start, geometry = self._start(x), layout.geometry(x, channels, channel_dim)
-        _raise(function(*start, source, y.data_ptr(), *geometry, intervals, *parameters))
+        _check(function(*start, source, y.data_ptr(), *geometry, intervals, *parameters), channels, intervals)
         return y
 
     def backward(
@@ -130,7 +130,8 @@ class Kernel:
         gradients = layout.blocks(grad_weight.data_ptr(), channels, intervals, packed.itemsize) if need_weight else [0] * 5
         start, geometry = self._start(x), layout.geometry(x, channels, channel_dim)
         target = grad_x.data_ptr() if need_input else 0
-        _raise(self._backward(*start, of_grad, source, target, *geometry, intervals, *parameters, *gradients))
+        status = self._backward(*start, of_grad, source, target, *geometry, intervals, *parameters, *gradients)
+        _check(status, channels, intervals)
         return grad_x, grad_weight.to(weight.dtype)
 
     def observe(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ class Kernel:
             x = layout.dense(x)
             start, geometry = self._start(x), layout.geometry(x, pool.shape[1], channel_dim)
             source, target = layout.addresses([x, pool])
-            _raise(self._moments(*start, source, *geometry, target))
+            _check(self._moments(*start, source, *geometry, target), pool.shape[1])
             torch.autograd.graph.increment_version(pool)  # as every in-place operation does
         return None
 
@@ -172,7 +173,8 @@ class Kernel:
         *of_vectors, pool = layout.optional_addresses(*vectors)
         (batches,) = layout.optional_addresses(state.batches)
         numbers = (state.factor, state.eps)
-        _raise(self._normalization(*start, source, *geometry, *of_vectors, batches, *numbers, pool, norm.data_ptr()))
+        status = self._normalization(*start, source, *geometry, *of_vectors, batches, *numbers, pool, norm.data_ptr())
+        _check(status, x.shape[1])
         layout.note_changes(state)
         return norm
 
@@ -190,7 +192,8 @@ class Kernel:
         source, of_norm, of_weight = layout.addresses([x, norm, packed])
         added, of_pool = layout.optional_addresses(residual, pool)
         start, geometry = self._start(x), layout.geometry(x, x.shape[1], 1)
-        _raise(self._norm_forward(*start, source, added, y.data_ptr(), *geometry, of_norm, intervals, of_weight, of_pool))
+        status = self._norm_forward(*start, source, added, y.data_ptr(), *geometry, of_norm, intervals, of_weight, of_pool)
+        _check(status, x.shape[1], intervals)
         if pool is not None:
             torch.autograd.graph.increment_version(pool)
         return y
@@ -212,21 +215,13 @@ class Kernel:
         start, geometry = self._start(x), layout.geometry(x, x.shape[1], 1)
         outputs = (sums.data_ptr(), intervals, of_weight, grad_weight.data_ptr())
         target = grad_z.data_ptr() if added else None
-        _raise(self._norm_backward(*start, of_grad, source, added, target, *geometry, of_norm, *outputs))
+        status = self._norm_backward(*start, of_grad, source, added, target, *geometry, of_norm, *outputs)
+        _check(status, x.shape[1], intervals)
         return grad_z, sums, grad_weight.to(weight.dtype)
 
-    def norm_input(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        norm: Tensor,
-        weight: Tensor,
-        intervals: int,
-        sums: Tensor | None,
-        count: float,
-        of_z: bool,
-    ) -> Tensor:
-        """Return the gradient of x, the input of the norm. `grad` is the gradient of z with `of_z`, else that of y."""
+    def norm_input(self, *arguments: Any) -> Tensor:
+        """Return the gradient of x, the input of the norm; see :class:`pwlu.kernels.layout.NormInput`."""
+        grad, x, norm, weight, intervals, sums, count, grad_is_of_z = layout.NormInput(*arguments)
         grad_x = torch.empty_like(x)
         if not x.numel():
             return grad_x
@@ -235,8 +230,9 @@ class Kernel:
         of_grad, source, of_norm, of_weight = layout.addresses([grad, x, norm, packed])
         (of_sums,) = layout.optional_addresses(sums)
         start, geometry = self._start(x), layout.geometry(x, x.shape[1], 1)
-        tail = (of_norm, of_sums, count, of_z, intervals, of_weight)
-        _raise(self._norm_input(*start, of_grad, source, grad_x.data_ptr(), *geometry, *tail))
+        tail = (of_norm, of_sums, count, grad_is_of_z, intervals, of_weight)
+        status = self._norm_input(*start, of_grad, source, grad_x.data_ptr(), *geometry, *tail)
+        _check(status, x.shape[1], intervals)
         return grad_x
 
     def _register(self) -> None:
@@ -257,13 +253,14 @@ def _for_compute(x: Tensor, parameter: Tensor) -> Tensor:
     return parameter.to(_compute(x)).contiguous()
 
 
-def _raise(status: int) -> None:
+def _check(status: int, channels: int, intervals: int = 0) -> None:
+    """Raise the error that a function of ``cpu.c`` returned as its status."""
     if status == 1:
         raise MemoryError("the CPU kernel of pwlu could not allocate scratch memory (channels x intervals x threads)")
     if status:
         raise ValueError(
-            "the CPU kernel of pwlu supports at most 2^24 intervals and 2^30 table entries, channels x (intervals + 2). "
-            "Use fewer intervals or channels"
+            f"pwlu: the CPU kernel supports fewer than 2^24 intervals, and channels x intervals below 2^30, not {channels} "
+            f"channels with {intervals} intervals. Use fewer of them, or set PWLU_CPU_KERNEL=reference"
         )
 
 

@@ -231,19 +231,10 @@ class Kernel:
             return NotImplemented
         return found[0], sums, found[1]
 
-    def norm_input(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        norm: Tensor,
-        weight: Tensor,
-        intervals: int,
-        sums: Tensor | None,
-        count: float,
-        of_z: bool,
-    ) -> Tensor:
-        """Return the gradient of x, the input of the norm. `grad` is the gradient of z with `of_z`, else that of y."""
-        what, factor = "norm_add_input" if of_z else "norm_input", 1.0 / count if count else 0.0
+    def norm_input(self, *arguments: Any) -> Tensor:
+        """Return the gradient of x, the input of the norm; see :class:`pwlu.kernels.layout.NormInput`."""
+        grad, x, norm, weight, intervals, sums, count, grad_is_of_z = layout.NormInput(*arguments)
+        what, factor = "norm_add_input" if grad_is_of_z else "norm_input", 1.0 / count if count else 0.0
         found = self._backward(what, grad, x, weight, intervals, 1, None, norm, sums, factor)
         return NotImplemented if found is NotImplemented else found[0]
 

@@ -138,7 +138,7 @@ class RunFolder:
         known = {f.name: f.default for f in dataclasses.fields(Settings)}
         values = {name: None if value is dataclasses.MISSING else value for name, value in known.items()} | config
         if unknown := [name for name in config if name not in known]:
-            raise self._no_settings(f"{', '.join(unknown)} is no setting of pwlu {__version__}")
+            raise self._no_settings(f"{', '.join(unknown)} is not a setting of pwlu {__version__}")
         if missing := [name for name, value in values.items() if value is None and name not in _OPTIONAL]:
             raise self._no_settings(f"it does not say {', '.join(missing)}")
         return check(Settings(**config))

@@ -74,7 +74,10 @@ def _refuse_duplicate(runs: Path, settings: Settings) -> None:
         if same:
             state = "is finished" if folder.finished else f"stopped after {done} epochs"
             advice = f"view it with pwlu report {path}" if folder.finished else f"continue it with pwlu train --resume {path}"
-            raise UserError(f"{path} has the same settings and {state}: {advice}, or train anew with --again or another --seed")
+            raise UserError(
+                f"{path} is a run with the same settings. It {state}: {advice}, or start a new run with --again or another "
+                "--seed"
+            )
 
 
 def train(settings: Settings, path: Path, processes: Processes) -> dict[str, Any]:

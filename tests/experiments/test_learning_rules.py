@@ -275,7 +275,7 @@ def test_scale_of_penalties():
     close(learner._scale(table), 0.75 / bank.layers.channels.sqrt(), atol=1e-6)
 
     learner = Learner(Rule(curv=0.1, information=True), bank, None, trainer, peak=0.2)
-    learner.squares, learner.measured = 0.01 * (1 + bank.layers.index[:, None].float()), 1  # of one step: 1 - 0.99 of its squares
+    learner.squares, learner.measured = 0.01 * (1 + bank.layers.index[:, None].float()), 1  # one step
     close(learner._scale(table), 1 + bank.layers.index[:, None].float(), atol=1e-5)
 
 

@@ -14,7 +14,7 @@ from pwlu.deferred_norm import Deferred
 from pwlu.initial_functions import InitialFunction, find_initial_function, fit_bounds, initial_parameters
 from pwlu.reference import Blocks
 from pwlu.statistics import InputStatistics
-from pwlu.version import __version__
+from pwlu.version import __version__, later_version
 
 
 def _block(name: str, shape: str) -> property:
@@ -261,7 +261,7 @@ class PWLU(nn.Module):
     ) -> None:
         where = prefix or "the state dict"
         if (number := local_metadata.get("version", self._version)) > self._version:
-            error_msgs.append(f"{where} was written {_by_a_later_version(number, self._version)}")
+            error_msgs.append(later_version(where, formats=(number, self._version)))
             return
         if any(prefix + name in state_dict for name in ("inv_step", "slopes", "offsets")):
             error_msgs.append(
@@ -287,7 +287,7 @@ class PWLU(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         number, release = state.pop("_written_by", (1, ""))
         if number > self._version:
-            raise RuntimeError(f"PWLU: the pickle was written {_by_a_later_version(number, self._version, f', {release}')}")
+            raise RuntimeError(later_version("PWLU: the pickle", release, (number, self._version)))
         super().__setstate__(state)
 
     def _at_start(self) -> bool:
@@ -296,13 +296,6 @@ class PWLU(nn.Module):
         return not self.statistics.steps and torch.equal(
             full_values(self.weight).cpu(), self.initial_weight().to(self.weight.dtype)
         )
-
-
-def _by_a_later_version(number: int, known: int, release: str = "") -> str:
-    return (
-        f"by a later version of pwlu{release}, in format {number} of a PWLU. This is pwlu {__version__}, which reads formats "
-        f"up to {known}: update it"
-    )
 
 
 def units_of(model: nn.Module) -> dict[str, PWLU]:

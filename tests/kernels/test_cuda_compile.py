@@ -7,6 +7,9 @@ import re
 import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -202,6 +205,21 @@ def test_without_cuda_core(one_gpu, monkeypatch, capsys):
     monkeypatch.setenv("PWLU_CUDA_KERNEL", "cuda")
     with pytest.raises(OSError, match="PWLU_CUDA_KERNEL=cuda, but cuda-core is missing"):
         cuda.choose(0)
+
+
+def test_info_about_the_cache(one_gpu, monkeypatch, capsys, tmp_path):
+    """A missing folder is no reason to fail. The kernels would need a GPU, and the command shows only their architecture."""
+    compiled = SimpleNamespace(processor=SimpleNamespace(architecture="sm_90"))
+    monkeypatch.setattr(cuda, "_load", lambda index: compiled)
+    monkeypatch.setenv("PWLU_CACHE", str(tmp_path / "cache"))
+    assert f"a GPU, CUDA kernels for sm_90 (compiled by NVRTC at first use, cached in {tmp_path}/cache/cuda)\n" in info(capsys)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PWLU_CACHE", str(tmp_path / "file" / "cache"))
+    assert "at first use, not cached: [Errno" in info(capsys)
+    for name in ("PWLU_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("no home")))
+    assert "not cached: there is no folder for the cache (no home). Set PWLU_CACHE to a folder)\n" in info(capsys)
 
 
 def test_an_old_gpu(one_gpu, monkeypatch, capsys):

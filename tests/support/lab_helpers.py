@@ -45,9 +45,12 @@ def one_thread():
 
 
 def train(*arguments, draw=False):
-    """``pwlu train``, in this process; the exit status. The picture takes longer than a short training: `draw` it or not."""
+    """``pwlu train``, in this process; the exit status. The picture takes longer than a short training: `draw` it or not.
+
+    It runs on the CPU unless the arguments name a device: only there do two trainings compute the same bits.
+    """
     with one_thread(), nullcontext() if draw else patch.object(summary, "plot_functions", lambda *_, **__: Figure()):
-        return main(["train", *map(str, arguments)])
+        return main(["train", "--device", "cpu", *map(str, arguments)])
 
 
 def short_run(runs, *arguments, draw=False):

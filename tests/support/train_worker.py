@@ -49,7 +49,7 @@ def run(arguments, die_at=None, die_writing=None, often=False):
     Trainer.step, RunFolder.write = mortal_step, mortal_write
     if often:
         loop.STEPS_BETWEEN_CLOCK_CHECKS, loop.SECONDS_BETWEEN_CHECKPOINTS = 3, -1
-    return main(["train", *arguments])
+    return main(["train", "--device", "cpu", *arguments])  # two processes on one GPU would not do
 
 
 def in_a_process_of_its_own(folder, number, job):

@@ -6,7 +6,8 @@ import platform
 
 import torch
 
-from pwlu.kernels import build, cpu, cuda, eager
+from pwlu.kernels import cpu, cuda, eager
+from pwlu.kernels.cuda.compile import cache_folder
 from pwlu.version import __version__
 
 
@@ -60,7 +61,11 @@ def _cuda(index: int) -> str:
         return f"{name}, none: {error}"
     if kernel is None:
         return f"{name}, plain torch (pwlu.reference), many times slower: {why}"
-    return f"{name}, CUDA kernels for {kernel.processor.architecture} ({why}, cached in {build.cache_folder() / 'cuda'})"
+    try:
+        cached = f"cached in {cache_folder()}"
+    except OSError as error:
+        cached = f"not cached: {error}"
+    return f"{name}, CUDA kernels for {kernel.processor.architecture} ({why}, {cached})"
 
 
 def _other_devices() -> list[str]:

@@ -19,7 +19,7 @@ from pwlu.conversion.safetensors_file import read_file, require_safetensors, ten
 from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction, find_initial_function
 from pwlu.module import PWLU, require_units, units_of, unwrapped
 from pwlu.text import abbreviate
-from pwlu.version import __version__
+from pwlu.version import __version__, later_version
 
 FORMAT = 1  # format of the conversion in the metadata
 
@@ -183,10 +183,7 @@ def _checked(caller: str, conversion: Any) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{caller}: the conversion in the file is damaged: {error!r}") from error
     if number > FORMAT:
-        raise ValueError(
-            f"{caller}: the file was written by a later version, pwlu {version}, in format {number}. This is pwlu "
-            f"{__version__}, which reads formats up to {FORMAT}: update it to read that file"
-        )
+        raise ValueError(later_version(f"{caller}: the file", version, (number, FORMAT)))
     return conversion
 
 

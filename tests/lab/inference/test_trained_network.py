@@ -68,7 +68,8 @@ def test_every_architecture(network, tmp_path):
 
 @pytest.mark.parametrize("detector", ["maskrcnn", "retinanet"])
 def test_detectors(detector, tmp_path):
-    helpers = pytest.importorskip("detection_helpers")
+    import detection_helpers as helpers  # skips the test if a package is missing
+
     task = helpers.task_of(f"tiny/{detector}_resnet18_fpn", helpers.write_objects(tmp_path))
     trainer = folder_of(task, tmp_path / "run")
     trained = load(tmp_path / "run")

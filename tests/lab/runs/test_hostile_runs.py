@@ -258,7 +258,7 @@ def test_a_run_of_a_later_version(stopped, tmp_path, capsys, version):
     changed(stopped / "environment.json", pwlu=version)
     for change in ({"colour": "red"}, {"init": ["relu", "silu"]}):
         changed(stopped / "config.json", **change)
-        expected = f"{stopped} was written by a later version, pwlu {version}, and this is pwlu {pwlu.__version__}: update it"
+        expected = f"{stopped} was written by a later version, pwlu {version}. This is pwlu {pwlu.__version__}: update it"
         assert train("--resume", stopped) == 2
         assert expected in capsys.readouterr().err
         assert main(["export", str(stopped), str(tmp_path / "model.pt2")]) == 2
@@ -282,7 +282,7 @@ def test_a_run_of_no_later_version(stopped, capsys, version):
 def test_a_run_in_a_later_format(stopped, tmp_path, capsys):
     """Every command says so, whatever it could read of it."""
     changed(stopped / "environment.json", pwlu="0.9.0", format=FORMAT + 1)
-    expected = f"{stopped} was written by a later version, pwlu 0.9.0, in format {FORMAT + 1} of run folders. This is pwlu "
+    expected = f"{stopped} was written by a later version, pwlu 0.9.0, in format {FORMAT + 1}. This is pwlu "
     folders = ["--runs", str(tmp_path), "--results", str(tmp_path / "results")]
     for arguments, status in (
         (["train", "--resume", stopped], 2),

@@ -49,7 +49,7 @@ def test_contents(finished):
 def test_what_was_asked_for(finished):
     asked = finished.settings()
     assert (asked.recipe, asked.seed, asked.epochs, asked.realign_epochs, asked.batch) == ("digits", 5, 3, 1.0, 128)
-    assert asked == settings("digits", seed=5, epochs=3, realign_epochs=1.0, batch=128)
+    assert asked == settings("digits", seed=5, epochs=3, realign_epochs=1.0, batch=128, device="cpu")
     assert finished.json("config.json") == asked.as_dict()
 
 

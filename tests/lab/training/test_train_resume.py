@@ -108,6 +108,21 @@ def test_whether_norms_are_fused_is_decided_once(tmp_path, monkeypatch, stop_bef
     assert RunFolder(path).json("environment.json")["fuse_norms"] == begun
 
 
+def test_on_any_device(tmp_path, device, stop_before, uninterrupted):
+    """A GPU repeats no bits, but a run that is stopped and goes on there learns what one on a CPU does."""
+    arguments = [*SHORT, "--runs", tmp_path, "--device", device]
+    stop_before(STEPS_AN_EPOCH + 1)
+    with pytest.raises(Stop):
+        train(*arguments)
+    (path,) = tmp_path.iterdir()
+    stop_before(None)
+    assert train("--resume", path, "--device", device) == 0
+    rounding = 3 * STEPS_AN_EPOCH * 2**-11  # of every step: convolutions on a GPU may compute with 11 bits
+    for row, other in zip(RunFolder(path).metrics(), uninterrupted.metrics(), strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=rounding)
+        assert row["test_loss"] == pytest.approx(other["test_loss"], rel=rounding)
+
+
 def test_no_checkpoint_before_it_is_time(tmp_path, monkeypatch, stop_before):
     monkeypatch.setattr(loop, "STEPS_BETWEEN_CLOCK_CHECKS", 1)
     stop_before(6)

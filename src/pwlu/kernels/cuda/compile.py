@@ -140,11 +140,7 @@ def compile_functions(chosen: list[Function], architecture: str, keep: bool = Tr
     if not keep:
         return made()
     try:
-        folder = build.cache_folder() / "cuda"
-        folder.mkdir(0o700, parents=True, exist_ok=True)
-        if not build.is_private(folder):
-            raise OSError(f"{folder} must belong to this user and be writable by nobody else")
-        with cuda.utils.FileStreamProgramCache(folder, max_size_bytes=_CACHE_BYTES) as cache:
+        with cuda.utils.FileStreamProgramCache(cache_folder(), max_size_bytes=_CACHE_BYTES) as cache:
             found = cache.get(key)
             if found is not None and _is_intact(found):
                 return cuda.ObjectCode.from_cubin(found[_DIGEST_BYTES:])
@@ -154,6 +150,15 @@ def compile_functions(chosen: list[Function], architecture: str, keep: bool = Tr
             return code
     except OSError:  # the cache folder does not exist or cannot be used: compile for this process only
         return made()
+
+
+def cache_folder() -> Path:
+    """Create the folder of the compiled kernels if it is missing, and return it; raise OSError if it cannot be used."""
+    folder = build.cache_folder() / "cuda"
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+    if not build.is_private(folder):
+        raise OSError(f"{folder} must belong to this user and be writable by nobody else")
+    return folder
 
 
 def _is_intact(entry: bytes) -> bool:

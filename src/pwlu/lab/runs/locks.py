@@ -1,4 +1,9 @@
-"""Lock a file. The system releases the lock when the process ends, even if it was killed."""
+"""Lock a file. The system releases the lock when the process ends, even if it was killed.
+
+This is not `filelock`, because a child process must inherit the lock. `pwlu compare` passes a locked log to the training that
+it starts, and the log stays locked until that training has ended. `filelock` opens a file of its own, which no new program
+inherits.
+"""
 
 import sys
 from typing import IO, Any

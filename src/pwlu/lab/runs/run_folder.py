@@ -36,7 +36,7 @@ from pwlu.lab.runs.locks import locked
 from pwlu.lab.runs.records import FILE, KEYS, Record, find_record
 from pwlu.lab.runs.tensor_files import serialised, tensors
 from pwlu.text import parsed
-from pwlu.version import __version__
+from pwlu.version import __version__, later_version
 
 FORMAT = 2  # of run folders. Those without a number in environment.json are of format 1, which had model.pt
 _AGAIN = "Copy it again from where it was trained, or train again"
@@ -117,10 +117,7 @@ class RunFolder:
         """Raise an error if a later version wrote the folder in a format that this version does not know."""
         stamp = self._stamp()
         if isinstance(found := stamp.get("format", 1), int) and found > FORMAT:
-            raise UserError(
-                f"{self.path} was written by a later version, pwlu {stamp.get('pwlu')}, in format {found} of run folders. This "
-                f"is pwlu {__version__}, which reads formats up to {FORMAT}: update it to read that run"
-            )
+            raise UserError(later_version(str(self.path), stamp.get("pwlu"), (found, FORMAT)))
 
     def _stamp(self) -> dict[str, Any]:
         """Return environment.json unchecked; empty if it cannot be read."""
@@ -164,10 +161,7 @@ class RunFolder:
         """Return the error that says what is wrong with a file of the run, or that a later version wrote it."""
         written_by = self._stamp().get("pwlu")
         if _release(written_by) > _release(__version__):
-            return UserError(
-                f"{self.path} was written by a later version, pwlu {written_by}, and this is pwlu {__version__}: update it "
-                f"to read that run. ({what})"
-            )
+            return UserError(f"{later_version(str(self.path), written_by)}. ({what})")
         return UserError(f"{what}. {remedy}")
 
     def json(self, name: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ SOURCE = ROOT / "src" / "pwlu"
 
 # Files and folders of the package, lowest first: each imports from itself and from what stands before it.
 ORDER = (
-    "version text files checks reference initial_functions kernels ops norm_ops functional statistics deferred_norm module"
+    "version text files checks reference dynamic_reference initial_functions kernels ops norm_ops functional statistics deferred_norm squeeze module dynamic"
     " learning baselines conversion analysis plotting deploy integrations lab report cli __main__"
 )
 LAB = "recipes runs data models tasks training compare inference"

@@ -18,10 +18,10 @@ class DynamicPWLU(PWLU):
 
     A small network computes the coefficients a_m(x) in (-1, 1) from the mean of each channel of a sample, as in
     squeeze-and-excitation: a(x) = tanh(W_2 relu(W_1 p + b_1) + b_2). See :mod:`pwlu.dynamic_reference`. All samples share the
-    bounds, the outer slopes and the directions D_m. The directions start at 0, so a new DynamicPWLU computes the same as a PWLU.
+    bounds, the outer slopes and the directions D_m. The directions start at 0, so a new DynamicPWLU equals a PWLU.
 
     The input is (B, ...), with the samples in dimension 0. The output has the shape, dtype and memory layout of the input. A
-    value that is not finite makes its whole sample NaN, and no other sample.
+    NaN makes its whole sample NaN. A value that is not finite never affects other samples.
 
     The parameters are ``weight``, as in :class:`PWLU`; ``direction_weight`` (M C (N + 1),), whose view is
     :meth:`direction_heights`; and the four of ``squeeze``. In Phase I of :class:`pwlu.TwoPhase`, none of them changes. At
@@ -37,8 +37,8 @@ class DynamicPWLU(PWLU):
         directions: the number of directions M. Default: 2.
         reduction: the hidden layer has the size F / reduction, at least 4. Default: 8.
         mixing: ``"channel"`` for separate coefficients per channel, ``"layer"`` for common ones. Default: ``"channel"``.
-        features: the number of channels F of the input. Default: None, the number of functions C. Pass it with ``channels=1`` to
-            share Y and D among the channels of the input; otherwise the network then sees only the mean over all channels.
+        features: the number of channels F of the input. Default: None, the number of functions C. Pass it with ``channels=1``
+            to share Y and D among the channels of the input. Without it, the network then sees only the mean over all channels.
         init: the initial function, as for :class:`PWLU`. Default: ``"relu"``.
         channel_dim: the channel dimension of the input. Default: 1, for images (B, C, H, W); use -1 for sequences (B, T, C).
         device: the device of the parameters.
@@ -115,6 +115,7 @@ class DynamicPWLU(PWLU):
         write_parameter(self.direction_weight, self.direction_heights().masked_fill(mask, 0.0).reshape(-1))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return y."""
         if not isinstance(x, Tensor) and isinstance(x, Deferred):
             x = x.computed_for("DynamicPWLU (its heights depend on the sample)")
         statistics: Any = self._modules["statistics"]
@@ -130,6 +131,7 @@ class DynamicPWLU(PWLU):
         return apply(x, reference.unpack(weight, self.intervals), directions, coefficients, self.channel_dim)
 
     def extra_repr(self) -> str:
+        """Return the arguments, for repr."""
         return (
             f"{super().extra_repr()}, directions={self.directions}, reduction={self.reduction}, mixing={self.mixing!r}, "
             f"features={self.features}"
@@ -160,7 +162,12 @@ def apply(x: Tensor, blocks: reference.Blocks, directions: Tensor, coefficients:
         for block in (blocks.left, blocks.right, blocks.left_slope, blocks.right_slope)
     )
     weight = reference.pack(left, right, heights.flatten(0, 1), left_slope, right_slope)
-    return per_sample(x, rows[1], channel_dim, lambda folded: ops.forward(folded, weight, heights.shape[2] - 1, 0))
+    intervals = heights.shape[2] - 1
+    if torch.compiler.is_exporting():  # other runtimes do not have our operators
+        return per_sample(x, rows[1], channel_dim, lambda z: reference.forward(z, *reference.unpack(weight, intervals), 0))
+    if not x.shape[0]:  # the operator needs at least one function
+        return ops.forward(x, reference.pack(*blocks), intervals, channel_dim)
+    return per_sample(x, rows[1], channel_dim, lambda z: ops.forward(z, weight, intervals, 0))
 
 
 def per_sample(x: Tensor, channels: int, channel_dim: int, function: Callable[[Tensor], Tensor]) -> Tensor:

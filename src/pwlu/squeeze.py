@@ -35,13 +35,10 @@ class Squeeze(nn.Module):
     ) -> None:
         super().__init__()
         self.features, self.hidden, self.outputs, self.channel_dim = features, hidden, outputs, channel_dim
-        for name, shape in (
-            ("first", (hidden, features)),
-            ("first_bias", (hidden,)),
-            ("second", (outputs, hidden)),
-            ("second_bias", (outputs,)),
-        ):
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape, device=device, dtype=dtype)))
+        self.first = nn.Parameter(torch.empty(hidden, features, device=device, dtype=dtype))
+        self.first_bias = nn.Parameter(torch.empty(hidden, device=device, dtype=dtype))
+        self.second = nn.Parameter(torch.empty(outputs, hidden, device=device, dtype=dtype))
+        self.second_bias = nn.Parameter(torch.empty(outputs, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

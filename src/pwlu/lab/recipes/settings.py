@@ -36,7 +36,10 @@ class Settings:
 
     recipe: str
     activation: str = _setting(
-        "pwlu", "use this activation: relu, prelu, swish, apl, pau, frelu, pwlu, dynamic_pwlu, ...", flag="--act", metavar="NAME"
+        "pwlu",
+        "use this activation: relu, prelu, swish, apl, pau, frelu, pwlu, dynamic_pwlu, ...",
+        flag="--act",
+        metavar="NAME",
     )
     seed: int = _setting(0, "seed the weights, the order of the images and the augmentation")
     epochs: int = _setting(None, "pass N times over the training images")

@@ -79,8 +79,8 @@ def fuse_(model: nn.Module) -> list[str]:
     """Replace every PWLU of a model by its table form for inference, in place.
 
     A :class:`pwlu.DynamicPWLU` stays as it is: its tables differ between samples, so they would have to be computed in every
-    call. The other modules stay the same objects, so hooks and other references remain valid. The tables are computed in float64 and
-    rounded once. A fused model has no PWLU weights, so it does not follow later changes to them.
+    call. The other modules stay the same objects, so hooks and other references remain valid. The tables are computed in
+    float64 and rounded once. A fused model has no PWLU weights, so it does not follow later changes to them.
 
     Args:
         model: A trained model with PWLUs. Call ``model.eval()`` to run it afterwards.

@@ -11,20 +11,21 @@ from typing import Any
 import torch
 from rule_learner import Bank, Learner, Rule
 
-from pwlu import alignment
+from pwlu import alignment, baselines
 from pwlu.initial_functions import find_initial_function
 from pwlu.lab.recipes import catalog
 from pwlu.lab.runs.processes import joined
 from pwlu.lab.tasks.classification import Classification
 from pwlu.lab.training.trainer import Trainer
 
-ACTIVATIONS = ("relu", "swish", "pau", "pwlu", "frelu", "prelu", "apl", "gelu", "hardswish")
+ACTIVATIONS = baselines.NAMES
 SETTINGS = {  # words of rules that are settings of the recipe
     "N": "intervals",
     "init": "init",
     "unitlr": "unit_lr",
     "normdecay": "norm_weight_decay",
     "fixinit": "fix_init",
+    "curvature": "curvature",
     "realign": "realign_epochs",
     "epochs": "epochs",
     "batch": "batch",

@@ -26,7 +26,8 @@ SOURCE = ROOT / "src" / "pwlu"
 
 # Files and folders of the package, lowest first: each imports from itself and from what stands before it.
 ORDER = (
-    "version text files checks reference initial_functions kernels ops norm_ops functional statistics deferred_norm module"
+    "version text files checks reference dynamic_reference initial_functions kernels ops norm_ops functional statistics"
+    " deferred_norm squeeze module dynamic"
     " learning baselines conversion analysis plotting deploy integrations lab report cli __main__"
 )
 LAB = "recipes runs data models tasks training compare inference"
@@ -76,7 +77,17 @@ def test_import_needs_torch_alone(python):
 
 
 def test_public_names():
-    names = {"PWLU", "FusedPWLU", "TwoPhase", "__version__", "freeze_", "functional", "fuse_", "parameter_groups"}
+    names = {
+        "PWLU",
+        "DynamicPWLU",
+        "FusedPWLU",
+        "TwoPhase",
+        "__version__",
+        "freeze_",
+        "functional",
+        "fuse_",
+        "parameter_groups",
+    }
     names |= {"realign_", "reference", "warm_up", "activation", "convert_", "restore_", "DEFAULT_KINDS"}
     names |= {"Alignment", "alignment", "plot_alignment", "plot_functions", "plot_improvements"}
     names |= {"Shapes", "curvature", "describe", "export_onnx", "refine_", "simplify_", "tabulate_", "save", "load_into"}

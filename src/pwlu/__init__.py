@@ -21,6 +21,7 @@ from pwlu.deploy.fuse import FusedPWLU, fuse_
 from pwlu.deploy.int8_tables import tabulate_
 from pwlu.deploy.onnx_export import export_onnx
 from pwlu.deploy.simplify import refine_, simplify_
+from pwlu.dynamic import DynamicPWLU
 from pwlu.kernels.dispatch import warm_up
 from pwlu.learning.curvature import curvature
 from pwlu.learning.freezing import freeze_
@@ -37,6 +38,7 @@ __all__ = [
     "DEFAULT_KINDS",
     "PWLU",
     "Alignment",
+    "DynamicPWLU",
     "FusedPWLU",
     "Report",
     "Shapes",

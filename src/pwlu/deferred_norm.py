@@ -151,6 +151,11 @@ class Deferred:
         with hooks:
             return self._act(residual, weight, unit.intervals, statistics.pool if observes else None)[0]
 
+    def computed_for(self, what: str) -> Tensor:
+        """Return the value, for a unit that cannot run in one pass with a norm."""
+        self._note(what)
+        return self.value()
+
     def _act(self, residual: Tensor | None, weight: Tensor, intervals: int, pool: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return y and the norm (4, C), and update the running statistics."""
         self._check_versions()

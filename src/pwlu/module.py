@@ -354,7 +354,12 @@ def weight_parameter(unit: PWLU) -> Any:
 @torch.no_grad()
 def write_weight(unit: PWLU, value: Tensor) -> None:
     """Write the weight of a unit in place. If it is sharded, each rank writes its own shard."""
-    parameter = weight_parameter(unit)
+    write_parameter(weight_parameter(unit), value)
+
+
+@torch.no_grad()
+def write_parameter(parameter: Any, value: Tensor) -> None:
+    """Write a parameter in place. If it is sharded, each rank writes its own shard."""
     if hasattr(parameter, "placements"):
         from torch.distributed.tensor import distribute_tensor
 

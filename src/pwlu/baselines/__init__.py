@@ -4,15 +4,31 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from pwlu.baselines.acon import ACONC, MetaACON
 from pwlu.baselines.apl import APL
+from pwlu.baselines.dynamic_relu import DyReLU, SEReLU
 from pwlu.baselines.frelu import FReLU
 from pwlu.baselines.pau import PAU
 from pwlu.baselines.prelu import PReLU
 from pwlu.baselines.relu import ReLU
+from pwlu.dynamic import DynamicPWLU
 from pwlu.initial_functions import InitialFunction
 from pwlu.module import PWLU
 
-__all__ = ["APL", "NAMES", "PAU", "FReLU", "PReLU", "ReLU", "activation", "check_name"]
+__all__ = [
+    "ACONC",
+    "APL",
+    "NAMES",
+    "PAU",
+    "DyReLU",
+    "FReLU",
+    "MetaACON",
+    "PReLU",
+    "ReLU",
+    "SEReLU",
+    "activation",
+    "check_name",
+]
 
 _Init = str | Callable[[Tensor], Tensor] | InitialFunction
 
@@ -21,13 +37,19 @@ _MAKERS: dict[str, Callable[[int, int, _Init], nn.Module]] = {
     "swish": lambda channels, channel_dim, start: nn.SiLU(),
     "silu": lambda channels, channel_dim, start: nn.SiLU(),
     "gelu": lambda channels, channel_dim, start: nn.GELU(),
+    "mish": lambda channels, channel_dim, start: nn.Mish(),
     "hardswish": lambda channels, channel_dim, start: nn.Hardswish(),
     "prelu": lambda channels, channel_dim, start: PReLU(channels, channel_dim),
     "apl": lambda channels, channel_dim, start: APL(channels, 3, channel_dim),
     "apl5": lambda channels, channel_dim, start: APL(channels, 5, channel_dim),
     "pau": lambda channels, channel_dim, start: PAU(start),
     "frelu": lambda channels, channel_dim, start: FReLU(channels, channel_dim),
+    "aconc": lambda channels, channel_dim, start: ACONC(channels, channel_dim),
+    "metaacon": lambda channels, channel_dim, start: MetaACON(channels, channel_dim),
+    "dyrelu": lambda channels, channel_dim, start: DyReLU(channels, channel_dim),
+    "se_relu": lambda channels, channel_dim, start: SEReLU(channels, channel_dim),
     "pwlu": lambda channels, channel_dim, start: PWLU(channels, channel_dim=channel_dim),
+    "dynamic_pwlu": lambda channels, channel_dim, start: DynamicPWLU(channels, channel_dim=channel_dim),
 }
 NAMES = tuple(_MAKERS)
 
@@ -36,8 +58,9 @@ def activation(name: str, channels: int = 1, channel_dim: int = 1, start: _Init 
     """Create an activation by name.
 
     Args:
-        name: "relu", "swish" or "silu", "gelu", "hardswish"; "prelu", "apl" (S = 3, as in the paper), "apl5", "frelu" and
-            "pwlu", which have parameters per channel; or "pau", which has one function for all channels.
+        name: "relu", "swish" or "silu", "gelu", "mish", "hardswish"; "prelu", "apl" (S = 3, as in the paper), "apl5",
+            "frelu", "aconc" and "pwlu", which have parameters per channel; "pau", which has one function for all channels; or
+            "metaacon", "dyrelu", "se_relu" and "dynamic_pwlu", whose functions depend on the sample.
         channels: the number of channels of the input. 1 means one function for all channels, except for "frelu". Default: 1.
         channel_dim: the channel dimension of the input. Default: 1, for images; use -1 for sequences.
         start: the initial function of "pau": a name, a function, or an ``InitialFunction``. The other activations have fixed

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pwlu.conversion.conversion_report import EXACT, Change, Report, Site
 from pwlu.conversion.kinds import ARGUMENTS, DEFAULT_KINDS
-from pwlu.conversion.making import Factory, activation_maker
+from pwlu.conversion.making import UNITS, Factory, activation_maker
 from pwlu.conversion.planning import plan
 from pwlu.conversion.replacing import apply
 from pwlu.conversion.sample_runs import Run, Runs
@@ -50,8 +50,8 @@ def convert_(
             the model runs on it, on fake tensors where possible, to find the sites and their shapes. A list holds several
             samples: where no layer tells the channel dimension, it is the one whose size is the same in all samples. If the
             model takes a list, pass a tuple: ``(images,)``.
-        to: ``"pwlu"``, the name of another activation (see :func:`pwlu.activation`), or a function of ``(channels, site)``
-            that returns a module.
+        to: ``"pwlu"``, ``"dynamic_pwlu"``, the name of another activation (see :func:`pwlu.activation`), or a function of
+            ``(channels, site)`` that returns a module.
         kinds: Activations to replace: names, or classes of your own modules. Default: :data:`pwlu.DEFAULT_KINDS`.
         bounds: Initial bounds of every PWLU. Default: (-3, 3) for ReLU, and the bounds that fit best for other functions.
             ``"sample"``: the smallest and the largest input of each site on the sample.
@@ -91,7 +91,7 @@ def convert_(
     for candidate in candidates:
         decide(candidate, rules)
     plan(model, candidates)
-    if to == "pwlu" and bounds == "sample":
+    if isinstance(to, str) and to in UNITS and bounds == "sample":
         _calibrate(runs, candidates)
     for candidate in candidates:
         if candidate.selected:

@@ -13,6 +13,7 @@ from pwlu.conversion.conversion_report import Site
 from pwlu.conversion.probing import why_unusable
 from pwlu.conversion.sites import Candidate
 from pwlu.conversion.tracing import Call
+from pwlu.dynamic import DynamicPWLU
 from pwlu.initial_functions import (
     INITIAL_FUNCTIONS,
     InitialFunction,
@@ -24,6 +25,7 @@ from pwlu.initial_functions import (
 )
 from pwlu.module import PWLU
 
+UNITS: dict[str, type[PWLU]] = {"pwlu": PWLU, "dynamic_pwlu": DynamicPWLU}
 Factory = Callable[[int, Site], nn.Module]
 
 
@@ -33,7 +35,7 @@ def activation_maker(
     """Check the arguments and return a function that creates the new activation of a site."""
     if granularity not in ("channel", "layer"):
         raise ValueError(f"convert_: granularity must be 'channel' or 'layer', not {granularity!r}")
-    if to != "pwlu":
+    if not isinstance(to, str) or to not in UNITS:
         _check_other(to, granularity)
         return partial(_make_other, to, granularity)
     if tolerance is not None and not 0 < tolerance < math.inf:
@@ -55,9 +57,11 @@ def activation_maker(
         enough = intervals if tolerance is None else enough_intervals(start, intervals, tolerance, near)
         fitted = best_bounds(start, enough, near)
         by_name = start.name if INITIAL_FUNCTIONS.get(start.name) == start else start
-        channels = _channels(site, granularity)
-        dim, dtype = site.channel_dim, _parameter_dtype(call)
-        act = PWLU(channels, enough, fitted, init=by_name, channel_dim=dim, device=call.device, dtype=dtype)
+        options: dict[str, Any] = {"init": by_name, "channel_dim": site.channel_dim}
+        options |= {"device": call.device, "dtype": _parameter_dtype(call)}
+        if to == "dynamic_pwlu":  # several layouts have no common channel dimension
+            options["features"] = 1 if site.layout == "several" else site.channels
+        act = UNITS[to](_channels(site, granularity), enough, fitted, **options)
         if given in (None, site.start):
             site.error = initial_error(start, act.bounds, enough, candidate.inputs or (-100, 100))
         return act

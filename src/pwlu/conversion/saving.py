@@ -16,12 +16,13 @@ from pwlu.conversion import rewrite
 from pwlu.conversion.convert import check_unwrapped
 from pwlu.conversion.replacing import insert_, inserted_modules
 from pwlu.conversion.safetensors_file import read_file, require_safetensors, tensors_to_bytes
+from pwlu.dynamic import DynamicPWLU
 from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction, find_initial_function
 from pwlu.module import PWLU, require_units, units_of, unwrapped
 from pwlu.text import abbreviate
 from pwlu.version import __version__, later_version
 
-FORMAT = 1  # format of the conversion in the metadata
+FORMAT = 2  # format of the conversion in the metadata; 1 has no dynamic PWLUs, and is written if there are none
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -97,7 +98,7 @@ def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
 def conversion_of(model: nn.Module) -> dict[str, Any]:
     """Return how a model was converted, as a dictionary for JSON. :func:`convert_as_` converts another model in that way."""
     units = require_units("save", model)
-    strange = [name for name, module in (inserted_modules(model) | units).items() if type(module) is not PWLU]
+    strange = [name for name, module in (inserted_modules(model) | units).items() if type(module) not in (PWLU, DynamicPWLU)]
     if strange:
         kinds = ", ".join(sorted({type(model.get_submodule(name)).__name__ for name in strange}))
         raise ValueError(
@@ -111,7 +112,8 @@ def conversion_of(model: nn.Module) -> dict[str, Any]:
         for edit in getattr(type(module), "_pwlu_edits", ())
     }
     rows = [_row(name, unit, edits.get(name)) for name, unit in units.items() if name]
-    return {"format": FORMAT, "version": __version__, "model": type(model).__name__, "units": rows}
+    number = FORMAT if any("dynamic" in row for row in rows) else 1
+    return {"format": number, "version": __version__, "model": type(model).__name__, "units": rows}
 
 
 def convert_as_(model: nn.Module, conversion: dict[str, Any]) -> list[str]:
@@ -123,6 +125,9 @@ def convert_as_(model: nn.Module, conversion: dict[str, Any]) -> list[str]:
     units = _units("convert_as_", model, _checked("convert_as_", conversion))
     _put(model, units)
     return [unit.name for unit in units]
+
+
+_DYNAMIC = ("directions", "reduction", "mixing", "features")
 
 
 class _Unit(NamedTuple):
@@ -150,7 +155,7 @@ def _row(name: str, unit: PWLU, edit: rewrite.Edit | None) -> dict[str, Any]:
         "channel_dim": unit.channel_dim,
         "dtype": str(unit.weight.dtype).removeprefix("torch."),
         "edit": edit and list(edit),
-    }
+    } | ({"dynamic": {name: getattr(unit, name) for name in _DYNAMIC}} if isinstance(unit, DynamicPWLU) else {})
 
 
 class _Lines:
@@ -227,7 +232,10 @@ def _made(row: dict[str, Any], model: nn.Module, again: bool) -> _Unit:
         raise ValueError(f"a PWLU cannot have the dtype {dtype}")
     # The constructor would fit the bounds to the initial function once more, so they are set afterwards.
     device = None if tensor is None else tensor.device
-    unit = PWLU(row["channels"], row["intervals"], init="identity", channel_dim=row["channel_dim"], device=device, dtype=dtype)
+    options: dict[str, Any] = {"channel_dim": row["channel_dim"], "device": device, "dtype": dtype}
+    options |= {name: row["dynamic"][name] for name in _DYNAMIC} if "dynamic" in row else {}
+    kind = DynamicPWLU if "dynamic" in row else PWLU
+    unit = kind(row["channels"], row["intervals"], init="identity", **options)
     left, right = row["bounds"]
     unit.bounds = float(left), float(right)
     init = row["init"]

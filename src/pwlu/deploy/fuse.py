@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from pwlu import checks, ops, reference
 from pwlu.deferred_norm import is_compiled
+from pwlu.dynamic import DynamicPWLU
 from pwlu.module import PWLU, require_units
 from pwlu.text import abbreviate
 
@@ -77,8 +78,9 @@ def _is_traced(x: Tensor) -> bool:
 def fuse_(model: nn.Module) -> list[str]:
     """Replace every PWLU of a model by its table form for inference, in place.
 
-    The modules stay the same objects, so hooks and other references remain valid. The tables are computed in float64 and
-    rounded once. A fused model has no PWLU weights, so it does not follow later changes to them.
+    A :class:`pwlu.DynamicPWLU` stays as it is: its tables differ between samples, so they would have to be computed in every
+    call. The other modules stay the same objects, so hooks and other references remain valid. The tables are computed in
+    float64 and rounded once. A fused model has no PWLU weights, so it does not follow later changes to them.
 
     Args:
         model: A trained model with PWLUs. Call ``model.eval()`` to run it afterwards.
@@ -95,7 +97,8 @@ def fuse_(model: nn.Module) -> list[str]:
         >>> pwlu.fuse_(model)
         ['1']
     """
-    units = require_units("fuse_", model)
+    found = require_units("fuse_", model)
+    units = {name: unit for name, unit in found.items() if not isinstance(unit, DynamicPWLU)}
     if subclassed := [name for name, unit in units.items() if type(unit) is not PWLU]:
         raise TypeError(
             f"fuse_: {abbreviate(subclassed)} is an instance of a subclass of PWLU, whose forward may do more than a table. "

@@ -79,9 +79,10 @@ class OnnxReport:
             "operators: " + ", ".join(f"{name} {count}" for name, count in self.operators.items()),
             f"ONNX Runtime {self.runtime} and PyTorch, on random batches of {', '.join(map(str, self.batches))}: "
             f"{Difference(self.difference, self.share, self.tolerance)}",
-            f"each PWLU alone, on {100 * self.reached:.4g} % of all segments: "
-            f"{Difference(self.unit_difference, self.unit_share, self.unit_tolerance)}",
         ]
+        if self.units:
+            alone = Difference(self.unit_difference, self.unit_share, self.unit_tolerance)
+            lines.append(f"each PWLU alone, on {100 * self.reached:.4g} % of all segments: {alone}")
         if self.unreached:
             lines.append(f"not reached by the sample, so not in the file: {', '.join(self.unreached)}")
         return "\n".join(lines)
@@ -154,7 +155,7 @@ def export_onnx(
         _write(written, inputs, file, opset, dynamic_batch)
         alone = _check_units_alone(onnx, runtime, file, plain, units, inputs, dynamic_batch)
         operators = finish(onnx, file, opset, metadata or {})
-        terms = max(units[name].terms for name in alone.units)
+        terms = max((units[name].terms for name in alone.units), default=2)
         found = agreement(plain, _runner(runtime, file, inputs), inputs, dynamic_batch, terms, tolerance)
         for each, what in ((alone, f"of the PWLU {alone.unit!r}, on inputs of every segment,"), (found, "of the model")):
             if not each.difference <= each.tolerance:
@@ -259,7 +260,9 @@ def _write(model: nn.Module, inputs: Inputs, file: Path, opset: int, dynamic_bat
 def _check_units_alone(
     onnx: Any, runtime: Any, file: Path, model: nn.Module, forms: dict[str, Form], sample: Inputs, dynamic_batch: bool
 ) -> UnitsCheck:
-    """Compare every PWLU of the file alone with that of the model."""
+    """Compare every PWLU of the file alone with that of the model. The comparison of whole models covers dynamic PWLUs."""
+    if not forms:
+        return UnitsCheck(0.0, 0.0, "", Difference(0.0, 0.0, 0.0), [], 0.0)
     inputs = sample.random(sample.large_batch if dynamic_batch else None, 1.0, torch.Generator().manual_seed(0))
     calls = calls_of(model, inputs)
     if not calls:

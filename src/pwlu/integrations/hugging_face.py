@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from pwlu.learning.two_phase import TwoPhase
 from pwlu.module import units_of
+from pwlu.squeeze import function_parameters
 from pwlu.text import install
 
 try:
@@ -203,4 +204,4 @@ def own_group_(trainer: Trainer, lr_factor: float = 1.0) -> Optimizer:
 
 
 def _parameters_of_units(model: nn.Module) -> set[int]:
-    return {id(p) for unit in units_of(model).values() for p in unit.parameters()}
+    return {id(p) for unit in units_of(model).values() for p in function_parameters(unit)}

@@ -6,8 +6,9 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
+from pwlu.dynamic import DynamicPWLU
 from pwlu.module import gathered, require_units
-from pwlu.reference import unpack
+from pwlu.reference import pack, unpack
 
 
 def curvature(model: nn.Module) -> Tensor:
@@ -21,6 +22,8 @@ def curvature(model: nn.Module) -> Tensor:
     A second difference is d times the jump of the slope at a knot. The penalty is 0 for a straight line, and d^2 for a ReLU
     with a knot on its kink. It penalizes heights instead of slopes on purpose: with slopes, the largest stable step of gradient
     descent would be proportional to d^2, which vanishes for narrow bounds.
+
+    For a :class:`pwlu.DynamicPWLU`, the penalty of each direction is added, as that of a function with outer slopes of 0.
 
     You can add the penalty from the first step on: :class:`pwlu.TwoPhase` keeps the PWLUs unchanged in Phase I.
 
@@ -43,7 +46,12 @@ def curvature(model: nn.Module) -> Tensor:
     units = require_units("curvature", model).values()
     alike = defaultdict(list)
     for unit in units:
-        alike[unit.intervals, unit.weight.device, unit.weight.dtype].append(gathered(unit.weight))
+        together = alike[unit.intervals, unit.weight.device, unit.weight.dtype]
+        together.append(gathered(unit.weight))
+        if isinstance(unit, DynamicPWLU):
+            left, right, _, slope, _ = (block.detach() for block in unit.blocks())
+            flat = torch.zeros_like(slope)
+            together += [pack(left, right, heights, flat, flat) for heights in unit.direction_heights()]
     sums: list[Tensor] = []
     for (intervals, device, _), weights in alike.items():  # few operators, even for hundreds of units
         rows = parameter_indices(tuple(weight.shape[0] for weight in weights), intervals, device)

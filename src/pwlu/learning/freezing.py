@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from pwlu.module import PWLU, units_of, weight_parameter
+from pwlu.module import PWLU, units_of
 
 
 def freeze_(model: nn.Module, frozen: bool = True) -> list[str]:
@@ -35,4 +35,5 @@ def freeze_(model: nn.Module, frozen: bool = True) -> list[str]:
 def remove_gradients(units: Iterable[PWLU]) -> None:
     """Set the gradients of units to None, so that an optimizer skips them."""
     for unit in units:
-        weight_parameter(unit).grad = None
+        for parameter in unit.parameters():
+            parameter.grad = None

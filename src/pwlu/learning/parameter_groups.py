@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from pwlu.module import require_units
+from pwlu.squeeze import function_parameters
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # _NormBase: batch and instance norm
 
@@ -19,8 +20,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups for an optimizer: PWLUs with learning rate ``lr * lr_factor`` and no weight decay, and the rest.
 
-    Weight decay would pull heights and bounds towards zero, which does not make the function simpler. Parameters with
-    ``requires_grad=False`` are left out.
+    Weight decay would pull heights and bounds towards zero, which does not make the function simpler. The small network of a
+    :class:`pwlu.DynamicPWLU` is among the rest. Parameters with ``requires_grad=False`` are left out.
 
     Args:
         model: a model with PWLUs.
@@ -45,7 +46,7 @@ def parameter_groups(
         optimizer = torch.optim.SGD(pwlu.parameter_groups(model, lr=0.1, weight_decay=1e-4), momentum=0.9)
     """
     units = require_units("parameter_groups", model)
-    of_units = {id(p) for unit in units.values() for p in unit.parameters()}
+    of_units = {id(p) for unit in units.values() for p in function_parameters(unit)}
     groups = split_parameters(model, of_units, lr, weight_decay, lr_factor, norm_weight_decay)
     return [group | {"name": "pwlu" if group["name"] == "functions" else group["name"]} for group in groups]
 

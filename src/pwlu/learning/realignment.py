@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from pwlu import reference
+from pwlu.dynamic import DynamicPWLU
 from pwlu.initial_functions import find_initial_function
 from pwlu.module import PWLU, require_units
 from pwlu.reference import Blocks
@@ -85,11 +86,13 @@ def _realign(name: str, unit: PWLU) -> Realigned:
     new = Blocks(left, right, *reference.start(find_initial_function(unit.init).function, left, right, unit.intervals))
     moves = Blocks(*((usable[:, None] if block.ndim == 2 else usable) & ~block for block in frozen))
     unit.assign(**{n: torch.where(m, v, o) for n, m, v, o in zip(Blocks._fields, moves, new, old, strict=True)})
+    moved = torch.cat([move.reshape(unit.channels, -1) for move in moves], 1).any(1)
+    if isinstance(unit, DynamicPWLU):
+        unit.forget_directions(moved)
     statistics.realigned.fill_(True)
     statistics.pool.zero_()
     if unit.phase == 1:
         unit.phase = 2
-    moved = torch.cat([move.reshape(unit.channels, -1) for move in moves], 1).any(1)
     return Realigned(name, unit.channels, int((~moved).sum()))
 
 

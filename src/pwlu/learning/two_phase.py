@@ -19,7 +19,7 @@ from pwlu.learning.freezing import remove_gradients
 from pwlu.learning.optimizers import add_momentum_buffers, complete_state, state_optimizer, unwrap_optimizer
 from pwlu.learning.realignment import Realigned, realign_
 from pwlu.learning.two_phase_checks import check_copy, check_optimizer, check_steps, check_weights, warn_of_decay
-from pwlu.module import PWLU, full_values, require_units, write_weight
+from pwlu.module import PWLU, full_values, require_units, write_parameter
 from pwlu.statistics import InputStatistics, advance_
 from pwlu.text import abbreviate, counted
 
@@ -201,7 +201,8 @@ class TwoPhase:
     @torch.no_grad()
     def _copy_to(self, copy: list[PWLU]) -> None:
         for unit, other in zip(self._units.values(), copy, strict=True):
-            write_weight(other, full_values(unit.weight))
+            for parameter, value in zip(other.parameters(), unit.parameters(), strict=True):
+                write_parameter(parameter, full_values(value))
             for buffer, state in zip(other.statistics.buffers(), unit.statistics.buffers(), strict=True):
                 buffer.copy_(state)
 

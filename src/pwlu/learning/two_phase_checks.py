@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pwlu.module import PWLU, units_of, weight_parameter
+from pwlu.squeeze import function_parameters
 from pwlu.text import abbreviate
 
 
@@ -50,7 +51,7 @@ def check_optimizer(optimizer: Optimizer, units: Mapping[str, PWLU]) -> None:
 def check_copy(copy: nn.Module, units: Mapping[str, PWLU]) -> list[PWLU]:
     """Check that a copy of the model has the same units; return them."""
     others = list(units_of(copy).values())
-    shapes = [[(u.channels, u.intervals) for u in each] for each in (units.values(), others)]
+    shapes = [[(u.intervals, [p.shape for p in u.parameters()]) for u in each] for each in (units.values(), others)]
     if shapes[0] != shapes[1]:
         raise ValueError(
             f"TwoPhase: copies must have the same PWLUs as the model, {len(units)} with the same shapes in the same "
@@ -62,7 +63,7 @@ def check_copy(copy: nn.Module, units: Mapping[str, PWLU]) -> list[PWLU]:
 
 def warn_of_decay(optimizer: Optimizer, units: Mapping[str, PWLU]) -> None:
     """Warn if the optimizer applies weight decay to the units."""
-    learned = {id(unit.weight) for unit in units.values()}
+    learned = {id(p) for unit in units.values() for p in function_parameters(unit)}
     decays = [g.get("weight_decay", 0.0) for g in optimizer.param_groups if any(id(p) in learned for p in g["params"])]
     if any(decays):
         warnings.warn(

@@ -13,7 +13,7 @@ from pwlu.analysis.alignment import Alignment
 from pwlu.analysis.curves import curves_of
 from pwlu.analysis.shapes import Shapes, describe
 from pwlu.initial_functions import INITIAL_FUNCTIONS, initial_parameters
-from pwlu.lab.recipes.settings import UserError
+from pwlu.lab.recipes.settings import UNITS, UserError
 from pwlu.lab.runs.results import no_run
 from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.lab.runs.tensor_files import tensors
@@ -87,7 +87,7 @@ class RunData:
     def realigned_after(self) -> int:
         """Return the step T' that ends Phase I; 0 if there is none or it is unknown."""
         epochs = self.config.get("realign_epochs", 0)
-        if not epochs or self.config.get("fix_init") or self.config.get("activation") != "pwlu" or not self.metrics:
+        if not epochs or self.config.get("fix_init") or self.config.get("activation") not in UNITS or not self.metrics:
             return 0
         return max(1, round(epochs * self.steps_per_epoch))
 
@@ -193,7 +193,7 @@ def _starts(run: RunData) -> dict[str, str]:
 def _missing_notes(run: RunData) -> list[str]:
     """Return one sentence for each thing that the page cannot show."""
     notes, config, folder = [], run.config, RunFolder(run.path)
-    learned = config.get("activation", "pwlu") == "pwlu"
+    learned = config.get("activation", "pwlu") in UNITS
 
     def without(name: str, consequence: str) -> str:
         there = folder.has(name)  # then another note tells what is wrong with it

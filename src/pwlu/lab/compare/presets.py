@@ -17,12 +17,18 @@ TITLES = {
     "swish": "Swish",
     "silu": "SiLU",
     "gelu": "GELU",
+    "mish": "Mish",
     "hardswish": "Hard-Swish",
     "apl": "APL",
     "apl5": "APL, S = 5",
     "pau": "PAU",
     "frelu": "FReLU",
+    "aconc": "ACON-C",
+    "metaacon": "Meta-ACON",
+    "dyrelu": "DY-ReLU-B",
+    "se_relu": "ReLU with squeeze-and-excitation",
     "pwlu": "PWLU",
+    "dynamic_pwlu": "Dynamic PWLU",
 }
 SEVEN = ("relu", "prelu", "swish", "apl", "pau", "frelu", "pwlu")
 

@@ -13,7 +13,7 @@ from pwlu.conversion.saving import load_into
 from pwlu.lab.models import detectors, networks
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.experiment import run_name
-from pwlu.lab.recipes.settings import Settings, UserError
+from pwlu.lab.recipes.settings import UNITS, Settings, UserError
 from pwlu.lab.runs import network_info
 from pwlu.lab.runs.divergence import described
 from pwlu.lab.runs.network_info import NetworkInfo, read_network_info
@@ -72,7 +72,7 @@ def load(path: Path) -> TrainedNetwork:
     info = read_network_info(folder)
     network, sample = _new(settings, info)
     try:
-        if settings.activation == "pwlu":
+        if settings.activation in UNITS:
             load_into(network, path / MODEL)
         else:
             replace_activations(network, sample, settings)

@@ -6,11 +6,11 @@ from collections.abc import Hashable
 from typing import Any
 
 from pwlu.lab.recipes import catalog
-from pwlu.lab.recipes.settings import Settings
+from pwlu.lab.recipes.settings import UNITS, Settings
 
 _PWLU_SETTINGS = ("intervals", "init", "realign_epochs", "fix_init", "curvature")
 _LEARNED_SETTINGS = ("granularity", "unit_lr")
-_WITHOUT_PARAMETERS = ("relu", "swish", "silu", "gelu", "hardswish")
+_WITHOUT_PARAMETERS = ("relu", "swish", "silu", "gelu", "mish", "hardswish")
 # Without realign_epochs, which depends on the length of training.
 _ACTIVATION_SETTINGS = ("activation", "intervals", "init", "fix_init", "curvature", *_LEARNED_SETTINGS)
 
@@ -23,7 +23,7 @@ def reset_unused(settings: Settings) -> Settings:
     For example, a ReLU has no intervals: a run of ReLU with ``--intervals 8`` is the same experiment as one without.
     """
     unused: set[str] = set()
-    if settings.activation != "pwlu":
+    if settings.activation not in UNITS:
         unused |= set(_PWLU_SETTINGS)
     elif settings.fix_init:
         unused.add("realign_epochs")

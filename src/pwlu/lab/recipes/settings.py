@@ -25,6 +25,7 @@ def _setting(default: Any, help: str, *, machine: bool = False, unit: bool = Fal
 
 
 PRECISIONS = ("float32", "bf16", "fp16", "float64")
+UNITS = ("pwlu", "dynamic_pwlu")  # activations that are PWLUs
 FUSE_NORMS = ("auto", "on", "off")
 AUGMENTATIONS = ("none", "crop", "crop+flip", "autoaugment", "flip")
 
@@ -35,7 +36,10 @@ class Settings:
 
     recipe: str
     activation: str = _setting(
-        "pwlu", "use this activation: relu, prelu, swish, apl, pau, frelu, pwlu, ...", flag="--act", metavar="NAME"
+        "pwlu",
+        "use this activation: relu, prelu, swish, apl, pau, frelu, pwlu, dynamic_pwlu, ...",
+        flag="--act",
+        metavar="NAME",
     )
     seed: int = _setting(0, "seed the weights, the order of the images and the augmentation")
     epochs: int = _setting(None, "pass N times over the training images")
@@ -176,7 +180,7 @@ def check(settings: Settings) -> Settings:
     for name, (holds, expected) in rules.items():
         if not holds:
             raise UserError(f"{flag(name)} must be {expected}, not {getattr(settings, name)}")
-    realigns = settings.activation == "pwlu" and not settings.fix_init and not settings.iterations
+    realigns = settings.activation in UNITS and not settings.fix_init and not settings.iterations
     if realigns and settings.realign_epochs >= settings.epochs:
         raise UserError(
             f"Phase I must be shorter than training: --realign-epochs is {settings.realign_epochs:g}, --epochs is "

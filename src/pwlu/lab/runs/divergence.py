@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pwlu.lab.recipes.catalog import RECIPES
+from pwlu.lab.recipes.settings import UNITS
 
 STATUS = 3  # exit status of `pwlu train`
 _BLOWN_UP = 10.0  # times the loss of the first step, which a network that learned nothing has: more is not noise
@@ -55,7 +56,7 @@ def _advice(config: Mapping[str, Any]) -> str:
         tries = [f"Try the recipe's --lr {recipe.lr:g} instead of {lr:g}"]
     else:
         tries = [f"Try a smaller --lr, such as {lr / 10:g}"]
-    if config.get("activation") == "pwlu":
+    if config.get("activation") in UNITS:
         tries.append("let functions learn more slowly with --unit-lr 0.1")
     if config.get("precision") == "fp16":
         tries.append("compute in --precision bf16")

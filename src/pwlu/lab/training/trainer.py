@@ -17,14 +17,15 @@ from pwlu.conversion.saving import serialise
 from pwlu.kernels.dispatch import warm_up
 from pwlu.lab.data import keyed_random
 from pwlu.lab.recipes.catalog import find
-from pwlu.lab.recipes.settings import Settings, UserError
+from pwlu.lab.recipes.settings import UNITS, Settings, UserError
 from pwlu.lab.runs.processes import Processes
 from pwlu.learning.curvature import curvature
 from pwlu.learning.parameter_groups import split_parameters
 from pwlu.learning.two_phase import TwoPhase
 from pwlu.module import PWLU, units_of
+from pwlu.squeeze import function_parameters
 
-LEARNED = (PWLU, nn.PReLU, baselines.APL, baselines.PAU)  # activations whose parameters describe functions
+LEARNED = (PWLU, nn.PReLU, baselines.APL, baselines.PAU, baselines.ACONC)  # activations whose parameters describe functions
 
 
 class Trainer:
@@ -161,7 +162,7 @@ def replace_activations(network: nn.Module, sample: Tensor, settings: Settings) 
     """Replace the network's activations by those of the settings. Return the report of :func:`pwlu.convert_`."""
     bounds = (-settings.fix_init, settings.fix_init) if settings.fix_init else None
     options: dict[str, Any] = {}
-    if settings.activation == "pwlu":
+    if settings.activation in UNITS:
         options = {"bounds": bounds, "intervals": settings.intervals, "init": settings.init}
     try:
         return convert_(network, sample, to=settings.activation, granularity=settings.granularity, **options)
@@ -193,6 +194,6 @@ def _schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) 
 
 def _parameter_groups(network: nn.Module, settings: Settings) -> list[dict[str, Any]]:
     """Return parameter groups without weight decay for learned functions, which it would pull towards zero."""
-    functions = {id(p) for module in network.modules() if isinstance(module, LEARNED) for p in module.parameters()}
+    functions = {id(p) for module in network.modules() if isinstance(module, LEARNED) for p in function_parameters(module)}
     lr = settings.lr * settings.batch / find(settings.recipe).batch
     return split_parameters(network, functions, lr, settings.weight_decay, settings.unit_lr, settings.norm_weight_decay)

@@ -1,0 +1,98 @@
+"""A small network on the means of each sample, for activations that depend on the whole input."""
+
+import torch
+from torch import Tensor, nn
+
+from pwlu import checks, dynamic_reference
+
+
+class Squeeze(nn.Module):
+    """Compute W_2 relu(W_1 p + b_1) + b_2, where p is the mean of each sample per channel.
+
+    See :mod:`pwlu.dynamic_reference`. The computation runs in float32 (float64 for float64), also under autocast.
+
+    The parameters are ``first`` (H, F), ``first_bias`` (H,), ``second`` (O, H) and ``second_bias`` (O,). The weights start
+    normal, with variances 2/F and 1/H, so that outputs are about as large as the means. The biases start at 0.
+
+    Args:
+        features: the number of channels F of the input. 1: take the mean over all elements of a sample.
+        hidden: the size H of the hidden layer.
+        outputs: the number of outputs O.
+        channel_dim: the channel dimension of the input.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        outputs: int,
+        channel_dim: int = 1,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.features, self.hidden, self.outputs, self.channel_dim = features, hidden, outputs, channel_dim
+        self.first = nn.Parameter(torch.empty(hidden, features, device=device, dtype=dtype))
+        self.first_bias = nn.Parameter(torch.empty(hidden, device=device, dtype=dtype))
+        self.second = nn.Parameter(torch.empty(outputs, hidden, device=device, dtype=dtype))
+        self.second_bias = nn.Parameter(torch.empty(outputs, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialize the parameters."""
+        nn.init.normal_(self.first, std=(2 / self.features) ** 0.5)
+        nn.init.normal_(self.second, std=self.hidden**-0.5)
+        nn.init.zeros_(self.first_bias)
+        nn.init.zeros_(self.second_bias)
+
+    def forward(self, x: Tensor, still: bool = False) -> Tensor:
+        """Return the outputs (B, O) in the compute dtype. `still`: treat the parameters as constants."""
+        check_samples(x, self.features, self.channel_dim)
+        parameters: tuple[Tensor, ...] = (self.first, self.first_bias, self.second, self.second_bias)
+        if still:
+            parameters = tuple(p.detach() for p in parameters)
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return self.compute(x, parameters)
+        return self.compute(x, parameters)
+
+    def compute(self, x: Tensor, parameters: tuple[Tensor, ...]) -> Tensor:
+        """Return the outputs without autocast."""
+        return dynamic_reference.squeeze(dynamic_reference.means(x, self.features, self.channel_dim), *parameters)
+
+    def extra_repr(self) -> str:
+        """Return the arguments, for repr."""
+        return f"features={self.features}, hidden={self.hidden}, outputs={self.outputs}, channel_dim={self.channel_dim}"
+
+
+def function_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that describe functions: all parameters of an activation except those of its Squeeze."""
+    others = {id(p) for child in module.modules() if isinstance(child, Squeeze) for p in child.parameters()}
+    return [p for p in module.parameters() if id(p) not in others]
+
+
+def check_samples(x: Tensor, features: int, channel_dim: int) -> None:
+    """Check that x has samples in dimension 0 and `features` channels in another dimension. One feature matches every x."""
+    checks.check_input(x)
+    if x.ndim < 2:
+        raise ValueError(
+            f"pwlu: x must have the shape (batch, ...) with at least two dimensions, because the function depends on the "
+            f"sample, not {tuple(x.shape)}. Write x.unsqueeze(0) for a single sample"
+        )
+    checks.check_channels(x, features, channel_dim)
+    if features > 1 and channel_dim % x.ndim == 0:
+        raise ValueError(
+            f"pwlu: channel_dim is {channel_dim}, but dimension 0 of x, of shape {tuple(x.shape)}, holds the samples. Write "
+            "channel_dim=1 for images, or channel_dim=-1 for channels in the last dimension"
+        )
+
+
+def along_samples(values: Tensor, x: Tensor, channel_dim: int) -> Tensor:
+    """Reshape (B, R) so that it broadcasts against x. R is 1 or the number of channels."""
+    shape = [x.shape[0], *[1] * (x.ndim - 1)]
+    if values.shape[1] > 1:
+        shape[channel_dim] = values.shape[1]
+    return values.reshape(shape)

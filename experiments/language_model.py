@@ -1,7 +1,7 @@
 """Compare activations in the MLPs of a language model: bits per byte on held-out text, three seeds, matched parameters.
 
 The model is a decoder-only transformer that reads bytes. The text is the source code of Python's standard library. Every tenth
-module is held out. SwiGLU has three matrices, so its hidden layer is 2/3 as wide. PWLUs start as the activation that they replace.
+module is held out. SwiGLU has three matrices, so its hidden layer is 2/3 as wide. A PWLU starts as the activation it replaces.
 
     python experiments/language_model.py --out runs/lm                      # all kinds, three seeds, one after the other
     python experiments/language_model.py --jobs 16 --mps --out runs/lm      # side by side on a GPU

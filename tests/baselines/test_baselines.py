@@ -357,7 +357,7 @@ def test_names():
     [
         (
             lambda: pwlu.activation("rleu"),
-            "'rleu' is not known. Write one of relu, swish, .*, prelu, apl, apl5, pau, frelu, pwlu",
+            "'rleu' is not known. Write one of relu, swish, .*, prelu, apl, apl5, pau, frelu, .*, pwlu",
         ),
         (lambda: APL(0), r"APL: channels must be an integer of at least 1 \(the size of channel_dim\), not 0"),
         (lambda: APL(2.0), r"APL: channels must be an integer of at least 1 .*, not 2\.0"),

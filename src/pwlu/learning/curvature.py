@@ -44,7 +44,7 @@ def curvature(model: nn.Module) -> Tensor:
         loss.backward()
     """
     units = require_units("curvature", model).values()
-    alike = defaultdict(list)
+    alike: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for unit in units:
         together = alike[unit.intervals, unit.weight.device, unit.weight.dtype]
         together.append(gathered(unit.weight))

@@ -1,18 +1,24 @@
 """Draw figures of the documentation, as PNG and as SVG, with type as large as the text around them.
 
-    python docs/figures.py              the chart of gains and the histogram of alignment, from docs/results.md and results/
-    python docs/figures.py --run RUN    also the figure of the home page, from a run folder of `pwlu train`
+    python docs/figures.py              the chart of gains and the histogram of alignment, from docs/results.md and results/,
+                                        and the projections of one function
+    python docs/figures.py --run RUN    also the figure of the home page and the pictures of a report, from a run folder of
+                                        `pwlu train` (the pictures need Playwright and the Chromium of the system)
 
 `docs/run.py --write` draws the figure of the tutorial, and `benchmarks/norms_figure.py` that of fused norms.
 """
 
 import argparse
+import copy
 import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib import rcParams
+from matplotlib import pyplot, rcParams
 from matplotlib.text import Text
 
 import pwlu
@@ -62,22 +68,69 @@ def iou() -> Any:
     )
 
 
+def constraints() -> Any:
+    """Return one function before and after the projection onto each constraint."""
+    torch.manual_seed(3)
+    start = pwlu.PWLU(intervals=8)
+    start.assign(heights=start.heights + 0.6 * torch.randn(1, 9))
+    shapes: dict[str, dict[str, Any]] = {
+        "lipschitz=1": {"lipschitz": 1.0},
+        "monotone": {"monotone": True},
+        "convex": {"convex": True},
+        "odd": {"odd": True},
+        "range=(0, 1)": {"range": (0.0, 1.0)},
+        "lipschitz=1, odd": {"lipschitz": 1.0, "odd": True},
+    }
+    figure, axes = pyplot.subplots(2, 3, sharex=True, sharey=True, figsize=(WIDTH, 4.2), layout="constrained")
+    x = torch.linspace(-4, 4, 801)
+    for axis, (title, shape) in zip(axes.flat, shapes.items(), strict=True):
+        unit = copy.deepcopy(start)
+        pwlu.constrain_(unit, **shape)
+        axis.plot(x, start(x).detach(), color="0.7")
+        axis.plot(x, unit(x).detach(), color="tab:blue")
+        axis.set_title(title)
+    return figure
+
+
 def functions(run: Path) -> Any:
     """Return the functions of a run over the distributions of their inputs."""
     learned = {name: {**unit, "init": "relu"} for name, unit in torch.load(run / "functions.pt", weights_only=True).items()}
     return pwlu.plot_functions(learned, alignment=pwlu.Alignment.from_json((run / "inputs.json").read_text()), same_scale=True)
 
 
+def report(run: Path) -> None:
+    """Write pictures of two parts of the report of a run: alignment and shapes, and functions."""
+    sys.path.insert(0, str(ROOT / "tests/support"))
+    from browser import browser
+
+    parts = {"report-shapes": ("alignment", "shapes"), "report-functions": ("functions", "functions")}
+    with tempfile.TemporaryDirectory() as folder, browser() as tab:
+        page = Path(folder) / "report.html"
+        subprocess.run([Path(sys.executable).parent / "pwlu", "report", run, "-o", page], check=True)
+        tab.page.set_viewport_size({"width": 1100, "height": 900})
+        tab.open(page)
+        for name, (first, last) in parts.items():
+            boxes = [tab.page.locator(f"section#{section}").bounding_box() for section in (first, last)]
+            top, bottom = boxes[0]["y"], boxes[1]["y"] + boxes[1]["height"]
+            path = ROOT / "docs/images" / f"{name}.png"
+            tab.page.screenshot(path=path, full_page=True, clip={"x": 0, "y": top, "width": 1100, "height": bottom - top})
+            print(f"saved {path.relative_to(ROOT)}")
+
+
 def main() -> None:
     """Parse the command line, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, help="a finished run folder of `pwlu train`, for the figure of the home page")
+    parser.add_argument(
+        "--run", type=Path, help="a finished run folder of `pwlu train`, for the home page and the page on reports"
+    )
     options = parser.parse_args()
     rcParams["svg.hashsalt"] = "pwlu"  # the same file every time
     save(gains(), "improvements-cifar100")
     save(iou(), "alignment-mobilenet_v3_small")
+    save(constraints(), "constraints")
     if options.run:
         save(functions(options.run), "digits", width=9)
+        report(options.run)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def classes(unit, channel=0):
 )
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
 def test_known_shapes(function, expected, scale):
-    """They do not depend on the scale of the output, nor on its sign where none is named."""
+    """The classes do not depend on the scale of the output, nor on its sign unless they name one."""
     act = pwlu.PWLU(2, bounds=BOUNDS, init=function)
     with torch.no_grad():
         for parameter in (act.heights, act.left_slope, act.right_slope):
@@ -156,7 +156,7 @@ NUMBERS = ("bend", "relu_distance", "v", "back", "left_end", "right_end", "movem
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("seen", [False, True])
 def test_a_function_that_is_not_finite(value, seen):
-    """It has no shape; the others are what they are without it."""
+    """It has no shape, and the shapes of the other functions do not change."""
     act = pwlu.PWLU(3)
     aligned = pwlu.alignment(act, [torch.randn(500, 3)]) if seen else None
     (whole,) = describe(act, aligned)
@@ -180,7 +180,7 @@ def test_a_function_that_is_not_finite(value, seen):
 
 
 def test_bounds_that_are_not_finite():
-    """The width of the others is not measured by them, and no interval is said to be empty."""
+    """They do not affect the widths of other functions, and no interval counts as empty."""
     act = pwlu.PWLU(4)
     aligned = pwlu.alignment(act, [torch.randn(500, 4)])
     with torch.no_grad():
@@ -234,7 +234,7 @@ def test_report():
 
 
 def test_a_trained_network():
-    """Targets that are absolute values make V shapes of ReLUs, where inputs are: beyond them there is nothing to learn from."""
+    """Absolute values as targets turn ReLUs into V shapes where there are inputs to learn from."""
     act = pwlu.PWLU(2)
     optimizer = torch.optim.SGD(act.parameters(), lr=0.2)
     for _ in range(300):

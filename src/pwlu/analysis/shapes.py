@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from pwlu import reference
 from pwlu.analysis.alignment import Alignment, UnitAlignment
 from pwlu.analysis.curves import Curves, curves_of, inputs_of
+from pwlu.constraints import satisfies
 from pwlu.initial_functions import initial_parameters
+from pwlu.sharding import full_values
 from pwlu.text import columns
 
 STEPS = 256
@@ -74,6 +76,8 @@ class UnitShapes:
       bounds have crossed. *collapsed*: below 0.05.
     - ``outside``: fraction of the inputs outside the bounds.
     - ``empty``: fraction of the intervals without inputs, according to the histograms of the alignment.
+
+    ``constraint`` names the constraints of the unit (:func:`pwlu.constrain_`), and says if a function violates them.
     """
 
     name: str
@@ -89,6 +93,7 @@ class UnitShapes:
     width: list[float]
     outside: list[float]
     empty: list[float]
+    constraint: str = field(default="", kw_only=True)
 
     @property
     def channels(self) -> int:
@@ -117,7 +122,7 @@ class Shapes:
     """The shapes of every PWLU, in model order. Prints as a table: per unit, the fraction of channels in each class.
 
     Attributes:
-        units: One :class:`~pwlu.analysis.shapes.UnitShapes` per PWLU.
+        units: one :class:`~pwlu.analysis.shapes.UnitShapes` per PWLU.
     """
 
     units: list[UnitShapes] = field(default_factory=list)
@@ -134,7 +139,7 @@ class Shapes:
 
     def together(self) -> UnitShapes:
         """Return the channels of all units as one unit."""
-        columns = (f.name for f in fields(UnitShapes) if f.name != "name")
+        columns = (f.name for f in fields(UnitShapes) if f.name not in ("name", "constraint"))
         return UnitShapes("all", *([number for unit in self.units for number in getattr(unit, c)] for c in columns))
 
     def as_dicts(self) -> list[dict[str, Any]]:
@@ -145,6 +150,7 @@ class Shapes:
             for channel in range(unit.channels):
                 numbers = {column: getattr(unit, column)[channel] for column in ("low", "high", *_COLUMNS)}
                 rows.append({"unit": unit.name, "channel": channel, **numbers} | {s: classes[s][channel] for s in CLASSES})
+                rows[-1]["constraint"] = unit.constraint
         return rows
 
     def to_json(self) -> str:
@@ -154,9 +160,11 @@ class Shapes:
             columns = {
                 name: [float(f"{number:.6g}") if math.isfinite(number) else None for number in values]
                 for name, values in asdict(unit).items()
-                if name != "name"
+                if name not in ("name", "constraint")
             }
-            units.append({"name": unit.name} | columns | {shape: unit.members(shape) for shape in CLASSES})
+            units.append(
+                {"name": unit.name, "constraint": unit.constraint} | columns | {shape: unit.members(shape) for shape in CLASSES}
+            )
         return json.dumps(units, separators=(",", ":"), allow_nan=False)
 
     def __str__(self) -> str:
@@ -164,7 +172,7 @@ class Shapes:
         rows = [(u.name or "the model", str(u.channels), *_shares(u)) for u in (*self.units, self.together())]
         lines = columns(head, rows, numbers=True)
         lines.insert(-1, lines[1])
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"{u.name or 'the model'}: {u.constraint}" for u in self.units if u.constraint)])
 
 
 def describe(model: nn.Module | Mapping[str, Mapping[str, Any]], alignment: Alignment | None = None) -> Shapes:
@@ -175,16 +183,16 @@ def describe(model: nn.Module | Mapping[str, Mapping[str, Any]], alignment: Alig
     holds for your model.
 
     Args:
-        model: A model with PWLUs, or their parameters by name, as for :func:`pwlu.plot_functions`.
-        alignment: Result of :func:`pwlu.alignment`. With it, functions are examined where their inputs are. Without it, they
+        model: a model with PWLUs, or their parameters by name, as for :func:`pwlu.plot_functions`.
+        alignment: result of :func:`pwlu.alignment`. With it, functions are examined where their inputs are. Without it, they
             are examined between their bounds, including parts without inputs that training did not reach.
 
     Returns:
         The numbers and classes of every unit.
 
     Raises:
-        ValueError: If the model has no PWLU, or the alignment does not fit the model.
-        TypeError: If an argument has the wrong type.
+        ValueError: if the model has no PWLU, or the alignment does not fit the model.
+        TypeError: if an argument has the wrong type.
 
     Example:
         >>> shapes = pwlu.describe(torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(8)))
@@ -193,7 +201,20 @@ def describe(model: nn.Module | Mapping[str, Mapping[str, Any]], alignment: Alig
     """
     units = curves_of(model, "describe")
     inputs = inputs_of(units, alignment, "describe")
-    return Shapes([_describe_unit(name, curves, inputs.get(name)) for name, curves in units.items()])
+    shapes = Shapes([_describe_unit(name, curves, inputs.get(name)) for name, curves in units.items()])
+    if isinstance(model, nn.Module):
+        for each in shapes:
+            each.constraint = _constraint(model.get_submodule(each.name))
+    return shapes
+
+
+def _constraint(unit: Any) -> str:
+    if unit.constraint is None:
+        return ""
+    weight = full_values(unit.weight)
+    rows = weight[reference.parameter_indices((weight.shape[0],), unit.intervals, weight.device)]
+    broken = int((~satisfies(rows, unit.constraint)).sum())
+    return f"{unit.constraint}" + (f" (violated by {broken} of {len(rows)} functions)" if broken else "")
 
 
 class _Inputs(NamedTuple):

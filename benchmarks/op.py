@@ -58,7 +58,7 @@ class Plain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the same as PWLU."""
-        return reference.forward(x, *self.act.blocks(), self.act.channel_dim)
+        return reference.forward(x, *reference.unpack(self.act.weight, self.act.intervals), self.act.channel_dim)
 
 
 def competitors(problem: Problem, options: argparse.Namespace) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -77,6 +77,9 @@ def competitors(problem: Problem, options: argparse.Namespace) -> dict[str, Call
     calls[f"pwlu N={first}"] = act
     if options.device == "cpu" or torch.Size(problem.shape).numel() >= LARGE:
         calls |= {f"pwlu N={n}": unit(n) for n in others}
+    if options.nonuniform:
+        for n in options.intervals:
+            calls[f"nonuniform N={n}"] = pwlu.NonUniformPWLU.from_uniform(unit(n))
     fused = unit(first).eval()
     pwlu.fuse_(fused)
     calls[f"pwlu N={first} fused"] = fused
@@ -178,6 +181,9 @@ def main() -> None:
         nargs="+",
         choices=LAYOUTS,
         help="use these memory layouts (default: NCHW and channels_last; on a GPU also BTC)",
+    )
+    parser.add_argument(
+        "--nonuniform", action="store_true", help="also time non-uniform PWLUs with these intervals (default: off)"
     )
     parser.add_argument("--rounds", type=int, default=40, help="measure each variant this many times (default: %(default)s)")
     parser.add_argument(

@@ -58,6 +58,21 @@ def check_weight(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) ->
     return channels
 
 
+def check_knot_weight(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> int:
+    """Check that the knot weight of non-uniform PWLUs matches x; return its number of channels."""
+    check_input(x)
+    check_parameter("weight", weight, x)
+    if intervals < 1 or weight.ndim != 1 or not weight.shape[0] or weight.shape[0] % (2 * intervals + 4):
+        raise ValueError(
+            f"pwlu: weight must have the shape (channels * (2 intervals + 4),) with at least 1 channel and 1 interval, not "
+            f"{tuple(weight.shape)} with intervals={intervals}. Write weight = pwlu.nonuniform_reference.pack_knots(knots, "
+            "heights, left_slope, right_slope)"
+        )
+    channels = weight.shape[0] // (2 * intervals + 4)
+    check_channels(x, channels, channel_dim)
+    return channels
+
+
 def check_gradient(grad: Tensor, x: Tensor) -> None:
     """Check that grad has the shape and device of x."""
     if grad.shape != x.shape or grad.device != x.device:

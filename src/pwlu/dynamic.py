@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from pwlu import checks, dynamic_reference, ops, reference
 from pwlu.deferred_norm import Deferred
 from pwlu.initial_functions import InitialFunction
-from pwlu.module import PWLU, gathered, write_parameter
+from pwlu.module import PWLU
+from pwlu.sharding import gathered, write_parameter
 from pwlu.squeeze import Squeeze
 
 

@@ -10,14 +10,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from pwlu import checks, functional, ops, reference
+from pwlu.constraints import Constraint, constrained, keep_constrained
 from pwlu.deferred_norm import Deferred
 from pwlu.initial_functions import InitialFunction, find_initial_function, fit_bounds, initial_parameters
 from pwlu.reference import Blocks
+from pwlu.sharding import full_values, gathered, write_parameter
 from pwlu.statistics import InputStatistics
 from pwlu.version import __version__, later_version
 
 
-def _block(name: str, shape: str) -> property:
+def block_view(name: str, shape: str) -> property:
     """Return a property whose value is a view of one block of the weight."""
 
     def get(unit: "PWLU") -> Tensor:
@@ -60,6 +62,7 @@ class PWLU(nn.Module):
         statistics: the running statistics of the input, for :class:`pwlu.TwoPhase`.
         phase: 0 without a :class:`pwlu.TwoPhase`, else the phase, 1 or 2. The phase does not change the
             output.
+        constraint: what :func:`pwlu.constrain_` demands of the functions, or None.
 
     Raises:
         ValueError: if an argument is not valid, or no knots can lie on the kinks of the initial function.
@@ -70,13 +73,14 @@ class PWLU(nn.Module):
         y = act(torch.randn(8, 64, 32, 32))  # equals relu(x) before training
     """
 
+    _layout: Any = reference  # the module that states the blocks of the weight: Blocks, pack, unpack, size
     _version = 1  # format of the state dict (torch stores it in the metadata) and of the pickle
     gradient_scale: Tensor | None
-    left = _block("left", "(C,)")
-    right = _block("right", "(C,)")
-    heights = _block("heights", "(C, N+1)")
-    left_slope = _block("left_slope", "(C,)")
-    right_slope = _block("right_slope", "(C,)")
+    left = block_view("left", "(C,)")
+    right = block_view("right", "(C,)")
+    heights = block_view("heights", "(C, N+1)")
+    left_slope = block_view("left_slope", "(C,)")
+    right_slope = block_view("right_slope", "(C,)")
 
     def __init__(
         self,
@@ -96,6 +100,7 @@ class PWLU(nn.Module):
         self.intervals = checks.check_integer("PWLU", "intervals", intervals, "8 to 16 work well", 1)
         self.channel_dim = checks.check_integer("PWLU", "channel_dim", channel_dim, "1 for images, -1 for the last dimension")
         self.init = init
+        self.constraint: Constraint | None = None
         start = find_initial_function(init)
         if start.channels not in (1, self.channels):
             raise ValueError(
@@ -103,7 +108,7 @@ class PWLU(nn.Module):
                 f"not channels={self.channels}"
             )
         self.bounds = fit_bounds(_check_bounds(bounds, dtype), self.intervals, start.kinks, start.name)
-        self.weight = nn.Parameter(torch.empty(self.channels * (self.intervals + 5), device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(self.channels * self._layout.size(self.intervals), device=device, dtype=dtype))
         self.statistics = InputStatistics(self.channels, self.weight.device, reference.compute_dtype(self.weight))
         self.register_buffer("gradient_scale", None, persistent=False)
         self.reset_parameters()
@@ -118,23 +123,30 @@ class PWLU(nn.Module):
         self.statistics.phase = value
 
     def initial_weight(self) -> Tensor:
-        """Return the initial weight, ``init`` between ``bounds``, in float64 on the CPU."""
+        """Return the initial weight, ``init`` between ``bounds`` with the constraint applied, in float64 on the CPU."""
+        weight = reference.pack(*self.initial_blocks())
+        if self.constraint is None:
+            return weight
+        return constrained(weight.to(self.weight.dtype), self.intervals, self.constraint).double()
+
+    def initial_blocks(self) -> Blocks:
+        """Return the initial function between ``bounds``, as the blocks of a PWLU in float64 on the CPU."""
         left, right = (torch.full((self.channels,), b, dtype=torch.float64, device="cpu") for b in self.bounds)
-        return reference.pack(left, right, *initial_parameters(find_initial_function(self.init), left, right, self.intervals))
+        return Blocks(left, right, *initial_parameters(find_initial_function(self.init), left, right, self.intervals))
 
     def reset_parameters(self) -> None:
         """Reset the weight to ``init`` between ``bounds``, and clear the statistics."""
         write_weight(self, self.initial_weight())
         self.statistics.reset()
 
-    def blocks(self) -> Blocks:
+    def blocks(self) -> Any:
         """Return the blocks of the weight.
 
         Returns:
             left, right, heights, left_slope and right_slope, as views of the weight. If the weight is sharded, they are views
             of the gathered weight.
         """
-        return reference.unpack(gathered(self.weight), self.intervals)
+        return self._layout.unpack(gathered(self.weight), self.intervals)
 
     @torch.no_grad()
     def assign(self, **blocks: Tensor) -> None:
@@ -153,16 +165,16 @@ class PWLU(nn.Module):
             act.assign(left_slope=torch.tensor([0.1, 0.2]))
         """
         old = self.blocks()
-        if unknown := blocks.keys() - set(Blocks._fields):
+        if unknown := blocks.keys() - set(old._fields):
             raise TypeError(
                 f"PWLU.assign: {', '.join(sorted(unknown))} is not a block of the weight. The blocks are "
-                f"{', '.join(Blocks._fields)}"
+                f"{', '.join(old._fields)}"
             )
         for name, value in blocks.items():
             if value.shape != getattr(old, name).shape:
                 expected = tuple(getattr(old, name).shape)
                 raise ValueError(f"PWLU.assign: {name} must have the shape {expected}, not {tuple(value.shape)}")
-        write_weight(self, reference.pack(*(value.to(old.left) for value in old._replace(**blocks))))
+        write_weight(self, self._layout.pack(*(value.to(old.left) for value in old._replace(**blocks))))
 
     def scale_gradients(
         self,
@@ -191,9 +203,13 @@ class PWLU(nn.Module):
             act = pwlu.PWLU(channels=64)
             act.scale_gradients(left=0.0, right=0.0)  # learn heights and slopes, keep the bounds
         """
-        factors = {"left": left, "right": right, "heights": heights, "left_slope": left_slope, "right_slope": right_slope}
-        scale = torch.ones(self.channels * (self.intervals + 5), device=self.weight.device, dtype=self.weight.dtype)
-        blocks = reference.unpack(scale, self.intervals)
+        self._scale_blocks(left=left, right=right, heights=heights, left_slope=left_slope, right_slope=right_slope)
+
+    def _scale_blocks(self, **factors: float) -> None:
+        scale = torch.ones(
+            self.channels * self._layout.size(self.intervals), device=self.weight.device, dtype=self.weight.dtype
+        )
+        blocks = self._layout.unpack(scale, self.intervals)
         for name, factor in factors.items():
             getattr(blocks, name).fill_(float(factor))
         self.gradient_scale = None if all(factor == 1.0 for factor in factors.values()) else scale
@@ -220,15 +236,16 @@ class PWLU(nn.Module):
         return (
             f"channels={self.channels}, intervals={self.intervals}, bounds=({left:g}, {right:g}), "
             f"init={find_initial_function(self.init).name!r}, channel_dim={self.channel_dim}"
+            + (f", constraint={str(self.constraint)!r}" if self.constraint is not None else "")
         )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"  # one line, without the submodule `statistics`
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if name in Blocks._fields:
+        if name in self._layout.Blocks._fields:
             _refuse_to_assign(name)
-        if (pruned := name.removesuffix("_orig")) in Blocks._fields:
+        if (pruned := name.removesuffix("_orig")) in self._layout.Blocks._fields:
             _refuse_to_compute(pruned)
         super().register_parameter(name, param)
 
@@ -241,8 +258,8 @@ class PWLU(nn.Module):
         """
         caller = sys._getframe(1).f_back
         if caller is not None and caller.f_code is parametrize.register_parametrization.__code__:
-            name = caller.f_locals.get("tensor_name")
-            if name in Blocks._fields:
+            name = str(caller.f_locals.get("tensor_name"))
+            if name in self._layout.Blocks._fields:
                 _refuse_to_compute(name)
         found = self._modules.get("parametrizations")
         if found is None:
@@ -288,7 +305,9 @@ class PWLU(nn.Module):
         number, release = state.pop("_written_by", (1, ""))
         if number > self._version:
             raise RuntimeError(later_version("PWLU: the pickle", release, (number, self._version)))
-        super().__setstate__(state)
+        super().__setstate__({"constraint": None} | state)
+        if self.constraint is not None:  # a copy keeps it too
+            keep_constrained(self)
 
     def _at_start(self) -> bool:
         if self.weight.is_meta:
@@ -330,16 +349,6 @@ def require_units(caller: str, model: Any) -> dict[str, PWLU]:
     return units
 
 
-def gathered(parameter: Tensor) -> Tensor:
-    """Return the full tensor of a parameter that may be sharded by fully_shard. The gathering is differentiable."""
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-
-
-def full_values(parameter: Tensor) -> Tensor:
-    """Return the full values of a parameter that may be sharded, detached from autograd."""
-    return gathered(parameter.detach())
-
-
 def weight_parameter(unit: PWLU) -> Any:
     """Return the weight of a unit; raise RuntimeError if it is computed, because then it cannot be written."""
     parameter = unit._parameters.get("weight")
@@ -351,21 +360,15 @@ def weight_parameter(unit: PWLU) -> Any:
     return parameter
 
 
-@torch.no_grad()
 def write_weight(unit: PWLU, value: Tensor) -> None:
     """Write the weight of a unit in place. If it is sharded, each rank writes its own shard."""
     write_parameter(weight_parameter(unit), value)
 
 
-@torch.no_grad()
-def write_parameter(parameter: Any, value: Tensor) -> None:
-    """Write a parameter in place. If it is sharded, each rank writes its own shard."""
-    if hasattr(parameter, "placements"):
-        from torch.distributed.tensor import distribute_tensor
-
-        value = value.to(parameter.device, parameter.dtype)
-        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.copy_(value)
+def apply_constraint(unit: PWLU) -> None:
+    """Make the functions of a unit satisfy its constraint, if it has one. Optimizer steps have a hook of their own for this."""
+    if unit.constraint is not None:
+        write_weight(unit, constrained(full_values(weight_parameter(unit)), unit.intervals, unit.constraint))
 
 
 def _refuse_to_freeze(requires_grad: bool = True) -> None:

@@ -78,7 +78,7 @@ def _fake_moments(x: Tensor, channel_dim: int, pool: Tensor) -> None:
 # Derivatives.
 
 
-def _transform_is_active() -> bool:
+def transform_is_active() -> bool:
     """Return whether forward-mode AD or a torch.func transform is active: only the reference implementation supports them."""
     return torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
@@ -136,7 +136,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def _autograd_forward(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
-    if _transform_is_active():
+    if transform_is_active():
         return reference.forward(x, *reference.unpack(weight, intervals), channel_dim)
     if wanted(x, weight):
         return _Differentiable.apply(x, weight, intervals, channel_dim)
@@ -145,20 +145,20 @@ def _autograd_forward(x: Tensor, weight: Tensor, intervals: int, channel_dim: in
 
 def _autograd_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Use the reference implementation, which is differentiable, for second derivatives."""
-    if _transform_is_active() or wanted(grad, x, weight):
+    if transform_is_active() or wanted(grad, x, weight):
         return dispatch.plain_backward(grad, x, weight, *rest)
     return below_autograd(backward, grad, x, weight, *rest)
 
 
 def _autograd_lookup(*arguments: Any) -> Tensor:
     differentiated = wanted(*arguments[:-1])
-    if torch.autograd.forward_ad._current_level >= 0 or (differentiated and _transform_is_active()):
+    if torch.autograd.forward_ad._current_level >= 0 or (differentiated and transform_is_active()):
         _Lookup.backward(None, arguments[0])
     return _Lookup.apply(*arguments) if differentiated else below_autograd(lookup, *arguments)
 
 
 def _autograd_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
-    if _transform_is_active():
+    if transform_is_active():
         moments(x.detach(), channel_dim, pool)
         return _autograd_forward(x, weight.detach(), intervals, channel_dim)
     if wanted(x, weight):

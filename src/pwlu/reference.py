@@ -15,6 +15,7 @@ Computations run in float64 if x is float64, and in float32 otherwise. Results h
 -1 (left of B_L), 0..N-1 (the intervals), N (right of B_R).
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -30,6 +31,11 @@ class Blocks(NamedTuple):
     heights: Tensor
     left_slope: Tensor
     right_slope: Tensor
+
+
+def size(intervals: int) -> int:
+    """Return the number of parameters per channel: N + 5."""
+    return intervals + 5
 
 
 def pack(left: Tensor, right: Tensor, heights: Tensor, left_slope: Tensor, right_slope: Tensor) -> Tensor:
@@ -62,6 +68,19 @@ def unpack(weight: Tensor, intervals: int) -> Blocks:
     left, right, left_slope, right_slope = (weight.narrow(0, i * channels, channels) for i in range(4))
     heights = weight.narrow(0, 4 * channels, channels * (intervals + 1)).view(channels, intervals + 1)
     return Blocks(left, right, heights, left_slope, right_slope)
+
+
+@functools.lru_cache(64)
+def parameter_indices(lengths: tuple[int, ...], intervals: int, device: torch.device) -> Tensor:
+    """Return the indices of the N + 5 parameters of each function in concatenated weights: (functions, N + 5).
+
+    A row is left, right, left_slope, right_slope, heights.
+    """
+    found = []
+    for places in torch.arange(sum(lengths)).split(lengths):
+        left, right, heights, left_slope, right_slope = unpack(places, intervals)
+        found.append(torch.cat([torch.stack([left, right, left_slope, right_slope], 1), heights], 1))
+    return torch.cat(found).to(device)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -17,25 +17,25 @@ class Site:
     """A place in the code of one module that applies an activation.
 
     Attributes:
-        name: Full name, after the conversion, of the module that computes the activation.
-        was: The original activation.
-        kind: Its kind, such as ``"relu"``.
-        shape: Shape of its input for the sample. If it is called more than once, the shape of the first call.
-        channels: Number of channels.
-        channel_dim: Dimension of the channels.
+        name: full name, after the conversion, of the module that computes the activation.
+        was: the original activation.
+        kind: its kind, such as ``"relu"``.
+        shape: shape of its input for the sample. If it is called more than once, the shape of the first call.
+        channels: number of channels.
+        channel_dim: dimension of the channels.
         layout: ``"guess"`` if ``channel_dim`` is a guess. ``"several"`` if the channels are spread over several dimensions, so
             that one function serves the layer. Otherwise empty.
-        positions: Height x width of a feature map; None for vectors and sequences.
-        modes: The modes in which it is called: train, eval or both.
-        calls: Number of calls, over all samples and modes.
-        source: File and line of the call.
+        positions: height x width of a feature map; None for vectors and sequences.
+        modes: the modes in which it is called: train, eval or both.
+        calls: number of calls, over all samples and modes.
+        source: file and line of the call.
         action: ``"converted"``, ``"skipped"`` (by a rule or on request), ``"impossible"`` or ``"unreached"``.
-        reason: Why it was not converted, or a remark.
-        parameters: Number of parameters added.
-        error: Largest difference between the initial function and the original activation; None if the PWLU starts as
+        reason: why it was not converted, or a remark.
+        parameters: number of parameters added.
+        error: largest difference between the initial function and the original activation; None if the PWLU starts as
             something else. It is measured for |x| <= 100, or over the range of the inputs with ``bounds="sample"``.
-        glu: Whether the output multiplies a parallel path, as in SwiGLU.
-        start: The initial function that equals the original activation.
+        glu: whether the output multiplies a parallel path, as in SwiGLU.
+        start: the initial function that equals the original activation.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Change:
     """How much the outputs of a model on the sample changed, in evaluation mode.
 
     Attributes:
-        maximum: Largest difference of an output.
+        maximum: largest difference of an output.
         relative: ``maximum`` divided by the largest output before the conversion.
     """
 
@@ -95,10 +95,10 @@ class Report:
     """Every site of a model, in the order in which the sample reached them. Prints as a table; iterates over sites.
 
     Attributes:
-        model: Class name of the model.
-        sites: The sites.
-        notes: Remarks about the conversion as a whole.
-        change: How much the outputs changed. None if every initial function is exact, or if the outputs could not be compared.
+        model: class name of the model.
+        sites: the sites.
+        notes: remarks about the conversion as a whole.
+        change: how much the outputs changed. None if every initial function is exact, or if the outputs could not be compared.
     """
 
     model: str

@@ -45,32 +45,32 @@ def convert_(
     weights stay the same. Activations that feed a gate, as in squeeze-and-excitation, stay as they are.
 
     Args:
-        model: The model. Wrap it (DistributedDataParallel, fully_shard, torch.compile) afterwards.
-        sample: What the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments. A copy of
+        model: the model. Wrap it (DistributedDataParallel, fully_shard, torch.compile) afterwards.
+        sample: what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments. A copy of
             the model runs on it, on fake tensors where possible, to find the sites and their shapes. A list holds several
             samples: where no layer tells the channel dimension, it is the one whose size is the same in all samples. If the
             model takes a list, pass a tuple: ``(images,)``.
-        to: ``"pwlu"``, ``"dynamic_pwlu"``, the name of another activation (see :func:`pwlu.activation`), or a function of
-            ``(channels, site)`` that returns a module.
-        kinds: Activations to replace: names, or classes of your own modules. Default: :data:`pwlu.DEFAULT_KINDS`.
-        bounds: Initial bounds of every PWLU. Default: (-3, 3) for ReLU, and the bounds that fit best for other functions.
+        to: ``"pwlu"``, ``"dynamic_pwlu"``, ``"nonuniform_pwlu"``, the name of another activation (see
+            :func:`pwlu.activation`), or a function of ``(channels, site)`` that returns a module.
+        kinds: activations to replace: names, or classes of your own modules. Default: :data:`pwlu.DEFAULT_KINDS`.
+        bounds: initial bounds of every PWLU. Default: (-3, 3) for ReLU, and the bounds that fit best for other functions.
             ``"sample"``: the smallest and the largest input of each site on the sample.
-        intervals: Number of intervals, N. Default: 16.
-        tolerance: Largest allowed distance between a PWLU and its initial function. If given, N grows from ``intervals`` until
+        intervals: number of intervals, N. Default: 16.
+        tolerance: largest allowed distance between a PWLU and its initial function. If given, N grows from ``intervals`` until
             the distance is small enough.
         granularity: ``"channel"`` for one function per channel, ``"layer"`` for one function per site. Default: ``"channel"``.
-        init: Initial function: ``"same"`` for the original activation, so that a trained network keeps working; a name such as
+        init: initial function: ``"same"`` for the original activation, so that a trained network keeps working; a name such as
             ``"relu"`` (as in the paper); or a function. Default: ``"same"``.
-        where: A function of a :class:`Site` that returns False to leave the site as it is.
-        min_positions: Leave feature maps with fewer positions (height x width) as they are. Default: 2.
+        where: a function of a :class:`Site` that returns False to leave the site as it is.
+        min_positions: leave feature maps with fewer positions (height x width) as they are. Default: 2.
 
     Returns:
         A report of every site. If outputs change, ``report.change`` tells by how much.
 
     Raises:
-        ValueError: If an argument is wrong, the model is wrapped or scripted, or no site can be converted. The model is
+        ValueError: if an argument is wrong, the model is wrapped or scripted, or no site can be converted. The model is
             unchanged.
-        RuntimeError: If the model cannot be run on the sample. The model is unchanged.
+        RuntimeError: if the model cannot be run on the sample. The model is unchanged.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())

@@ -24,8 +24,9 @@ from pwlu.initial_functions import (
     initial_error,
 )
 from pwlu.module import PWLU
+from pwlu.nonuniform import NonUniformPWLU
 
-UNITS: dict[str, type[PWLU]] = {"pwlu": PWLU, "dynamic_pwlu": DynamicPWLU}
+UNITS: dict[str, type[PWLU]] = {"pwlu": PWLU, "dynamic_pwlu": DynamicPWLU, "nonuniform_pwlu": NonUniformPWLU}
 Factory = Callable[[int, Site], nn.Module]
 
 

@@ -96,13 +96,13 @@ def restore_(model: nn.Module) -> list[str]:
     """Put the activations back that :func:`convert_` replaced, in place.
 
     Args:
-        model: A converted model.
+        model: a converted model.
 
     Returns:
         The names of the activations that were removed.
 
     Raises:
-        ValueError: If the model was not converted, or was wrapped after the conversion.
+        ValueError: if the model was not converted, or was wrapped after the conversion.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())

@@ -12,17 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from pwlu import checks, files, reference
+from pwlu.constraints import Constraint, keep_constrained
 from pwlu.conversion import rewrite
 from pwlu.conversion.convert import check_unwrapped
 from pwlu.conversion.replacing import insert_, inserted_modules
 from pwlu.conversion.safetensors_file import read_file, require_safetensors, tensors_to_bytes
 from pwlu.dynamic import DynamicPWLU
 from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction, find_initial_function
+from pwlu.learning.constraining import check_constraint
 from pwlu.module import PWLU, require_units, units_of, unwrapped
+from pwlu.nonuniform import NonUniformPWLU
 from pwlu.text import abbreviate
 from pwlu.version import __version__, later_version
 
-FORMAT = 2  # format of the conversion in the metadata; 1 has no dynamic PWLUs, and is written if there are none
+FORMAT = 3  # of the conversion in the metadata. 2 added dynamic PWLUs, 3 non-uniform ones; the lowest that suffices is written
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -98,7 +101,7 @@ def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
 def conversion_of(model: nn.Module) -> dict[str, Any]:
     """Return how a model was converted, as a dictionary for JSON. :func:`convert_as_` converts another model in that way."""
     units = require_units("save", model)
-    strange = [name for name, module in (inserted_modules(model) | units).items() if type(module) not in (PWLU, DynamicPWLU)]
+    strange = [name for name, module in (inserted_modules(model) | units).items() if type(module) not in _KINDS]
     if strange:
         kinds = ", ".join(sorted({type(model.get_submodule(name)).__name__ for name in strange}))
         raise ValueError(
@@ -112,7 +115,7 @@ def conversion_of(model: nn.Module) -> dict[str, Any]:
         for edit in getattr(type(module), "_pwlu_edits", ())
     }
     rows = [_row(name, unit, edits.get(name)) for name, unit in units.items() if name]
-    number = FORMAT if any("dynamic" in row for row in rows) else 1
+    number = max(3 if "nonuniform" in row else 2 if "dynamic" in row else 1 for row in rows) if rows else 1
     return {"format": number, "version": __version__, "model": type(model).__name__, "units": rows}
 
 
@@ -127,6 +130,7 @@ def convert_as_(model: nn.Module, conversion: dict[str, Any]) -> list[str]:
     return [unit.name for unit in units]
 
 
+_KINDS = (PWLU, DynamicPWLU, NonUniformPWLU)
 _DYNAMIC = ("directions", "reduction", "mixing", "features")
 
 
@@ -141,11 +145,16 @@ def _row(name: str, unit: PWLU, edit: rewrite.Edit | None) -> dict[str, Any]:
     if INITIAL_FUNCTIONS.get(start.name) == start:
         init: Any = start.name
     else:  # a user's function, or one that differs between channels: store the parameters of its PWLU
-        rows = torch.cat(
-            [block.reshape(unit.channels, -1) for block in reference.unpack(unit.initial_weight(), unit.intervals)], 1
-        )
+        rows = torch.cat([block.reshape(unit.channels, -1) for block in _initial_blocks(unit)], 1)
         rows = rows[:1] if bool((rows == rows[0]).all()) else rows
         init = {"name": start.name, "lines": rows.tolist()}
+    extras: dict[str, Any] = {}
+    if isinstance(unit, DynamicPWLU):
+        extras["dynamic"] = {name: getattr(unit, name) for name in _DYNAMIC}
+    if isinstance(unit, NonUniformPWLU):
+        extras["nonuniform"] = True
+    if unit.constraint is not None:
+        extras["constraint"] = json.loads(json.dumps(unit.constraint._asdict()))
     return {
         "name": name,
         "channels": unit.channels,
@@ -155,7 +164,13 @@ def _row(name: str, unit: PWLU, edit: rewrite.Edit | None) -> dict[str, Any]:
         "channel_dim": unit.channel_dim,
         "dtype": str(unit.weight.dtype).removeprefix("torch."),
         "edit": edit and list(edit),
-    } | ({"dynamic": {name: getattr(unit, name) for name in _DYNAMIC}} if isinstance(unit, DynamicPWLU) else {})
+    } | extras
+
+
+def _initial_blocks(unit: PWLU) -> reference.Blocks:
+    if isinstance(unit, NonUniformPWLU):
+        return unit.initial_blocks()
+    return reference.unpack(unit.initial_weight(), unit.intervals)  # with the constraint
 
 
 class _Lines:
@@ -234,7 +249,7 @@ def _made(row: dict[str, Any], model: nn.Module, again: bool) -> _Unit:
     device = None if tensor is None else tensor.device
     options: dict[str, Any] = {"channel_dim": row["channel_dim"], "device": device, "dtype": dtype}
     options |= {name: row["dynamic"][name] for name in _DYNAMIC} if "dynamic" in row else {}
-    kind = DynamicPWLU if "dynamic" in row else PWLU
+    kind = DynamicPWLU if "dynamic" in row else NonUniformPWLU if "nonuniform" in row else PWLU
     unit = kind(row["channels"], row["intervals"], init="identity", **options)
     left, right = row["bounds"]
     unit.bounds = float(left), float(right)
@@ -244,6 +259,9 @@ def _made(row: dict[str, Any], model: nn.Module, again: bool) -> _Unit:
         if isinstance(init, str)
         else InitialFunction(_Lines(init["lines"]), name=str(init["name"]), channels=len(init["lines"]))
     )
+    if (constraint := row.get("constraint")) is not None:
+        unit.constraint = check_constraint(Constraint(**constraint))
+        keep_constrained(unit)
     unit.reset_parameters()
     edit = None if again else row["edit"]  # the call of an existing PWLU was rewritten already
     if edit is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pwlu import reference
+from pwlu.constraints import Constraint, project, satisfies
 
 SIMPLE = ("identity", "relu", "line", "prelu")
 _ROUNDS = 30
@@ -32,7 +33,9 @@ class Fit(NamedTuple):
     reason: str = ""
 
 
-def fit(parameters: _Parameters, dtype: torch.dtype, tolerance: float, replace: bool) -> Fit:
+def fit(
+    parameters: _Parameters, dtype: torch.dtype, tolerance: float, replace: bool, constraint: Constraint | None = None
+) -> Fit:
     """Return the simplest fit with an error of at most tolerance (max Y - min Y) per channel, from B_L - W to B_R + W.
 
     Further out, the error grows by at most twice that per W.
@@ -42,6 +45,7 @@ def fit(parameters: _Parameters, dtype: torch.dtype, tolerance: float, replace: 
         dtype: of the stored parameters; the error includes the rounding to it.
         tolerance: as a share of the range max Y - min Y.
         replace: whether to try simple activations.
+        constraint: what the new function must satisfy. Default: None, nothing.
     """
     left, right, heights, left_slope, right_slope = parameters
     scale = heights.amax(1) - heights.amin(1)
@@ -60,17 +64,20 @@ def fit(parameters: _Parameters, dtype: torch.dtype, tolerance: float, replace: 
             bend = torch.maximum(
                 (below - left_slope).abs(), (above - right_slope).abs()
             )  # the bend at 0 may lie far outside the bounds
-            if ((error <= allowed) & (bend * (right - left) <= 2 * allowed)).all():
+            good = (error <= allowed) & (bend * (right - left) <= 2 * allowed)
+            if constraint is not None:
+                good &= satisfies(_bent_line_rows(*stored).to(dtype), constraint)
+            if good.all():
                 return Fit(became, stored, error, scale)
     hardest = torch.arange(min(8, len(left)), device="cpu")
     for intervals in range(1, heights.shape[1] - 1):
         k_l, k_r = left_slope[hardest], right_slope[hardest]
         _, error = _fit_intervals(
-            intervals, (left[hardest], right[hardest], heights[hardest], k_l, k_r), allowed[hardest], dtype
+            intervals, (left[hardest], right[hardest], heights[hardest], k_l, k_r), allowed[hardest], dtype, constraint
         )
         if (error > allowed[hardest]).any():  # the channels that failed before mostly fail again, so try them first
             continue
-        new, error = _fit_intervals(intervals, parameters, allowed, dtype)
+        new, error = _fit_intervals(intervals, parameters, allowed, dtype, constraint)
         if (error <= allowed).all():
             return Fit("fewer", new, error, scale)
         hardest = (error / allowed).nan_to_num(0.0).topk(len(hardest)).indices
@@ -115,11 +122,14 @@ def _simple_fits(x: Tensor, y: Tensor, parameters: _Parameters, allowed: Tensor)
     yield "prelu", (zero, below[:, 0], one)
 
 
-def _fit_intervals(intervals: int, parameters: _Parameters, allowed: Tensor, dtype: torch.dtype) -> tuple[_Triple, Tensor]:
+def _fit_intervals(
+    intervals: int, parameters: _Parameters, allowed: Tensor, dtype: torch.dtype, constraint: Constraint | None
+) -> tuple[_Triple, Tensor]:
     """Return bounds and heights of a unit with this many intervals, and the error per channel.
 
     The outer slopes do not change, so the error beyond the bounds is the error at the bounds. Channels whose error is too
-    large try narrower bounds.
+    large try narrower bounds. Where the best heights break the constraint, those of the old function take their place: an
+    interpolation at the knots keeps every constraint.
     """
     left, right, heights, left_slope, right_slope = parameters
     closed = right <= left  # nothing lies between the bounds: only the first and last height matter
@@ -132,17 +142,52 @@ def _fit_intervals(intervals: int, parameters: _Parameters, allowed: Tensor, dty
         k_l, k_r = left_slope[todo], right_slope[todo]
         here = left[todo], right[todo], heights[todo], k_l, k_r
         low, high = (bound[todo].to(dtype).double() for bound in bounds)
+        if constraint is not None and constraint.odd:
+            high = torch.maximum(low.abs(), high.abs())
+            low = -high
         knots = _knots(low, high, intervals)
         x = torch.cat([_evaluation_points(here), knots], 1)
         y = _function(x, here)
         flat = low, high, torch.zeros_like(knots), k_l, k_r
         basis = reference.partials(x, *flat, channel_dim=0)["heights"]
         fitted = minimax_fit(basis, y - _function(x, flat), _function(knots, here), allowed[todo]).to(dtype).double()
+        outer_changed = torch.zeros_like(low, dtype=torch.bool)
+        if constraint is not None:
+            low, high, fitted, outer_changed = _constrained(
+                low, high, fitted, _function(knots, here), k_l, k_r, dtype, constraint
+            )
         made = (_function(x, (low, high, fitted, k_l, k_r)) - y).abs().amax(1)
-        made[high <= low] = torch.inf  # rounding merged the knots
+        made[(high <= low) | outer_changed] = torch.inf  # rounding merged the knots, or the lines outside are others
         new = new[0].index_copy(0, todo, low), new[1].index_copy(0, todo, high), new[2].index_copy(0, todo, fitted)
         error = error.index_copy(0, todo, made)
     return new, error
+
+
+def _constrained(
+    low: Tensor,
+    high: Tensor,
+    fitted: Tensor,
+    interpolated: Tensor,
+    k_l: Tensor,
+    k_r: Tensor,
+    dtype: torch.dtype,
+    constraint: Constraint,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return bounds and heights that satisfy a constraint, and whether an outer slope would have to change."""
+
+    def rows(heights: Tensor) -> Tensor:
+        return torch.cat([torch.stack([low, high, k_l, k_r], 1), heights], 1).to(dtype)
+
+    best = rows(fitted)
+    kept = project(rows(interpolated), constraint)  # changes at most the rounding
+    new = torch.where(satisfies(best, constraint)[:, None], best, kept).double()
+    return new[:, 0], new[:, 1], new[:, 4:], (new[:, 2] != k_l) | (new[:, 3] != k_r) | ~satisfies(new.to(dtype), constraint)
+
+
+def _bent_line_rows(bias: Tensor, below: Tensor, above: Tensor) -> Tensor:
+    """Return a simple activation as a PWLU with two intervals between -1 and 1, as in :func:`pwlu.constraints.satisfies`."""
+    one = torch.ones_like(bias)
+    return torch.stack([-one, one, below, above, bias - below, bias, bias + above], 1)
 
 
 def _trim_bounds(parameters: _Parameters, allowed: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from pwlu import checks, ops, reference
+from pwlu import checks, nonuniform_reference, ops, reference
 from pwlu.deferred_norm import is_compiled
 from pwlu.dynamic import DynamicPWLU
 from pwlu.module import PWLU, require_units
+from pwlu.nonuniform import NonUniformPWLU, apply
 from pwlu.text import abbreviate
 
 
@@ -64,6 +65,30 @@ class FusedPWLU(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
+class FusedNonUniformPWLU(nn.Module):
+    """The inference form of a :class:`NonUniformPWLU`: the knots are computed once.
+
+    :func:`fuse_` creates it. It has no parameters and no backward pass. The buffer ``knot_weight`` (C (2N + 4),) is what
+    :func:`pwlu.nonuniform_reference.pack_knots` returns.
+    """
+
+    channels: int
+    intervals: int
+    channel_dim: int
+    knot_weight: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            raise RuntimeError(
+                "a fused PWLU is for inference: call model.eval() first. To train, use the model from before pwlu.fuse_."
+            )
+        checks.check_input(x)
+        return apply(x, self.knot_weight, self.intervals, self.channel_dim)
+
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}, intervals={self.intervals}, channel_dim={self.channel_dim}"
+
+
 def _is_traced(x: Tensor) -> bool:
     """Return whether the call is being exported or compiled, and so should consist of aten operators.
 
@@ -83,14 +108,14 @@ def fuse_(model: nn.Module) -> list[str]:
     float64 and rounded once. A fused model has no PWLU weights, so it does not follow later changes to them.
 
     Args:
-        model: A trained model with PWLUs. Call ``model.eval()`` to run it afterwards.
+        model: a trained model with PWLUs. Call ``model.eval()`` to run it afterwards.
 
     Returns:
         The names of the fused PWLUs.
 
     Raises:
-        ValueError: If the model has no PWLU.
-        TypeError: If a unit is an instance of a subclass of PWLU.
+        ValueError: if the model has no PWLU.
+        TypeError: if a unit is an instance of a subclass of PWLU.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(8)).eval()
@@ -99,7 +124,7 @@ def fuse_(model: nn.Module) -> list[str]:
     """
     found = require_units("fuse_", model)
     units = {name: unit for name, unit in found.items() if not isinstance(unit, DynamicPWLU)}
-    if subclassed := [name for name, unit in units.items() if type(unit) is not PWLU]:
+    if subclassed := [name for name, unit in units.items() if type(unit) not in (PWLU, NonUniformPWLU)]:
         raise TypeError(
             f"fuse_: {abbreviate(subclassed)} is an instance of a subclass of PWLU, whose forward may do more than a table. "
             "Replace it by a PWLU first"
@@ -120,6 +145,8 @@ def fuse_(model: nn.Module) -> list[str]:
 
 def _tables(unit: PWLU) -> dict[str, Tensor]:
     device, dtype = unit.weight.device, reference.compute_dtype(unit.weight)
+    if isinstance(unit, NonUniformPWLU):
+        return {"knot_weight": nonuniform_reference.to_knots(unit.weight.detach(), unit.intervals).to(device, dtype)}
     left, *others = (block.detach().to("cpu", torch.float64) for block in unit.blocks())
     inv_step, slopes, offsets = reference.tables(left, *others)
     tables = {"left": left, "inv_step": inv_step, "slopes": slopes, "offsets": offsets}
@@ -127,8 +154,8 @@ def _tables(unit: PWLU) -> dict[str, Tensor]:
 
 
 def _fuse(unit: PWLU, tables: dict[str, Tensor]) -> None:
-    for name in ("weight", "statistics", "gradient_scale", "bounds", "init"):
+    for name in ("weight", "statistics", "gradient_scale", "bounds", "init", "constraint"):
         delattr(unit, name)
-    unit.__class__ = FusedPWLU  # type: ignore[assignment]
+    unit.__class__ = FusedNonUniformPWLU if isinstance(unit, NonUniformPWLU) else FusedPWLU  # type: ignore[assignment]
     for name, table in tables.items():
         unit.register_buffer(name, table)

@@ -22,11 +22,11 @@ class Tabulated:
     """One call of a PWLU.
 
     Attributes:
-        name: Name of the PWLU.
-        rows: Rows of its table: one per channel, or one for all. 0 if it has no table.
+        name: name of the PWLU.
+        rows: rows of its table: one per channel, or one for all. 0 if it has no table.
         given: dtype of its input, such as ``"uint8"``.
         gives: dtype of its output. It is ``"float32"`` unless all users quantise it in the same way.
-        reason: Why it has no table.
+        reason: why it has no table.
     """
 
     name: str
@@ -41,8 +41,8 @@ class Tables:
     """The report of :func:`tabulate_`: every call of a PWLU, in graph order. Prints as a table; iterates over calls.
 
     Attributes:
-        model: Class name of the model.
-        calls: One :class:`Tabulated` per call.
+        model: class name of the model.
+        calls: one :class:`Tabulated` per call.
     """
 
     model: str
@@ -97,15 +97,15 @@ def tabulate_(model: fx.GraphModule) -> Tables:
     ``torch.compile`` (with ``torch._inductor.config.freezing = True``) or AOTInductor.
 
     Args:
-        model: A model quantised by PyTorch's PT2E flow, as ``convert_pt2e`` returns it. Its PWLUs must not be fused
+        model: a model quantised by PyTorch's PT2E flow, as ``convert_pt2e`` returns it. Its PWLUs must not be fused
             (:func:`pwlu.fuse_`): each is one operator of the graph.
 
     Returns:
         A report: which PWLUs are tables now, and why the others are not.
 
     Raises:
-        TypeError: If the model is not an ``fx.GraphModule``.
-        ValueError: If the graph has no PWLU, or none with an 8-bit input.
+        TypeError: if the model is not an ``fx.GraphModule``.
+        ValueError: if the graph has no PWLU, or none with an 8-bit input.
 
     Example:
         ```python

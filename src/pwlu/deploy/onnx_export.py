@@ -34,23 +34,23 @@ class OnnxReport:
     """What :func:`export_onnx` wrote, and how it was checked in ONNX Runtime.
 
     Attributes:
-        path: The file.
-        size: Its size in bytes.
-        opset: Version of the operators.
-        form: How PWLUs are written.
-        units: Names of the PWLUs in the file.
-        unreached: Names of the PWLUs that are not in the file, because the sample does not reach them.
-        operators: Number of operators of each kind.
-        any_batch: Whether any batch size works.
-        runtime: Version of ONNX Runtime.
-        difference: Largest difference between the outputs of ONNX Runtime and PyTorch, on random inputs.
+        path: the file.
+        size: its size in bytes.
+        opset: version of the operators.
+        form: how PWLUs are written.
+        units: names of the PWLUs in the file.
+        unreached: names of the PWLUs that are not in the file, because the sample does not reach them.
+        operators: number of operators of each kind.
+        any_batch: whether any batch size works.
+        runtime: version of ONNX Runtime.
+        difference: largest difference between the outputs of ONNX Runtime and PyTorch, on random inputs.
         share: ``difference`` divided by the largest number in that output.
-        tolerance: What rounding can explain of ``difference``. Every output was within its own tolerance.
-        batches: Batch sizes of the random inputs.
-        unit_difference: Largest difference of a single PWLU, on inputs chosen for every segment.
+        tolerance: what rounding can explain of ``difference``. Every output was within its own tolerance.
+        batches: batch sizes of the random inputs.
+        unit_difference: largest difference of a single PWLU, on inputs chosen for every segment.
         unit_share: ``unit_difference`` divided by the largest number in that output.
-        unit_tolerance: What rounding can explain of ``unit_difference``.
-        reached: Fraction of all segments of all functions, including the outer ones, that these inputs cover.
+        unit_tolerance: what rounding can explain of ``unit_difference``.
+        reached: fraction of all segments of all functions, including the outer ones, that these inputs cover.
     """
 
     path: Path
@@ -105,28 +105,28 @@ def export_onnx(
     or float16; PWLUs compute in float32 in both cases.
 
     Args:
-        model: A model with PWLUs, fused or not, in evaluation mode.
-        sample: What the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments. It gives
+        model: a model with PWLUs, fused or not, in evaluation mode.
+        sample: what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments. It gives
             the shapes and the spread of the inputs. Parts of the model that it does not reach are not in the file.
-        path: The file to write.
-        form: How PWLUs are written. ``"elements"``: two tables read by GatherElements, the fastest in ONNX Runtime.
+        path: the file to write.
+        form: how PWLUs are written. ``"elements"``: two tables read by GatherElements, the fastest in ONNX Runtime.
             ``"gather"``: one long table, as torch exports it. ``"clips"``: a sum of N + 2 clipped lines, without an index.
             Default: ``"elements"``.
-        opset: Version of the operators, 18 or later. Default: 18.
-        dynamic_batch: Whether dimension 0 of the inputs may have any size. Inputs with the same batch size as the first one
+        opset: version of the operators, 18 or later. Default: 18.
+        dynamic_batch: whether dimension 0 of the inputs may have any size. Inputs with the same batch size as the first one
             share it. Default: True.
-        tolerance: Largest allowed difference, as a share of the largest output. By default it is derived from the rounding
+        tolerance: largest allowed difference, as a share of the largest output. By default it is derived from the rounding
             errors of the model, which is compared with a copy in float64.
-        metadata: Names and texts to store in the file as ``metadata_props``.
+        metadata: names and texts to store in the file as ``metadata_props``.
 
     Returns:
         A report of what was written and how it was checked.
 
     Raises:
-        ValueError: If an argument is wrong, the model has no PWLU, is in training mode, or is in bfloat16 or float64.
-        RuntimeError: If the model does not run on the sample, cannot be exported, or fails the check.
-        FileNotFoundError: If the folder does not exist.
-        ImportError: If onnx, onnxscript or onnxruntime is not installed.
+        ValueError: if an argument is wrong, the model has no PWLU, is in training mode, or is in bfloat16 or float64.
+        RuntimeError: if the model does not run on the sample, cannot be exported, or fails the check.
+        FileNotFoundError: if the folder does not exist.
+        ImportError: if onnx, onnxscript or onnxruntime is not installed.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(8)).eval()

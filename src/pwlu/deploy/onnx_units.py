@@ -17,6 +17,7 @@ from pwlu.deploy.onnx_check import Difference, Inputs, outputs, ratio
 from pwlu.deploy.onnx_forms import Form
 from pwlu.dynamic import DynamicPWLU
 from pwlu.module import PWLU
+from pwlu.nonuniform import NonUniformPWLU
 
 
 class Call(NamedTuple):
@@ -41,10 +42,10 @@ class UnitsCheck(NamedTuple):
 
 
 def calls_of(model: nn.Module, inputs: Inputs) -> list[Call]:
-    """Return the inputs of all units in call order. Dynamic PWLUs, which have no fixed segments, are left out."""
+    """Return the inputs of all units in call order. Dynamic and non-uniform PWLUs are left out."""
     calls: list[Call] = []
     every = {name: unit for name, unit in model.named_modules() if isinstance(unit, (PWLU, FusedPWLU))}
-    units = {name: unit for name, unit in every.items() if not isinstance(unit, DynamicPWLU)}
+    units = {name: unit for name, unit in every.items() if not isinstance(unit, (DynamicPWLU, NonUniformPWLU))}
     handles = [
         unit.register_forward_pre_hook(
             lambda _, args, kwargs, name=name: calls.append(Call(name, args[0] if args else kwargs["x"])), with_kwargs=True

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwlu import checks, reference
+from pwlu import checks, nonuniform_reference, reference
 from pwlu.baselines import PReLU
+from pwlu.deploy.fewest_knots import simplified
 from pwlu.deploy.fitting import SIMPLE, Fit, fit
 from pwlu.initial_functions import find_initial_function, fit_bounds
-from pwlu.module import PWLU, require_units
+from pwlu.module import PWLU, apply_constraint, require_units
+from pwlu.nonuniform import NonUniformPWLU
 from pwlu.text import abbreviate, columns, counted
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FSDPModule", "FullyShardedDataParallel", "OptimizedModule"}
@@ -55,16 +57,16 @@ class Simplified:
     """What became of one unit.
 
     Attributes:
-        name: Full name.
-        channels: Number of channels.
-        was: Number of intervals before.
+        name: full name.
+        channels: number of channels.
+        was: number of intervals before.
         became: ``"identity"``, ``"relu"``, ``"line"``, ``"prelu"``, ``"fewer"`` (intervals) or ``"kept"``.
-        intervals: Number of intervals now; 0 if it is no longer a PWLU.
-        error: Largest difference between the old and the new function over all channels.
-        relative: Largest error relative to the range max Y - min Y of the channel.
-        parameters: Number of parameters now.
-        removed: Number of parameters removed.
-        reason: Why it was kept.
+        intervals: number of intervals now; 0 if it is no longer a PWLU.
+        error: largest difference between the old and the new function over all channels.
+        relative: largest error relative to the range max Y - min Y of the channel.
+        parameters: number of parameters now.
+        removed: number of parameters removed.
+        reason: why it was kept.
     """
 
     name: str
@@ -84,9 +86,9 @@ class Simplification:
     """The report of :func:`simplify_`: every unit, in model order. Prints as a table; iterates over units.
 
     Attributes:
-        model: Class name of the model.
-        tolerance: The tolerance.
-        units: One :class:`Simplified` per unit.
+        model: class name of the model.
+        tolerance: the tolerance.
+        units: one :class:`Simplified` per unit.
     """
 
     model: str
@@ -143,25 +145,28 @@ def simplify_(
     The candidates, in this order: y = x (``nn.Identity``), ``nn.ReLU``, y = a x + b (``Line``), PReLU with its kink at 0
     (``pwlu.baselines.PReLU``), a PWLU with 1, 2, ... intervals. One module, or one number of intervals, must fit all channels.
     The heights minimise the maximum error. The bounds of a channel move inwards if its outermost intervals continue the outer
-    lines.
+    lines. Constraints (:func:`pwlu.constrain_`) hold for the new functions too.
+
+    A :class:`pwlu.NonUniformPWLU` stays one. It keeps the fewest of its knots, with the heights they have: no other choice of
+    its knots needs fewer. The error counts before the new knots are rounded.
 
     Call this after training: parameters are removed, so create a new optimizer if you continue training. The shapes in the
     state dict change too: save it before, and simplify after loading. The modules stay the same objects, so hooks and other
     references remain valid.
 
     Args:
-        model: A trained model with PWLUs, not wrapped (DistributedDataParallel, ...).
-        tolerance: Largest allowed error, as a share of the range of a channel. Default: 1e-3.
-        replace: Whether to replace PWLUs by simpler modules. If False, PWLUs stay PWLUs. Default: True.
-        where: A function of a unit's name and the unit that returns False to leave the unit as it is.
+        model: a trained model with PWLUs, not wrapped (DistributedDataParallel, ...).
+        tolerance: largest allowed error, as a share of the range of a channel. Default: 1e-3.
+        replace: whether to replace PWLUs by simpler modules. If False, PWLUs stay PWLUs. Default: True.
+        where: a function of a unit's name and the unit that returns False to leave the unit as it is.
 
     Returns:
         A report of every unit, which prints as a table.
 
     Raises:
-        ValueError: If ``tolerance`` is not between 0 and 1, the model has no PWLU or is wrapped, or ``where`` leaves no unit.
-        TypeError: If a unit is an instance of a subclass of PWLU.
-        RuntimeError: If a :class:`pwlu.TwoPhase` still trains the model.
+        ValueError: if ``tolerance`` is not between 0 and 1, the model has no PWLU or is wrapped, or ``where`` leaves no unit.
+        TypeError: if a unit is an instance of another subclass of PWLU.
+        RuntimeError: if a :class:`pwlu.TwoPhase` still trains the model.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(8))
@@ -173,7 +178,7 @@ def simplify_(
         raise ValueError(
             f"simplify_: tolerance is a share of the function's range: write a number between 0 and 1, not {tolerance!r}"
         )
-    units = _check_model("simplify_", model)
+    units = _check_model("simplify_", model, (PWLU, NonUniformPWLU))
     chosen = {name: unit for name, unit in units.items() if where is None or where(name, unit)}
     fits = {name: _fit(unit, tolerance, replace) for name, unit in chosen.items()}  # before any change
     if not fits:
@@ -192,16 +197,16 @@ def refine_(model: nn.Module, intervals: int) -> list[str]:
     of the state dict and the running statistics stay the same. Create a new optimizer afterwards, as after :func:`simplify_`.
 
     Args:
-        model: A model with PWLUs, not wrapped.
-        intervals: The new number of intervals.
+        model: a model with PWLUs, not wrapped.
+        intervals: the new number of intervals.
 
     Returns:
         The names of the PWLUs that changed.
 
     Raises:
-        ValueError: If ``intervals`` is not a positive multiple of the current number, or the model has no PWLU or is wrapped.
-        TypeError: If a unit is an instance of a subclass of PWLU.
-        RuntimeError: If a :class:`pwlu.TwoPhase` still trains the model.
+        ValueError: if ``intervals`` is not a positive multiple of the current number, or the model has no PWLU or is wrapped.
+        TypeError: if a unit is an instance of a subclass of PWLU.
+        RuntimeError: if a :class:`pwlu.TwoPhase` still trains the model.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(8, intervals=16))
@@ -225,15 +230,16 @@ def refine_(model: nn.Module, intervals: int) -> list[str]:
         share = torch.arange(times, dtype=torch.float64, device="cpu") / times
         between = old[:, :-1, None] + old.diff(dim=1)[:, :, None] * share
         _set_parameters(unit, unit.left.detach(), unit.right.detach(), torch.cat([between.flatten(1), old[:, -1:]], 1))
+        apply_constraint(unit)  # rounding may exceed a limit
     return list(changed)
 
 
-def _check_model(caller: str, model: nn.Module) -> dict[str, PWLU]:
+def _check_model(caller: str, model: nn.Module, kinds: tuple[type[PWLU], ...] = (PWLU,)) -> dict[str, PWLU]:
     units = require_units(caller, model)
     for module in model.modules():
         if wrapper := _WRAPPERS.intersection(parent.__name__ for parent in type(module).__mro__):
             raise ValueError(f"{caller}: the model is wrapped by {min(wrapper)}, which holds its parameters. Unwrap it first")
-    if subclassed := [name for name, unit in units.items() if type(unit) is not PWLU]:
+    if subclassed := [name for name, unit in units.items() if type(unit) not in kinds]:
         raise TypeError(
             f"{caller}: {abbreviate(subclassed)} is an instance of a subclass of PWLU, whose forward may differ. "
             "Replace it by a PWLU first"
@@ -250,16 +256,41 @@ def _check_model(caller: str, model: nn.Module) -> dict[str, PWLU]:
     return units
 
 
+def _fit_knots(unit: NonUniformPWLU, tolerance: float) -> Fit:
+    """Return a fit whose parameters are the new blocks, as they will be stored."""
+    weight = unit.weight.detach().to("cpu", torch.float64)
+    old = nonuniform_reference.unpack_knots(nonuniform_reference.to_knots(weight, unit.intervals), unit.intervals)
+    scale = old.heights.amax(1) - old.heights.amin(1)
+    nothing = torch.zeros_like(scale)
+    if not weight.isfinite().all() or not (old.knots.diff(dim=1) > 0).all():
+        return Fit("kept", (), nothing, scale, "its parameters are not finite, or an interval is empty")
+    new = simplified(old, tolerance * scale)
+    if new.knots.shape == old.knots.shape:
+        return Fit("kept", (), nothing, scale, "fewer knots exceed the tolerance")
+    blocks = (new.knots[:, 0], new.knots.diff(dim=1).log(), new.heights, new.left_slope, new.right_slope)
+    stored = tuple(block.to(unit.weight.dtype).double() for block in blocks)
+    found = nonuniform_reference.Knots(nonuniform_reference.knots_of(stored[0], stored[1]), *stored[2:])
+    x = torch.cat([old.knots, found.knots], 1)
+    y, expected = (nonuniform_reference.forward(x, *functions, channel_dim=0) for functions in (found, old))
+    return Fit("fewer", stored, (y - expected).abs().amax(1), scale)
+
+
 def _fit(unit: PWLU, tolerance: float, replace: bool) -> Fit:
+    if isinstance(unit, NonUniformPWLU):
+        return _fit_knots(unit, tolerance)
     left, right, heights, left_slope, right_slope = (p.detach().to("cpu", torch.float64) for p in unit.blocks())
-    return fit((left, right, heights, left_slope, right_slope), unit.weight.dtype, tolerance, replace)
+    parameters = left, right, heights, left_slope, right_slope
+    return fit(parameters, unit.weight.dtype, tolerance, replace, unit.constraint)
 
 
 def _apply_fit(name: str, unit: PWLU, plan: Fit) -> Simplified:
     was, channels, before = unit.intervals, unit.channels, sum(p.numel() for p in unit.parameters())
     if plan.became == "fewer":
-        left, right, heights = plan.parameters
-        _set_parameters(unit, left, right, heights)
+        if isinstance(unit, NonUniformPWLU):
+            _set_weight(unit, nonuniform_reference.pack(*plan.parameters), plan.parameters[2].shape[1] - 1)
+        else:
+            left, right, heights = plan.parameters
+            _set_parameters(unit, left, right, heights)
         start = find_initial_function(unit.init)
         with contextlib.suppress(ValueError):  # too few intervals for its kinks
             unit.bounds = fit_bounds(unit.bounds, unit.intervals, start.kinks, start.name)
@@ -276,8 +307,12 @@ def _set_parameters(unit: PWLU, left: Tensor, right: Tensor, heights: Tensor) ->
     """Give a unit new bounds and heights; the number of heights may differ."""
     old = unit.blocks()
     blocks = (block.detach().to(old.left) for block in old._replace(left=left, right=right, heights=heights))
-    unit.weight = nn.Parameter(reference.pack(*blocks), unit.weight.requires_grad)
-    unit.intervals = heights.shape[1] - 1
+    _set_weight(unit, reference.pack(*blocks), heights.shape[1] - 1)
+
+
+def _set_weight(unit: PWLU, weight: Tensor, intervals: int) -> None:
+    unit.weight = nn.Parameter(weight.to(unit.weight), unit.weight.requires_grad)
+    unit.intervals = intervals
     unit.scale_gradients()  # its length has changed
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pwlu import checks, reference
+from pwlu import checks, nonuniform_reference, reference
 from pwlu.kernels import eager
 from pwlu.kernels.layout import NormInput, NormState
 
@@ -36,6 +36,25 @@ def plain_backward(
     grad_x, grads = reference.backward(grad, x, *blocks, channel_dim, need_input=need_input, need_parameters=need_weight)
     none = x.new_empty(0)
     return none if grad_x is None else _laid_out(x, grad_x), none.clone() if grads is None else reference.pack(*grads)
+
+
+def plain_nonuniform_forward(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
+    """Return y of non-uniform PWLUs."""
+    blocks = nonuniform_reference.unpack_knots(weight, intervals)
+    return _laid_out(x, nonuniform_reference.forward(x, *blocks, channel_dim))
+
+
+def plain_nonuniform_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the knot weight; an empty tensor for a gradient that is not needed."""
+    blocks = nonuniform_reference.unpack_knots(weight, intervals)
+    grad_x, grads = nonuniform_reference.backward(
+        grad, x, *blocks, channel_dim, need_input=need_input, need_parameters=need_weight
+    )
+    none = x.new_empty(0)
+    packed = weight.new_empty(0) if grads is None else nonuniform_reference.pack_knots(*grads)
+    return none if grad_x is None else _laid_out(x, grad_x), packed
 
 
 def plain_lookup(x: Tensor, *rest: Any) -> Tensor:
@@ -107,8 +126,16 @@ def check_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, p
         raise ValueError(f"pwlu: pool must have {channels} channels, like the weight, not {pool.shape[1]}")
 
 
+def check_nonuniform_backward(grad: Tensor, x: Tensor, *rest: Any) -> None:
+    """Check that the arguments of ``nonuniform_backward`` match each other."""
+    checks.check_knot_weight(x, *rest[:3])
+    checks.check_gradient(grad, x)
+
+
 forward = _served("forward", plain_forward, checks.check_weight)
 backward = _served("backward", plain_backward, check_backward)
+nonuniform_forward = _served("nonuniform_forward", plain_nonuniform_forward, checks.check_knot_weight)
+nonuniform_backward = _served("nonuniform_backward", plain_nonuniform_backward, check_nonuniform_backward)
 lookup = _served("lookup", plain_lookup, checks.check_tables)
 moments = _served("moments", plain_moments, checks.check_pool)
 

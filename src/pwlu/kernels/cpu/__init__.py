@@ -68,6 +68,9 @@ class Kernel:
         self._lookup.argtypes = [*_START, *[_POINTER] * 2, *_GEOMETRY, _LONG, *[_POINTER] * 4]
         self._backward.argtypes = [*_START, *[_POINTER] * 3, *_GEOMETRY, _LONG, *[_POINTER] * 10]
         self._moments.argtypes = [*_START, _POINTER, *_GEOMETRY, _POINTER]
+        self._nonuniform_forward, self._nonuniform_backward = library.pwlu_nonuniform_forward, library.pwlu_nonuniform_backward
+        self._nonuniform_forward.argtypes = [*_START, *[_POINTER] * 2, *_GEOMETRY, _LONG, _POINTER]
+        self._nonuniform_backward.argtypes = [*_START, *[_POINTER] * 3, *_GEOMETRY, _LONG, *[_POINTER] * 2]
         self._normalization, self._norm_forward = library.pwlu_normalization, library.pwlu_norm_forward
         self._norm_backward, self._norm_input = library.pwlu_norm_backward, library.pwlu_norm_input
         self._normalization.argtypes = [*_START, _POINTER, *_GEOMETRY, *[_POINTER] * 5, *[_DOUBLE] * 2, *[_POINTER] * 2]
@@ -84,6 +87,12 @@ class Kernel:
         weight = _for_compute(x, weight)
         parameters = layout.blocks(weight.data_ptr(), channels, intervals, weight.itemsize)
         return self._map(self._forward, x, [weight], parameters, channels, intervals, channel_dim)
+
+    def nonuniform_forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
+        """Return y of non-uniform PWLUs."""
+        channels = weight.shape[0] // (2 * intervals + 4)
+        weight = _for_compute(x, weight)
+        return self._map(self._nonuniform_forward, x, [weight], [weight.data_ptr()], channels, intervals, channel_dim)
 
     def lookup(self, x: Tensor, *rest: Any) -> Tensor:
         """Return y in the inference form."""
@@ -117,7 +126,36 @@ class Kernel:
         self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and of the weight; an empty tensor for a gradient that is not needed."""
-        channels, like = weight.shape[0] // (intervals + 5), torch.empty_like(x, device="meta")
+        channels = weight.shape[0] // (intervals + 5)
+
+        def blocks(address: int, itemsize: int) -> list[int]:
+            return layout.blocks(address, channels, intervals, itemsize)
+
+        problem = (grad, x, weight, channels, intervals, channel_dim)
+        return self._differentiate(self._backward, blocks, *problem, need_input, need_weight)
+
+    def nonuniform_backward(
+        self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x and of the knot weight; an empty tensor for a gradient that is not needed."""
+        problem = (grad, x, weight, weight.shape[0] // (2 * intervals + 4), intervals, channel_dim)
+        return self._differentiate(self._nonuniform_backward, lambda address, _: [address], *problem, need_input, need_weight)
+
+    def _differentiate(
+        self,
+        function: Callable[..., int],
+        blocks: Callable[[int, int], list[int]],
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        channels: int,
+        intervals: int,
+        channel_dim: int,
+        need_input: bool,
+        need_weight: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Call a function that computes gradients. `blocks` returns the addresses of the parameters in a weight."""
+        like = torch.empty_like(x, device="meta")
         grad_x = torch.empty_like(x) if need_input else x.new_empty(0)
         if not x.numel():
             return grad_x, weight.new_zeros(weight.shape if need_weight else 0)
@@ -126,11 +164,11 @@ class Kernel:
         packed = _for_compute(x, weight)
         grad_weight = torch.empty_like(packed) if need_weight else packed.new_empty(0)
         of_grad, source, address = layout.addresses([grad, x, packed])
-        parameters = layout.blocks(address, channels, intervals, packed.itemsize)
-        gradients = layout.blocks(grad_weight.data_ptr(), channels, intervals, packed.itemsize) if need_weight else [0] * 5
+        parameters = blocks(address, packed.itemsize)
+        gradients = blocks(grad_weight.data_ptr(), packed.itemsize) if need_weight else [0] * len(parameters)
         start, geometry = self._start(x), layout.geometry(x, channels, channel_dim)
         target = grad_x.data_ptr() if need_input else 0
-        status = self._backward(*start, of_grad, source, target, *geometry, intervals, *parameters, *gradients)
+        status = function(*start, of_grad, source, target, *geometry, intervals, *parameters, *gradients)
         _check(status, channels, intervals)
         return grad_x, grad_weight.to(weight.dtype)
 

@@ -13,7 +13,9 @@ INLINE doubles first_half(lanes v) { return _mm256_cvtps_pd(_mm256_castps256_ps1
 INLINE doubles second_half(lanes v) { return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)); }
 
 /* Load or store the first n < LANES floats. */
-INLINE indices first_lanes(int n) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)); }
+INLINE indices first_lanes(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
 INLINE lanes load_some(const float *p, int n) { return _mm256_maskload_ps(p, first_lanes(n)); }
 INLINE void store_some(float *p, lanes v, int n) { _mm256_maskstore_ps(p, first_lanes(n), v); }
 
@@ -31,7 +33,9 @@ INLINE void exchange_quads(lanes *v) {
 }
 
 /* Do the arithmetic of `finite`. max_ps and min_ps return the second operand if one is NaN. */
-INLINE lanes finite_lanes(lanes x) { return _mm256_min_ps(_mm256_set1_ps(FLT_MAX), _mm256_max_ps(_mm256_set1_ps(-FLT_MAX), x)); }
+INLINE lanes finite_lanes(lanes x) {
+    return _mm256_min_ps(_mm256_set1_ps(FLT_MAX), _mm256_max_ps(_mm256_set1_ps(-FLT_MAX), x));
+}
 
 /* Do the arithmetic of `locate`. For NaN, the last bits of the index are those of interval 0. */
 INLINE indices locate_lanes(lanes v, lanes left, lanes scale, lanes right, int intervals, int lookup) {
@@ -41,6 +45,11 @@ INLINE indices locate_lanes(lanes v, lanes left, lanes scale, lanes right, int i
     const indices i = _mm256_cvttps_epi32(V(min_ps)(V(set1_ps)((float)(intervals - 1)), t));
     const indices s = _mm256_blendv_epi8(i, V(set1_epi32)(intervals), _mm256_castps_si256(beyond));
     return _mm256_and_si256(_mm256_add_epi32(s, V(set1_epi32)(1)), _mm256_castps_si256(not_left));
+}
+
+/* Add 1 where x is not less than the knot. A true comparison is -1 as an integer. */
+INLINE indices count_lanes(indices found, lanes x, lanes knot) {
+    return _mm256_sub_epi32(found, _mm256_castps_si256(_mm256_cmp_ps(x, knot, _CMP_GE_OQ)));
 }
 
 INLINE lanes look_up(const lanes *table, indices s, int parts) { /* bits 0-2 of s select the lane, bits 3-4 the register */

@@ -10,7 +10,9 @@ typedef __m512 lanes;
 typedef __m512i indices;
 typedef __m512d doubles;
 INLINE doubles first_half(lanes v) { return _mm512_cvtps_pd(_mm512_castps512_ps256(v)); }
-INLINE doubles second_half(lanes v) { return _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1))); }
+INLINE doubles second_half(lanes v) {
+    return _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)));
+}
 
 /* Load or store the first n < LANES floats. */
 INLINE lanes load_some(const float *p, int n) { return _mm512_maskz_loadu_ps((__mmask16)((1 << n) - 1), p); }
@@ -48,8 +50,14 @@ INLINE indices locate_lanes(lanes v, lanes left, lanes scale, lanes right, int i
     return _mm512_maskz_add_epi32(not_left, i, V(set1_epi32)(1));
 }
 
+/* Add 1 where x is not less than the knot. */
+INLINE indices count_lanes(indices found, lanes x, lanes knot) {
+    return _mm512_mask_add_epi32(found, _mm512_cmp_ps_mask(x, knot, _CMP_GE_OQ), found, V(set1_epi32)(1));
+}
+
 INLINE lanes look_up(const lanes *table, indices s, int parts) { /* 5 bits of s select within two registers */
-    const __mmask16 high = _mm512_cmpgt_epi32_mask(s, _mm512_set1_epi32(31)), highest = _mm512_cmpgt_epi32_mask(s, _mm512_set1_epi32(63));
+    const __mmask16 high = _mm512_cmpgt_epi32_mask(s, _mm512_set1_epi32(31)),
+                    highest = _mm512_cmpgt_epi32_mask(s, _mm512_set1_epi32(63));
     lanes v = _mm512_permutex2var_ps(table[0], s, table[1]);
     if (parts > 2) v = _mm512_mask_mov_ps(v, high, _mm512_permutex2var_ps(table[2], s, table[3]));
     if (parts > 4) v = _mm512_mask_mov_ps(v, highest, _mm512_permutexvar_ps(s, table[4]));

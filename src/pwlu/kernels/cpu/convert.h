@@ -3,8 +3,16 @@
 #define HALF_INSTRUCTIONS 1
 #endif
 
-static inline uint32_t bits_of(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
-static inline float float_of(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
+static inline uint32_t bits_of(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    return u;
+}
+static inline float float_of(uint32_t u) {
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
 
 static inline uint16_t to_bfloat16(float f) {
     uint32_t u = bits_of(f);

@@ -50,15 +50,18 @@ static int start(job *j, int summing) {
     /* for short planes, clearing and adding the copies takes longer than they save */
     const int copies = summing && j->intervals && !in_rows(j) && j->inner >= 8 * j->segments;
     const size_t vectors = j->norm ? NORM_VECTORS : 0;
+    const size_t knots = j->form == KNOTS ? entries / 2 : 0;
     const size_t columns = copies ? (size_t)(j->units * COLUMNS * 2 * j->segments) : 0;
-    char *scratch = malloc(sizeof(double) * (sums + columns) + real * (2 * entries + TILE + (3 + vectors) * positions) + sizeof(int32_t) * positions);
+    char *scratch = malloc(sizeof(double) * (sums + columns) + real * (2 * entries + TILE + knots + (3 + vectors) * positions) +
+                           sizeof(int32_t) * positions);
     if (!scratch) return 1;
     j->sums = summing ? (double *)scratch : NULL, j->columns = copies ? (double *)scratch + sums : NULL;
     j->table = (double *)scratch + sums + columns, j->split = (char *)j->table + real * entries;
     j->left = (char *)j->split + real * (entries + TILE), j->scale = (char *)j->left + real * positions;
     j->right = (char *)j->scale + real * positions;
     for (size_t k = 0; k < vectors; k++) j->vectors[k] = (char *)j->right + real * (k + 1) * positions;
-    j->base = (int32_t *)((char *)j->right + real * (vectors + 1) * positions);
+    j->knots = (char *)j->right + real * (vectors + 1) * positions;
+    j->base = (int32_t *)((char *)j->knots + real * knots);
     memset((char *)j->split + real * entries, 0, real * TILE); /* vectors load these entries but never select them */
     if (j->dtype == FLOAT64) execute_double(j);
     else execute_float(j);
@@ -68,21 +71,27 @@ static int start(job *j, int summing) {
 
 #define GEOMETRY int64_t outer, int64_t channels, int64_t inner
 #define JOB(...) \
-    {.dtype = dtype, .outer = outer, .channels = channels, .inner = inner, .threads = threads, .parallel = parallel, __VA_ARGS__}
+    {.dtype = dtype, \
+     .outer = outer, \
+     .channels = channels, \
+     .inner = inner, \
+     .threads = threads, \
+     .parallel = parallel, \
+     __VA_ARGS__}
 
 /* Each function returns 0 on success, 1 if it cannot allocate scratch memory, and 2 if a tensor is empty or the table is too
  * large. */
-EXPORT int pwlu_forward(parallel_fn parallel, unsigned threads, int dtype, const void *x, void *y, GEOMETRY,
-                        int64_t intervals, const void *left, const void *right, const void *heights,
-                        const void *left_slope, const void *right_slope) {
+EXPORT int pwlu_forward(parallel_fn parallel, unsigned threads, int dtype, const void *x, void *y, GEOMETRY, int64_t intervals,
+                        const void *left, const void *right, const void *heights, const void *left_slope,
+                        const void *right_slope) {
     job j = JOB(.x = x, .y = y, .intervals = intervals, .segments = intervals + 2,
                 .parameters = {left, right, heights, left_slope, right_slope});
     return start(&j, 0);
 }
 
-EXPORT int pwlu_lookup(parallel_fn parallel, unsigned threads, int dtype, const void *x, void *y, GEOMETRY,
-                       int64_t intervals, const void *left, const void *inv_step, const void *slopes, const void *offsets) {
-    job j = JOB(.x = x, .y = y, .intervals = intervals, .segments = intervals + 2, .lookup = 1,
+EXPORT int pwlu_lookup(parallel_fn parallel, unsigned threads, int dtype, const void *x, void *y, GEOMETRY, int64_t intervals,
+                       const void *left, const void *inv_step, const void *slopes, const void *offsets) {
+    job j = JOB(.x = x, .y = y, .intervals = intervals, .segments = intervals + 2, .form = LOOKUP,
                 .parameters = {left, inv_step, slopes, offsets});
     return start(&j, 0);
 }
@@ -90,12 +99,33 @@ EXPORT int pwlu_lookup(parallel_fn parallel, unsigned threads, int dtype, const 
 /* If grad_x is NULL, do not compute the gradient of x. If all gradients of the parameters are NULL, do not compute them. */
 EXPORT int pwlu_backward(parallel_fn parallel, unsigned threads, int dtype, const void *grad, const void *x, void *grad_x,
                          GEOMETRY, int64_t intervals, const void *left, const void *right, const void *heights,
-                         const void *left_slope, const void *right_slope, void *grad_left, void *grad_right,
-                         void *grad_heights, void *grad_left_slope, void *grad_right_slope) {
+                         const void *left_slope, const void *right_slope, void *grad_left, void *grad_right, void *grad_heights,
+                         void *grad_left_slope, void *grad_right_slope) {
     job j = JOB(.x = x, .grad = grad, .y = grad_x, .intervals = intervals, .segments = intervals + 2,
                 .parameters = {left, right, heights, left_slope, right_slope},
                 .gradients = {grad_left, grad_right, grad_heights, grad_left_slope, grad_right_slope});
     return start(&j, grad_left != NULL);
+}
+
+/* Non-uniform PWLUs. `weight` is a knot weight: see nonuniform_reference.pack_knots. */
+#define BLOCK_OF(weight, k) ((weight) ? (char *)(weight) + (k) * channels * (dtype == FLOAT64 ? 8 : 4) : NULL)
+#define KNOT_BLOCKS(weight) \
+    {BLOCK_OF(weight, 0), NULL, BLOCK_OF(weight, intervals + 3), BLOCK_OF(weight, intervals + 1), \
+     BLOCK_OF(weight, intervals + 2)}
+
+EXPORT int pwlu_nonuniform_forward(parallel_fn parallel, unsigned threads, int dtype, const void *x, void *y, GEOMETRY,
+                                   int64_t intervals, const void *weight) {
+    job j = JOB(.x = x, .y = y, .form = KNOTS, .intervals = intervals, .segments = intervals + 2,
+                .parameters = KNOT_BLOCKS(weight));
+    return start(&j, 0);
+}
+
+/* grad_x may be NULL, and so may grad_weight. */
+EXPORT int pwlu_nonuniform_backward(parallel_fn parallel, unsigned threads, int dtype, const void *grad, const void *x,
+                                    void *grad_x, GEOMETRY, int64_t intervals, const void *weight, void *grad_weight) {
+    job j = JOB(.x = x, .grad = grad, .y = grad_x, .form = KNOTS, .intervals = intervals, .segments = intervals + 2,
+                .parameters = KNOT_BLOCKS(weight), .gradients = KNOT_BLOCKS(grad_weight));
+    return start(&j, grad_weight != NULL);
 }
 
 /* Add count, mean and M2 of x to the pool, REAL (3, channels). */
@@ -106,7 +136,6 @@ EXPORT int pwlu_moments(parallel_fn parallel, unsigned threads, int dtype, const
 
 /* A batch norm followed by a PWLU: see reference.norm_forward and the functions after it. A norm is REAL (4, channels).
  * `weight` is the packed weight of a PWLU. */
-#define BLOCK_OF(weight, k) ((weight) ? (char *)(weight) + (k) * channels * (dtype == FLOAT64 ? 8 : 4) : NULL)
 #define BLOCKS(weight) {BLOCK_OF(weight, 0), BLOCK_OF(weight, 1), BLOCK_OF(weight, 4), BLOCK_OF(weight, 2), BLOCK_OF(weight, 3)}
 
 /* With x, compute the norm of the batch, and update the running statistics, the number of batches and the pool. Each of these
@@ -138,18 +167,18 @@ EXPORT int pwlu_norm_forward(parallel_fn parallel, unsigned threads, int dtype, 
 EXPORT int pwlu_norm_backward(parallel_fn parallel, unsigned threads, int dtype, const void *grad, const void *x,
                               const void *residual, void *grad_z, GEOMETRY, const void *norm, void *sums, int64_t intervals,
                               const void *weight, void *grad_weight) {
-    job j = JOB(.x = x, .grad = grad, .y = grad_z, .residual = residual, .norm = norm, .norm_total = sums,
-                .intervals = intervals, .segments = intervals + 3, .parameters = BLOCKS(weight),
-                .gradients = BLOCKS(grad_weight));
+    job j =
+        JOB(.x = x, .grad = grad, .y = grad_z, .residual = residual, .norm = norm, .norm_total = sums, .intervals = intervals,
+            .segments = intervals + 3, .parameters = BLOCKS(weight), .gradients = BLOCKS(grad_weight));
     return start(&j, 1);
 }
 
-/* Compute the gradient of x. If sums is NULL, mean and variance are constants. With of_z, grad is the gradient of z, and the
+/* Compute the gradient of x. If sums is NULL, mean and variance are constants. With grad_is_of_z, grad is the gradient of z, and the
  * weight is not read. */
 EXPORT int pwlu_norm_input(parallel_fn parallel, unsigned threads, int dtype, const void *grad, const void *x, void *grad_x,
-                           GEOMETRY, const void *norm, const void *sums, double count, int of_z, int64_t intervals,
+                           GEOMETRY, const void *norm, const void *sums, double count, int grad_is_of_z, int64_t intervals,
                            const void *weight) {
-    job j = JOB(.x = x, .grad = grad, .y = grad_x, .norm = norm, .norm_sums = sums, .count = count, .of_norm = 1, .of_z = of_z,
-                .intervals = intervals, .segments = intervals + 2, .parameters = BLOCKS(weight));
+    job j = JOB(.x = x, .grad = grad, .y = grad_x, .norm = norm, .norm_sums = sums, .count = count, .norm_input = 1,
+                .grad_is_of_z = grad_is_of_z, .intervals = intervals, .segments = intervals + 2, .parameters = BLOCKS(weight));
     return start(&j, 0);
 }

@@ -19,10 +19,11 @@ static const REAL *FOR_REAL(read_rows)(const job *j, const void *from, int64_t a
     return first;
 }
 
-/* Store the place of the segment of each element in the table, as reference.segments or (with `lookup`) reference.lookup finds
+/* Store the place of the segment of each element in the table, as reference.segments or (with LOOKUP) reference.lookup finds
  * it. In planes, all elements share the bounds and the base of their channel. In rows (along = 1), each element has its own. */
-INLINE void FOR_REAL(locate)(const job *j, int64_t p, const int32_t *base, const REAL *restrict x, int n, int along, int lookup,
+INLINE void FOR_REAL(locate)(const job *j, int64_t p, const int32_t *base, const REAL *restrict x, int n, int along, int form,
                              int32_t *restrict place) {
+    const int lookup = form == LOOKUP;
     const REAL *left = (const REAL *)j->left + p, *scale = (const REAL *)j->scale + p, *right = (const REAL *)j->right + p;
     const REAL last = (REAL)(j->intervals - 1), end = (REAL)j->intervals;
     const int32_t outside = (int32_t)j->intervals + 1;
@@ -38,9 +39,41 @@ INLINE void FOR_REAL(locate)(const job *j, int64_t p, const int32_t *base, const
     }
 }
 
+/* Return the number of knots that are not greater than x, among `count` knots in order: 0 for NaN. */
+INLINE int32_t FOR_REAL(search)(const REAL *knots, int32_t count, REAL x) {
+    int32_t found = 0;
+    for (int32_t half; count > 0; count -= half) {
+        half = (count + 1) / 2;
+        found += x >= knots[found + half - 1] ? half : 0;
+    }
+    return found;
+}
+
+/* Do `locate` with KNOTS, as nonuniform_reference.segments does. */
+static void FOR_REAL(locate_knots_in_plane)(const job *j, int64_t c, int32_t base, const REAL *restrict x, int n,
+                                            int32_t *restrict place) {
+    const REAL *restrict knots = (const REAL *)j->knots + c * j->segments;
+    const int32_t count = (int32_t)j->intervals + 1;
+    if (count > FEW_KNOTS) {
+        for (int i = 0; i < n; i++) place[i] = 2 * FOR_REAL(search)(knots, count, x[i]) + base;
+        return;
+    }
+    for (int i = 0; i < n; i++) place[i] = base;
+    for (int32_t k = 0; k < count; k++)
+        for (int i = 0; i < n; i++) place[i] += x[i] >= knots[k] ? 2 : 0;
+}
+
+static void FOR_REAL(locate_knots_in_row)(const job *j, int64_t p, const REAL *x, int n, int32_t *place) {
+    for (int i = 0; i < n; i++) {
+        const int32_t base = j->base[p + i];
+        place[i] = 2 * FOR_REAL(search)((const REAL *)j->knots + base / 2, (int32_t)j->intervals + 1, x[i]) + base;
+    }
+}
+
 static void FOR_REAL(locate_plane)(const job *j, int64_t c, int32_t base, const REAL *x, int n, int32_t *place) {
-    if (j->lookup) FOR_REAL(locate)(j, c, &base, x, n, 0, 1, place);
-    else FOR_REAL(locate)(j, c, &base, x, n, 0, 0, place);
+    if (j->form == KNOTS) FOR_REAL(locate_knots_in_plane)(j, c, base, x, n, place);
+    else if (j->form == LOOKUP) FOR_REAL(locate)(j, c, &base, x, n, 0, LOOKUP, place);
+    else FOR_REAL(locate)(j, c, &base, x, n, 0, UNIFORM, place);
 }
 
 #ifndef VECTORS
@@ -57,8 +90,8 @@ INLINE void FOR_REAL(sums_of)(const REAL *g, const REAL *x, REAL shift, int n, d
 }
 
 /* Compute the same two sums over `count` rows for each of n positions, in totals[i] and totals[WIDTH + i]. */
-INLINE void FOR_REAL(sums_of_rows)(const REAL *g, int64_t g_row, const REAL *x, int64_t x_row, const REAL *shift, int count, int n,
-                                   double *totals) {
+INLINE void FOR_REAL(sums_of_rows)(const REAL *g, int64_t g_row, const REAL *x, int64_t x_row, const REAL *shift, int count,
+                                   int n, double *totals) {
     for (int i = 0; i < n; i++) totals[i] = totals[WIDTH + i] = 0;
     for (int r = 0; r < count; r++)
         for (int i = 0; i < n; i++) {
@@ -68,8 +101,9 @@ INLINE void FOR_REAL(sums_of_rows)(const REAL *g, int64_t g_row, const REAL *x, 
 }
 
 static void FOR_REAL(locate_row)(const job *j, int64_t p, const REAL *x, int n, int32_t *place) {
-    if (j->lookup) FOR_REAL(locate)(j, p, j->base + p, x, n, 1, 1, place);
-    else FOR_REAL(locate)(j, p, j->base + p, x, n, 1, 0, place);
+    if (j->form == KNOTS) FOR_REAL(locate_knots_in_row)(j, p, x, n, place);
+    else if (j->form == LOOKUP) FOR_REAL(locate)(j, p, j->base + p, x, n, 1, LOOKUP, place);
+    else FOR_REAL(locate)(j, p, j->base + p, x, n, 1, UNIFORM, place);
 }
 #endif
 
@@ -100,13 +134,14 @@ static void FOR_REAL(apply)(const REAL *table, const REAL *x, const REAL *grad, 
 /* Add g and g x to the sums of each segment. The product of two floats is exact in double. `step` is the distance between the
  * entries of `place` for two neighbours. Neighbours in one channel use copies of the sums in turn; `column` is the distance
  * between two copies, and 0 if there are none. */
-INLINE void FOR_REAL(accumulate)(const REAL *grad, const REAL *x, const int32_t *place, int step, int n, double *sums, int64_t column) {
+INLINE void FOR_REAL(accumulate)(const REAL *grad, const REAL *x, const int32_t *place, int step, int n, double *sums,
+                                 int64_t column) {
     int i = 0;
 #ifdef PAIRS
-#define ADD(k, pair)                                                              \
-    {                                                                             \
+#define ADD(k, pair) \
+    { \
         double *sum = sums + place[(i + (k)) * step] + ((k) % COLUMNS) * column; \
-        _mm_storeu_pd(sum, _mm_add_pd(_mm_loadu_pd(sum), pair));                  \
+        _mm_storeu_pd(sum, _mm_add_pd(_mm_loadu_pd(sum), pair)); \
     }
     if (sizeof(REAL) == sizeof(float)) {
         const __m128 largest = _mm_set1_ps(FLT_MAX), lowest = _mm_set1_ps(-FLT_MAX);
@@ -115,14 +150,14 @@ INLINE void FOR_REAL(accumulate)(const REAL *grad, const REAL *x, const int32_t 
 #ifdef __AVX2__
             const __m256d g = _mm256_cvtps_pd(_mm_loadu_ps((const float *)grad + i)), p = _mm256_mul_pd(g, _mm256_cvtps_pd(v));
             const __m256d even = _mm256_unpacklo_pd(g, p), odd = _mm256_unpackhi_pd(g, p);
-            ADD(0, _mm256_castpd256_pd128(even)) ADD(1, _mm256_castpd256_pd128(odd))
-            ADD(2, _mm256_extractf128_pd(even, 1)) ADD(3, _mm256_extractf128_pd(odd, 1))
+            ADD(0, _mm256_castpd256_pd128(even))
+            ADD(1, _mm256_castpd256_pd128(odd)) ADD(2, _mm256_extractf128_pd(even, 1)) ADD(3, _mm256_extractf128_pd(odd, 1))
 #else
             const __m128 g = _mm_loadu_ps((const float *)grad + i);
             const __m128d g0 = _mm_cvtps_pd(g), p0 = _mm_mul_pd(g0, _mm_cvtps_pd(v));
             const __m128d g1 = _mm_cvtps_pd(_mm_movehl_ps(g, g)), p1 = _mm_mul_pd(g1, _mm_cvtps_pd(_mm_movehl_ps(v, v)));
-            ADD(0, _mm_unpacklo_pd(g0, p0)) ADD(1, _mm_unpackhi_pd(g0, p0))
-            ADD(2, _mm_unpacklo_pd(g1, p1)) ADD(3, _mm_unpackhi_pd(g1, p1))
+            ADD(0, _mm_unpacklo_pd(g0, p0))
+            ADD(1, _mm_unpackhi_pd(g0, p0)) ADD(2, _mm_unpacklo_pd(g1, p1)) ADD(3, _mm_unpackhi_pd(g1, p1))
 #endif
         }
     }

@@ -23,12 +23,14 @@ typedef int64_t counter;
 #endif
 
 enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
+enum { UNIFORM, LOOKUP, KNOTS }; /* how the segment of an element is found: see element.h */
 enum {
     BLOCK = 512,       /* planes: elements per block, whose segments are kept in a buffer */
     COLUMNS = 4,       /* planes: copies of the sums, so that neighbours in one segment do not wait for each other */
     SHORT_PLANE = 16,  /* an inner size below this uses rows.h */
     TILE = 16,         /* rows: maximum number of rows at a time; no vector register holds more floats */
     PANEL = 64,        /* rows: positions per panel, so that their tables and sums stay in the L1 cache */
+    FEW_KNOTS = 32,    /* planes: compare with all knots up to this number, and search among more */
     AHEAD = 1024,      /* rows: prefetch distance in elements */
     WIDTH = PANEL + TILE, /* maximum width of the last panel: a panel has at least TILE positions, unless the row is shorter */
 };
@@ -36,30 +38,33 @@ enum {
 /* `parallel` has the signature of GOMP_parallel, so that the threads of PyTorch can do the work. */
 typedef void (*parallel_fn)(void (*worker)(void *), void *data, unsigned threads, unsigned flags);
 
-enum { MEAN, GAIN, SHIFT, OF_G, OF_CENTRED, NORM_VECTORS }; /* z = (x - mean) gain + shift; the others: see norm_gradient */
+enum { MEAN, GAIN, SHIFT, G_TERM, CENTRED_TERM, NORM_VECTORS }; /* z = (x - mean) gain + shift; the others: see norm_gradient */
 
 typedef struct job {
-    int dtype, lookup;
-    int of_norm, of_z;              /* of_norm: y is the gradient of the input of the norm; of_z: grad is the gradient of z */
+    int dtype, form;
+    int norm_input,
+        grad_is_of_z; /* norm_input: y is the gradient of the input of the norm; grad_is_of_z: grad is the gradient of z */
     int64_t outer, channels, inner, intervals, segments;
-    const void *x, *grad;           /* inputs */
-    void *y;                        /* the output, or the gradient of x, or NULL */
-    const void *parameters[5];      /* left, right, heights, left_slope, right_slope; or the four tables of a look-up */
-    void *gradients[5];             /* of the parameters; for moments: the pool; for a norm: see pwlu_normalization */
-    const void *residual;           /* elements to add to the output of the norm, or NULL */
-    const void *norm, *norm_sums;   /* REAL (4, channels) and (3, channels), as in reference.py, or NULL */
-    void *norm_total;               /* REAL (3, channels): the computed sums of the norm, or NULL */
-    double factor, eps, count;      /* of the running average; of the norm; elements per channel over all processes */
-    void *left, *scale, *right;     /* REAL (positions): B_L, N/(B_R - B_L), B_R; for moments, left is the shift */
-    void *vectors[NORM_VECTORS];    /* REAL (positions): the vectors of a norm */
-    int32_t *base;                  /* rows, (positions): where a position's channel begins in `table`, `split` and `sums` */
-    void *table;                    /* REAL (channels, segments, 2): slope and offset */
-    void *split;                    /* REAL (channels, 2, segments): slopes, then offsets; TILE longer */
-    double *sums;                   /* (units, channels, segments, 2): of g and g x; for moments, of x - shift and its
+    const void *x, *grad; /* inputs */
+    void *y; /* the output, or the gradient of x, or NULL */
+    const void *parameters[5]; /* left, right, heights, left_slope, right_slope; or the four tables of a look-up; with KNOTS,
+                                  the first are the knots and there is no right */
+    void *gradients[5]; /* of the parameters; for moments: the pool; for a norm: see pwlu_normalization */
+    const void *residual; /* elements to add to the output of the norm, or NULL */
+    const void *norm, *norm_sums; /* REAL (4, channels) and (3, channels), as in reference.py, or NULL */
+    void *norm_total; /* REAL (3, channels): the computed sums of the norm, or NULL */
+    double factor, eps, count; /* of the running average; of the norm; elements per channel over all processes */
+    void *left, *scale, *right; /* REAL (positions): B_L, N/(B_R - B_L), B_R; for moments, left is the shift */
+    void *vectors[NORM_VECTORS]; /* REAL (positions): the vectors of a norm */
+    void *knots; /* REAL (channels, segments), with KNOTS: the knots; the last entry is not used */
+    int32_t *base; /* rows, (positions): where a position's channel begins in `table`, `split` and `sums` */
+    void *table; /* REAL (channels, segments, 2): slope and offset */
+    void *split; /* REAL (channels, 2, segments): slopes, then offsets; TILE longer */
+    double *sums; /* (units, channels, segments, 2): of g and g x; for moments, of x - shift and its
                                        square. With a norm, the last segment holds the sums of g_z and g_z (x - mean) */
-    double *columns;                /* (units, COLUMNS, segments, 2): copies for one plane, or NULL */
-    int64_t positions;              /* planes: channels; rows: elements per row */
-    int64_t chunk;                  /* elements per unit */
+    double *columns; /* (units, COLUMNS, segments, 2): copies for one plane, or NULL */
+    int64_t positions; /* planes: channels; rows: elements per row */
+    int64_t chunk; /* elements per unit */
     unsigned threads;
     parallel_fn parallel;
     void (*body)(struct job *, int64_t unit);
@@ -93,7 +98,7 @@ static void plan(job *j, int summing) {
     const int64_t size = size_of(j), row = j->channels * j->inner;
     j->threads = (unsigned)smaller(j->threads, size / 32768 + 1); /* the grain size of PyTorch's loops */
     const int64_t units = j->threads == 1 ? 1 : summing ? j->threads : 4 * (int64_t)j->threads; /* each unit has its own sums */
-    j->positions = in_rows(j) ? row * smaller(j->outer, ceil_div(j->of_z ? BLOCK : PANEL, row)) : j->channels;
+    j->positions = in_rows(j) ? row * smaller(j->outer, ceil_div(j->grad_is_of_z ? BLOCK : PANEL, row)) : j->channels;
     const int64_t align = !in_rows(j) ? BLOCK : size / j->positions < TILE * units ? j->positions : TILE * j->positions;
     j->chunk = ceil_div(ceil_div(size, units), align) * align;
     j->units = ceil_div(size, j->chunk);
@@ -112,4 +117,6 @@ static inline void fetch(const job *j, int64_t at, int64_t n) {
 /* Return the element from which to prefetch while a panel of `count` rows is processed. The panel starts at position p, and its
  * first element is `at`. Hardware prefetchers do not predict the order of panels. So prefetch the next rows in memory order,
  * AHEAD of time. */
-static inline int64_t after_rows(const job *j, int64_t at, int count, int64_t p) { return at - p + count * (j->positions + p) + AHEAD; }
+static inline int64_t after_rows(const job *j, int64_t at, int count, int64_t p) {
+    return at - p + count * (j->positions + p) + AHEAD;
+}

@@ -5,11 +5,13 @@ INLINE const REAL *FOR_REAL(vector)(const job *j, int which, int64_t p) { return
 
 /* Return z of n elements from `at` on, as reference.normalize computes it. Return x if z is not needed. In rows (along = 1),
  * each element has its own entry of the norm. */
-INLINE const REAL *FOR_REAL(normalized)(const job *j, int64_t at, int64_t p, const REAL *x, int n, int along, REAL *restrict z) {
-    if (!j->norm || j->of_z) return x;
+INLINE const REAL *FOR_REAL(normalized)(const job *j, int64_t at, int64_t p, const REAL *x, int n, int along,
+                                        REAL *restrict z) {
+    if (!j->norm || j->grad_is_of_z) return x;
     REAL buffer[BLOCK];
     const REAL *residual = FOR_REAL(read)(j, j->residual, at, n, buffer);
-    const REAL *mean = FOR_REAL(vector)(j, MEAN, p), *gain = FOR_REAL(vector)(j, GAIN, p), *shift = FOR_REAL(vector)(j, SHIFT, p);
+    const REAL *mean = FOR_REAL(vector)(j, MEAN, p), *gain = FOR_REAL(vector)(j, GAIN, p),
+               *shift = FOR_REAL(vector)(j, SHIFT, p);
     if (residual)
         for (int i = 0; i < n; i++) z[i] = (x[i] - mean[along * i]) * gain[along * i] + shift[along * i] + residual[i];
     else
@@ -20,17 +22,17 @@ INLINE const REAL *FOR_REAL(normalized)(const job *j, int64_t at, int64_t p, con
 /* Compute the gradient of x from the gradient of z, as reference.norm_input does. `out` may be `grad`. */
 INLINE void FOR_REAL(norm_gradient)(const job *j, int64_t p, const REAL *grad, const REAL *x, int n, int along, REAL *out) {
     const REAL *mean = FOR_REAL(vector)(j, MEAN, p), *gain = FOR_REAL(vector)(j, GAIN, p);
-    const REAL *of_g = FOR_REAL(vector)(j, OF_G, p), *of_centred = FOR_REAL(vector)(j, OF_CENTRED, p);
+    const REAL *g_term = FOR_REAL(vector)(j, G_TERM, p), *centred_term = FOR_REAL(vector)(j, CENTRED_TERM, p);
     if (j->norm_sums)
         for (int i = 0; i < n; i++)
-            out[i] = gain[along * i] * (grad[i] - of_g[along * i] - (x[i] - mean[along * i]) * of_centred[along * i]);
+            out[i] = gain[along * i] * (grad[i] - g_term[along * i] - (x[i] - mean[along * i]) * centred_term[along * i]);
     else
         for (int i = 0; i < n; i++) out[i] = gain[along * i] * grad[i];
 }
 
 /* Add g_z and g_z (x - mean) of positions [p, p + n) in `count` rows to the sums. */
-static void FOR_REAL(norm_sums_of_panel)(const job *j, int64_t p, const REAL *grad, int64_t grad_row, const REAL *x, int64_t x_row,
-                                         int count, int n, double *sums) {
+static void FOR_REAL(norm_sums_of_panel)(const job *j, int64_t p, const REAL *grad, int64_t grad_row, const REAL *x,
+                                         int64_t x_row, int count, int n, double *sums) {
     double totals[2 * WIDTH];
     SUMS_OF_ROWS(grad, grad_row, x, x_row, FOR_REAL(vector)(j, MEAN, p), count, n, totals);
     for (int i = 0; i < n; i++) {

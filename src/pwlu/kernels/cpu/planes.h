@@ -11,24 +11,25 @@ static void FOR_REAL(block)(const job *j, int64_t at, int n, double *sums, int64
     REAL *out = j->y && j->dtype <= FLOAT64 ? (REAL *)j->y + at : j->y || j->norm ? out_buffer : NULL;
     const int64_t first = at / j->inner % j->channels, first_rest = j->inner - at % j->inner;
     const REAL *table = (const REAL *)j->table + (column ? 2 * first * j->segments : 0);
-#define FOR_PARTS(doing)                                    \
-    int64_t c = first, rest = first_rest;                   \
+#define FOR_PARTS(doing) \
+    int64_t c = first, rest = first_rest; \
     for (int i = 0, m; i < n && (doing); i += m, rest = j->inner, c = c + 1 < j->channels ? c + 1 : 0)
-    FOR_PARTS(!j->of_z) {
+    FOR_PARTS(!j->grad_is_of_z) {
         const int32_t base = column ? 0 : (int32_t)(2 * c * j->segments);
         m = (int)smaller(n - i, rest);
         FOR_REAL(normalized)(j, at + i, c, given + i, m, 0, z_buffer + i);
         if (IN_REGISTERS(j)) MAP_PLANE(j, c, base, x + i, grad ? grad + i : NULL, m, out ? out + i : NULL, place + i);
         else FOR_REAL(locate_plane)(j, c, base, x + i, m, place + i);
     }
-    if (out && !IN_REGISTERS(j) && !j->of_z) FOR_REAL(apply)(table, x, grad, place, n, out);
+    if (out && !IN_REGISTERS(j) && !j->grad_is_of_z) FOR_REAL(apply)(table, x, grad, place, n, out);
     if (sums) FOR_REAL(accumulate)(grad, x, place, 1, n, sums, column);
     if (j->norm) {
-        FOR_PARTS(sums || j->of_norm) {
+        FOR_PARTS(sums || j->norm_input) {
             m = (int)smaller(n - i, rest);
             if (sums)
-                SUMS_OF(out + i, given + i, *FOR_REAL(vector)(j, MEAN, c), m, sums + 2 * ((column ? 1 : c + 1) * j->segments - 1));
-            else FOR_REAL(norm_gradient)(j, c, (j->of_z ? grad : out) + i, given + i, m, 0, out + i);
+                SUMS_OF(out + i, given + i, *FOR_REAL(vector)(j, MEAN, c), m,
+                        sums + 2 * ((column ? 1 : c + 1) * j->segments - 1));
+            else FOR_REAL(norm_gradient)(j, c, (j->grad_is_of_z ? grad : out) + i, given + i, m, 0, out + i);
         }
     }
 #undef FOR_PARTS

@@ -29,6 +29,7 @@
 #endif
 
 #include "norm.h"
+#include "knots.h"
 #include "table.h"
 #include "moments.h"
 #include "norm_state.h"

@@ -5,7 +5,7 @@ static void FOR_REAL(prepare_channel)(job *j, int64_t c) {
     const int64_t n = j->intervals;
     const REAL *const *given = (const REAL *const *)j->parameters;
     REAL *restrict slopes = (REAL *)j->split + 2 * c * j->segments, *restrict offsets = slopes + j->segments;
-    if (j->lookup) {
+    if (j->form == LOOKUP) {
         memcpy(slopes, given[2] + c * j->segments, sizeof(REAL) * (size_t)j->segments);
         memcpy(offsets, given[3] + c * j->segments, sizeof(REAL) * (size_t)j->segments);
         ((REAL *)j->left)[c] = given[0][c], ((REAL *)j->scale)[c] = given[1][c], ((REAL *)j->right)[c] = 0;
@@ -35,8 +35,9 @@ static void FOR_REAL(prepare)(job *j, int64_t unit) {
             ((REAL *)j->left)[c] = *FOR_REAL(normalized)(j, c * j->inner, c, x, 1, 0, &z);
             continue;
         }
-        if (j->of_z) continue;
-        FOR_REAL(prepare_channel)(j, c);
+        if (j->grad_is_of_z) continue;
+        if (j->form == KNOTS) FOR_REAL(prepare_knots)(j, c);
+        else FOR_REAL(prepare_channel)(j, c);
         REAL *restrict table = (REAL *)j->table + 2 * c * j->segments;
         const REAL *restrict split = (const REAL *)j->split + 2 * c * j->segments;
         for (int64_t s = 0; s < j->segments; s++) table[2 * s] = split[s], table[2 * s + 1] = split[j->segments + s];
@@ -68,6 +69,10 @@ static const double *FOR_REAL(total)(job *j, int64_t c) {
 static void FOR_REAL(finish_gradients)(job *j, int64_t c) {
     const int64_t n = j->intervals, p = first_position(j, c);
     const double *total = FOR_REAL(total)(j, c) + 2;
+    if (j->form == KNOTS) {
+        FOR_REAL(finish_knots)(j, c, total);
+        return;
+    }
     if (j->norm) FOR_REAL(finish_norm_sums)(j, c, total + 2 * (n + 1));
     const REAL *const *given = (const REAL *const *)j->parameters;
     REAL *const *gradients = (REAL *const *)j->gradients;

@@ -1,0 +1,113 @@
+"""Find the fewest knots for a function within a tolerance, by dynamic programming on its own knots.
+
+The new function has the values of the old one at the knots that it keeps, and the same outer slopes. Both functions are linear
+between the old knots, and their difference is constant beyond them. So the error is largest at a knot that was dropped. Among
+all such functions, the result has the fewest knots, and with that number the least error.
+
+Everything is computed in float64 on the CPU. A unit needs at least two knots.
+"""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from pwlu.nonuniform_reference import Knots
+
+
+def dropped_errors(functions: Knots) -> Tensor:
+    """Return the largest error (C, J + 2, J + 2) at the knots between two that are kept, for J knots.
+
+    Knot k has the index k + 1. The indices 0 and J + 1 stand for no kept knot on that side: the outer line goes on.
+    """
+    knots, heights, left_slope, right_slope = functions
+    channels, count = knots.shape
+    errors = torch.full((channels, count + 2, count + 2), torch.inf, dtype=torch.float64)
+    number = torch.arange(count)
+    for i in range(-1, count):
+        first = max(i, 0)
+        if i < 0:
+            lines = heights[:, :, None] + left_slope[:, None, None] * (knots[:, None, :] - knots[:, :, None])
+        else:
+            widths = knots - knots[:, i : i + 1]
+            slopes = torch.where(widths > 0, (heights - heights[:, i : i + 1]) / widths, 0.0)
+            lines = heights[:, i, None, None] + slopes[:, :, None] * (knots - knots[:, i : i + 1])[:, None, :]
+        difference = (lines - heights[:, None, :]).abs()
+        between = (number[None, :] > i) & (number[None, :] < number[:, None])  # (end, dropped knot)
+        largest = torch.where(between, difference, 0.0).amax(2)
+        errors[:, i + 1, first + (i >= 0) + 1 : -1] = largest[:, first + (i >= 0) :]
+        if i >= 0:
+            outer = heights[:, i : i + 1] + right_slope[:, None] * (knots - knots[:, i : i + 1])
+            after = torch.where(number > i, (outer - heights).abs(), 0.0)
+            errors[:, i + 1, -1] = after.amax(1)
+    return errors
+
+
+def least_errors(functions: Knots) -> tuple[Tensor, Tensor]:
+    """Return the least error (C, J + 1) with exactly k of J knots, and the knot kept before each (J + 1, C, J + 2).
+
+    The error is infinite for k < 2.
+    """
+    cost = dropped_errors(functions)
+    channels, count = functions.knots.shape
+    best = torch.full((channels, count + 2), torch.inf, dtype=torch.float64)
+    best[:, 0] = 0
+    least, before = [], []
+    for k in range(count + 1):
+        found, _ = torch.maximum(best, cost[:, :, -1]).min(1)
+        least.append(found if k >= 2 else torch.full_like(found, torch.inf))
+        best, chosen = torch.maximum(best[:, :, None], cost).min(1)  # the last kept knot is now the one at each index
+        best[:, -1] = torch.inf
+        before.append(chosen)
+    # before[k] leads from the (k + 1)-th kept knot to the k-th
+    return torch.stack(least, 1), torch.stack(before)
+
+
+def fewest_knots(functions: Knots, allowed: Tensor) -> Tensor:
+    """Return the least number of knots (C,) with an error of at most `allowed` (C,) in each channel."""
+    least, _ = least_errors(functions)
+    return (least <= allowed[:, None]).int().argmax(1)
+
+
+def simplified(functions: Knots, allowed: Tensor) -> Knots:
+    """Return functions with the fewest knots that suffice for every channel.
+
+    A channel that needs fewer gets its best error with at most that number, and more knots on its own lines.
+    """
+    least, before = least_errors(functions)
+    knots, heights, left_slope, right_slope = functions
+    most = int((least <= allowed[:, None]).int().argmax(1).max())
+    if most == knots.shape[1]:
+        return functions
+    numbers = least[:, : most + 1].argmin(1)
+    cost = dropped_errors(functions)
+    rows = []
+    for c, number in enumerate(numbers.tolist()):
+        rows.append(_kept(cost[c], before[:, c], number, float(least[c, number])))
+    new = [_filled(knots[c][kept], heights[c][kept], most) for c, kept in enumerate(rows)]
+    return Knots(torch.stack([k for k, _ in new]), torch.stack([y for _, y in new]), left_slope, right_slope)
+
+
+def _kept(cost: Tensor, before: Tensor, number: int, error: float) -> Tensor:
+    """Return the kept knots of one channel, in order."""
+    # Follow `before` back from every possible last knot, and take one that reaches the least error.
+    for last in range(1, len(cost) - 1):
+        path = [last]
+        for k in range(number - 1, 0, -1):
+            path.append(int(before[k, path[-1]]))
+        path.reverse()
+        ends = [0, *path, len(cost) - 1]
+        made = max(float(cost[i, j]) for i, j in itertools.pairwise(ends))
+        if made <= error:
+            return torch.tensor(path) - 1
+    raise AssertionError("no path has the least error")
+
+
+def _filled(knots: Tensor, heights: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the same function with `count` knots: split the widest interval until there are enough."""
+    while len(knots) < count:
+        i = int(knots.diff().argmax())
+        middle, height = (knots[i] + knots[i + 1]) / 2, (heights[i] + heights[i + 1]) / 2
+        knots = torch.cat([knots[: i + 1], middle[None], knots[i + 1 :]])
+        heights = torch.cat([heights[: i + 1], height[None], heights[i + 1 :]])
+    return knots, heights

@@ -23,12 +23,15 @@ from pwlu.deploy.onnx_export import export_onnx
 from pwlu.deploy.simplify import refine_, simplify_
 from pwlu.dynamic import DynamicPWLU
 from pwlu.kernels.dispatch import warm_up
+from pwlu.learning.constraining import constrain_
 from pwlu.learning.curvature import curvature
 from pwlu.learning.freezing import freeze_
 from pwlu.learning.parameter_groups import parameter_groups
 from pwlu.learning.realignment import realign_
+from pwlu.learning.regridding import regrid_
 from pwlu.learning.two_phase import TwoPhase
 from pwlu.module import PWLU
+from pwlu.nonuniform import NonUniformPWLU
 from pwlu.plotting.alignment import plot_alignment
 from pwlu.plotting.functions import plot_functions
 from pwlu.plotting.gain_chart import plot_improvements
@@ -40,6 +43,7 @@ __all__ = [
     "Alignment",
     "DynamicPWLU",
     "FusedPWLU",
+    "NonUniformPWLU",
     "Report",
     "Shapes",
     "Site",
@@ -47,6 +51,7 @@ __all__ = [
     "__version__",
     "activation",
     "alignment",
+    "constrain_",
     "convert_",
     "curvature",
     "describe",
@@ -63,6 +68,7 @@ __all__ = [
     "realign_",
     "reference",
     "refine_",
+    "regrid_",
     "restore_",
     "save",
     "simplify_",

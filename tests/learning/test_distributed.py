@@ -237,3 +237,29 @@ def test_a_sharded_model_begins_without_memory(alone):
     found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     assert found.keys() == expected.keys()
     assert same(found.values(), expected.values())
+
+
+@pytest.fixture(scope="module")
+def by_shared_rule(tmp_path_factory):
+    return results(tmp_path_factory.mktemp("shared_rule"), "shared_rule")
+
+
+@pytest.mark.parametrize("which", worker.OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["replicated", "sharded", "zero"])
+def test_the_shared_rule(by_shared_rule, kind, which):
+    """All ranks end with the same bits, and up to rounding with those of one process."""
+
+    def run(before_step, rule="shared"):
+        model = worker.network()
+        make, options = worker.OPTIMIZERS[which]
+        optimizer = make(pwlu.parameter_groups(model, lr=options["lr"]), **options)
+        pwlu.TwoPhase(model, optimizer, worker.REALIGN_AT, rule=rule)
+        worker.train(model, optimizer, worker.data(), before_step)
+        return model.state_dict()
+
+    first, second = (result[kind, which] for result in by_shared_rule)
+    assert same(first.values(), second.values())
+    bounds = bounds_of_rounding(run, ROUNDINGS)
+    assert_equal_to_rounding(first, run(lambda model: None), bounds)
+    paper = run(lambda model: None, rule="paper")
+    assert (paper["2.weight"] - first["2.weight"]).abs().max() > 1e3 * bounds["2.weight"]

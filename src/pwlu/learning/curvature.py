@@ -1,14 +1,15 @@
 """A penalty that keeps learned functions smooth."""
 
-import functools
 from collections import defaultdict
 
 import torch
 from torch import Tensor, nn
 
 from pwlu.dynamic import DynamicPWLU
-from pwlu.module import gathered, require_units
-from pwlu.reference import pack, unpack
+from pwlu.module import require_units
+from pwlu.nonuniform import NonUniformPWLU
+from pwlu.reference import pack, parameter_indices
+from pwlu.sharding import gathered
 
 
 def curvature(model: nn.Module) -> Tensor:
@@ -34,7 +35,7 @@ def curvature(model: nn.Module) -> Tensor:
         The penalty, a 0-d tensor with a gradient, on the device of the first PWLU.
 
     Raises:
-        TypeError: if ``model`` is not a module.
+        TypeError: if ``model`` is not a module, or has a :class:`pwlu.NonUniformPWLU`.
         ValueError: if it has no PWLUs.
 
     Example::
@@ -46,6 +47,11 @@ def curvature(model: nn.Module) -> Tensor:
     units = require_units("curvature", model).values()
     alike: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for unit in units:
+        if isinstance(unit, NonUniformPWLU):
+            raise TypeError(
+                "curvature: the penalty needs equally spaced knots, and the model has a NonUniformPWLU. Leave the penalty out, "
+                "or convert the model with to='pwlu'"
+            )
         together = alike[unit.intervals, unit.weight.device, unit.weight.dtype]
         together.append(gathered(unit.weight))
         if isinstance(unit, DynamicPWLU):
@@ -60,13 +66,3 @@ def curvature(model: nn.Module) -> Tensor:
         rises = torch.cat([left_slope * step, heights.diff(), right_slope * step], 1)
         sums.append(rises.diff().square().sum())
     return torch.stack([each.to(sums[0]) for each in sums]).sum()
-
-
-@functools.lru_cache(64)
-def parameter_indices(lengths: tuple[int, ...], intervals: int, device: torch.device) -> Tensor:
-    """Return the indices of the N + 5 parameters of each function in the concatenated weights: (functions, N + 5)."""
-    found = []
-    for places in torch.arange(sum(lengths)).split(lengths):
-        left, right, heights, left_slope, right_slope = unpack(places, intervals)
-        found.append(torch.cat([torch.stack([left, right, left_slope, right_slope], 1), heights], 1))
-    return torch.cat(found).to(device)

@@ -1,6 +1,6 @@
 """Realignment: move the bounds of every PWLU to its inputs, and reset it to its initial function."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -8,7 +8,8 @@ from torch import nn
 from pwlu import reference
 from pwlu.dynamic import DynamicPWLU
 from pwlu.initial_functions import find_initial_function
-from pwlu.module import PWLU, require_units
+from pwlu.module import PWLU, apply_constraint, require_units
+from pwlu.nonuniform import NonUniformPWLU
 from pwlu.reference import Blocks
 from pwlu.text import abbreviate
 
@@ -37,7 +38,8 @@ def realign_(model: nn.Module) -> list[Realigned]:
 
     Here f is the initial function (``init``), and mu and sigma are the running statistics of Phase I. A channel keeps its
     parameters if it has no statistics, if its sigma is 0, or if the PWLU is frozen. A frozen block
-    (``scale_gradients(left=0)``) keeps its values; the other blocks then fit f between the resulting bounds.
+    (``scale_gradients(left=0)``) keeps its values; the other blocks then fit f between the resulting bounds. Constraints
+    (:func:`pwlu.constrain_`) are applied to the result.
 
     Args:
         model: a model with PWLUs that has trained in Phase I.
@@ -73,22 +75,29 @@ def realign_(model: nn.Module) -> list[Realigned]:
 
 
 def _realign(name: str, unit: PWLU) -> Realigned:
-    statistics, old = unit.statistics, Blocks(*(block.detach().to("cpu", torch.float64) for block in unit.blocks()))
-    frozen = _frozen_entries(unit)
+    kind = unit._layout.Blocks
+    statistics, old = unit.statistics, kind(*(block.detach().to("cpu", torch.float64) for block in unit.blocks()))
+    frozen, old_right = _frozen_entries(unit), unit.right.detach().to("cpu", torch.float64)
+    right_is_frozen = frozen.log_widths.all(1) if isinstance(unit, NonUniformPWLU) else frozen.right
     mu, sigma = (s.to("cpu", torch.float64) for s in (statistics.running_mean, statistics.running_std))
-    left, right = torch.where(frozen.left, old.left, mu - 3 * sigma), torch.where(frozen.right, old.right, mu + 3 * sigma)
+    left, right = torch.where(frozen.left, old.left, mu - 3 * sigma), torch.where(right_is_frozen, old_right, mu + 3 * sigma)
     # An interval must be wider than the rounding error of the parameters, or neighbouring knots would coincide.
     roundoff = torch.finfo(unit.weight.dtype).eps * torch.maximum(left.abs(), right.abs())
     usable = (statistics.updates > 0).cpu() & ((right - left) / unit.intervals > 4 * roundoff)
     stored = [bound.to(unit.weight.dtype).to(reference.compute_dtype(unit.weight)) for bound in (left, right)]
     usable &= (stored[1] - stored[0]).isfinite()  # in the dtypes of the forward pass
-    left, right = torch.where(usable, left, old.left), torch.where(usable, right, old.right)
-    new = Blocks(left, right, *reference.start(find_initial_function(unit.init).function, left, right, unit.intervals))
-    moves = Blocks(*((usable[:, None] if block.ndim == 2 else usable) & ~block for block in frozen))
-    unit.assign(**{n: torch.where(m, v, o) for n, m, v, o in zip(Blocks._fields, moves, new, old, strict=True)})
+    left, right = torch.where(usable, left, old.left), torch.where(usable, right, old_right)
+    new: Any
+    if isinstance(unit, NonUniformPWLU):
+        new = unit.start_between(left, right, frozen.log_widths)
+    else:
+        new = Blocks(left, right, *reference.start(find_initial_function(unit.init).function, left, right, unit.intervals))
+    moves = kind(*((usable[:, None] if block.ndim == 2 else usable) & ~block for block in frozen))
+    unit.assign(**{n: torch.where(m, v, o) for n, m, v, o in zip(kind._fields, moves, new, old, strict=True)})
     moved = torch.cat([move.reshape(unit.channels, -1) for move in moves], 1).any(1)
     if isinstance(unit, DynamicPWLU):
         unit.forget_directions(moved)
+    apply_constraint(unit)
     statistics.realigned.fill_(True)
     statistics.pool.zero_()
     if unit.phase == 1:
@@ -96,9 +105,9 @@ def _realign(name: str, unit: PWLU) -> Realigned:
     return Realigned(name, unit.channels, int((~moved).sum()))
 
 
-def _frozen_entries(unit: PWLU) -> Blocks:
+def _frozen_entries(unit: PWLU) -> Any:
     """Return a mask of frozen entries: all if the weight needs no gradient, else those with a gradient factor of 0."""
     scale = unit.gradient_scale
     if scale is None or not unit.weight.requires_grad:
-        scale = torch.full((unit.channels * (unit.intervals + 5),), float(unit.weight.requires_grad))
-    return reference.unpack(scale.cpu() == 0, unit.intervals)
+        scale = torch.full((unit.channels * unit._layout.size(unit.intervals),), float(unit.weight.requires_grad))
+    return unit._layout.unpack(scale.cpu() == 0, unit.intervals)

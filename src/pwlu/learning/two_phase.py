@@ -18,8 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from pwlu.learning.freezing import remove_gradients
 from pwlu.learning.optimizers import add_momentum_buffers, complete_state, state_optimizer, unwrap_optimizer
 from pwlu.learning.realignment import Realigned, realign_
+from pwlu.learning.shared_rule import DEFAULT_RULE, SharedRule, add_penalty_, find_rule, share_gradients_, smooth_
 from pwlu.learning.two_phase_checks import check_copy, check_optimizer, check_steps, check_weights, warn_of_decay
-from pwlu.module import PWLU, full_values, require_units, write_parameter
+from pwlu.module import PWLU, require_units
+from pwlu.sharding import full_values, write_parameter
 from pwlu.statistics import InputStatistics, advance_
 from pwlu.text import abbreviate, counted
 
@@ -39,6 +41,9 @@ class TwoPhase:
             before you create the optimizer.
         optimizer: the optimizer that holds the PWLU parameters.
         realign_at: the number of optimizer steps of Phase I (T' in the paper, where it is 5 epochs).
+        rule: how PWLUs learn in Phase II. ``"paper"`` or None: like all other parameters. ``"shared"``: the channels of a layer
+            share their gradients, and bends are penalized; see :mod:`pwlu.learning.shared_rule`. A
+            :class:`pwlu.learning.shared_rule.SharedRule` sets other strengths. Default: ``"paper"``.
         copies: models with the same structure, such as an exponential moving average. At realignment, their PWLUs get the
             parameters and statistics of the model. Default: none.
         process_group: the process group that trains the model. Default: that of the model if it is a
@@ -70,10 +75,12 @@ class TwoPhase:
         optimizer: Optimizer,
         realign_at: int,
         *,
+        rule: str | SharedRule | None = DEFAULT_RULE,
         copies: nn.Module | Sequence[nn.Module] = (),
         process_group: "dist.ProcessGroup | None" = None,
     ) -> None:
         self.realign_at = check_steps(realign_at)
+        self.rule = find_rule(rule)
         self.model = model
         self._units = require_units("TwoPhase", model)
         self._statistics = [unit.statistics for unit in self._units.values()]
@@ -92,6 +99,7 @@ class TwoPhase:
         self.report: list[Realigned] = []
         self._momentum_ready = False  # whether add_momentum_buffers was called
         self._completing = False  # inside complete_state, whose step does not count
+        self._shared: Any = None  # what the rule keeps from before a step until after it
         self._stepping = False  # inside a step; some optimizers step another optimizer inside
         self._optimizer = weakref.ref(optimizer)
         self._wrappers: list[weakref.ref[DistributedDataParallel]] | None = None  # of the model, found at the first step
@@ -141,7 +149,7 @@ class TwoPhase:
         return f"TwoPhase({units}, {phase}, {self.steps} of {self.realign_at} steps of Phase I taken)"
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Remove the gradients of units in Phase I: with a gradient of zero, momentum or weight decay would still move them."""
+        """Change the gradients of units. In Phase I, a gradient of 0 would not do: momentum or weight decay would move them."""
         self._stepping = True
         if self._completing:
             return None
@@ -152,24 +160,42 @@ class TwoPhase:
             if not self._momentum_ready:
                 add_momentum_buffers(state_optimizer(optimizer), units)
                 self._momentum_ready = True
-            return None
-        self._check_even_inputs(optimizer)
-        remove_gradients(units)
+            if self.rule is None:
+                return None
+        else:
+            self._check_even_inputs(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+        if closure is None or self.phase == 1:
+            self._change_gradients(optimizer)
         if closure is None:
             return None
 
-        def without_unit_gradients() -> Any:
+        def changed() -> Any:
             loss = closure()
-            remove_gradients(units)
-            return loss
+            added = self._change_gradients(optimizer)
+            return loss if added is None else loss + added
 
         if "closure" in kwargs:
-            return args, {**kwargs, "closure": without_unit_gradients}
-        return (args[0], without_unit_gradients, *args[2:]), kwargs
+            return args, {**kwargs, "closure": changed}
+        return (args[0], changed, *args[2:]), kwargs
+
+    def _change_gradients(self, optimizer: Optimizer) -> Tensor | None:
+        """Remove the gradients of units in Phase I; let the rule change them in Phase II. Return what it adds to the loss."""
+        units = self._units.values()
+        if self.phase == 1:
+            remove_gradients(units)
+        elif self.rule is not None:
+            # LBFGS has a metric of its own, and its line search needs the gradient of the loss that the closure returns.
+            if isinstance(optimizer, torch.optim.LBFGS):
+                return add_penalty_(self.rule, units)
+            self._shared = share_gradients_(self.rule, units, optimizer)
+        return None
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._stepping = False
+        shared, self._shared = self._shared, None
+        if shared is not None and self.rule is not None:
+            smooth_(self.rule, shared, optimizer)
         if self.phase != 1 or self._completing or self._is_dummy_step(optimizer):
             return
         # GradScaler calls a fused optimizer even for a skipped step, and sets found_inf.

@@ -201,6 +201,7 @@ def _check_task(settings: Settings, recipe: Recipe) -> None:
         and settings.pixels < 64,
         "--augmentation flip is for detection: write crop+flip": not recipe.detects and settings.augmentation == "flip",
         "--save-detections is for detection: leave it out": not recipe.detects and settings.save_detections,
+        "--test-data is for shards of images: leave it out": recipe.data != "folder" and settings.test_data,
         "--augmentation autoaugment is for image files: write crop+flip": recipe.in_memory
         and settings.augmentation == "autoaugment",
         f"the images of {recipe.data} always have {recipe.pixels} pixels: leave out --pixels": recipe.in_memory

@@ -8,11 +8,11 @@ from typing import Any
 from pwlu.lab.recipes import catalog
 from pwlu.lab.recipes.settings import UNITS, Settings
 
-_PWLU_SETTINGS = ("intervals", "init", "realign_epochs", "fix_init", "curvature")
+_PWLU_SETTINGS = ("intervals", "init", "realign_epochs", "fix_init", "rule", "curvature")
 _LEARNED_SETTINGS = ("granularity", "unit_lr")
 _WITHOUT_PARAMETERS = ("relu", "swish", "silu", "gelu", "mish", "hardswish")
 # Without realign_epochs, which depends on the length of training.
-_ACTIVATION_SETTINGS = ("activation", "intervals", "init", "fix_init", "curvature", *_LEARNED_SETTINGS)
+_ACTIVATION_SETTINGS = ("activation", "intervals", "init", "fix_init", "rule", "curvature", *_LEARNED_SETTINGS)
 
 _MAX_LABEL = 160  # characters; folder names have at most 255, and include the recipe and the seed as well
 

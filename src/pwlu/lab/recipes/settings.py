@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from pwlu.learning.shared_rule import DEFAULT_RULE, PAPER, RULES
+
 
 class UserError(Exception):
     """An error that the user can fix. The command line prints it without a traceback."""
@@ -25,7 +27,7 @@ def _setting(default: Any, help: str, *, machine: bool = False, unit: bool = Fal
 
 
 PRECISIONS = ("float32", "bf16", "fp16", "float64")
-UNITS = ("pwlu", "dynamic_pwlu")  # activations that are PWLUs
+UNITS = ("pwlu", "dynamic_pwlu", "nonuniform_pwlu")  # activations that are PWLUs
 FUSE_NORMS = ("auto", "on", "off")
 AUGMENTATIONS = ("none", "crop", "crop+flip", "autoaugment", "flip")
 
@@ -37,7 +39,7 @@ class Settings:
     recipe: str
     activation: str = _setting(
         "pwlu",
-        "use this activation: relu, prelu, swish, apl, pau, frelu, pwlu, dynamic_pwlu, ...",
+        "use this activation: relu, prelu, swish, apl, pau, frelu, pwlu, dynamic_pwlu, nonuniform_pwlu, ...",
         flag="--act",
         metavar="NAME",
     )
@@ -84,6 +86,12 @@ class Settings:
         metavar="FACTOR",
         unit=True,
     )
+    rule: str = _setting(
+        DEFAULT_RULE,
+        "train PWLUs by this learning rule; shared: the channels of a layer share gradients, and bends are penalised",
+        choices=tuple(RULES),
+        unit=True,
+    )
     curvature: float = _setting(
         0.0,
         "add this multiple of the curvature of PWLUs to the loss, such as 0.001 (default: no penalty)",
@@ -109,7 +117,15 @@ class Settings:
         choices=FUSE_NORMS,
     )
     channels_last: bool = _setting(None, "use the channels-last memory format (default: on for GPUs, else off)", machine=True)
-    data: str = _setting("data", "read the data set from DIR", machine=True, metavar="DIR")
+    data: str = _setting(
+        "data",
+        "read the data set from this folder; images of an image recipe also from tar shards, in quotes: 'NAME-{000..146}.tar'",
+        machine=True,
+        metavar="DIR",
+    )
+    test_data: str = _setting(
+        None, "measure on the images of these shards (default: on the test images of --data)", machine=True, metavar="SHARDS"
+    )
     device: str = _setting(
         None, "compute on this device: cpu, cuda, ... (default: cuda if available)", machine=True, metavar="NAME"
     )
@@ -161,6 +177,7 @@ def check(settings: Settings) -> Settings:
         "realign_epochs": (settings.realign_epochs > 0, "above 0; to train without Phase I write --fix-init 3"),
         "fix_init": (settings.fix_init >= 0, "above 0, such as 3"),
         "unit_lr": (settings.unit_lr >= 0, "at least 0"),
+        "rule": (settings.rule in RULES, f"one of {', '.join(RULES)}"),
         "curvature": (settings.curvature >= 0, "at least 0"),
         "ema": (0 <= settings.ema < 1, "from 0 to below 1, such as 0.999"),
         "accumulate": (settings.accumulate >= 1, "at least 1"),
@@ -180,6 +197,8 @@ def check(settings: Settings) -> Settings:
     for name, (holds, expected) in rules.items():
         if not holds:
             raise UserError(f"{flag(name)} must be {expected}, not {getattr(settings, name)}")
+    if settings.activation in UNITS and settings.fix_init and settings.rule != PAPER:
+        raise UserError(f"--rule {settings.rule} needs Phase I: leave out --fix-init, or write --rule {PAPER}")
     realigns = settings.activation in UNITS and not settings.fix_init and not settings.iterations
     if realigns and settings.realign_epochs >= settings.epochs:
         raise UserError(

@@ -23,7 +23,7 @@ from pwlu.lab.tasks.task import Task
 from pwlu.lab.training.summary import write_report
 from pwlu.lab.training.trainer import Trainer
 from pwlu.plotting.functions import plot_functions
-from pwlu.text import install
+from pwlu.text import counted, install
 
 SECONDS_BETWEEN_CHECKPOINTS = 600  # within an epoch; each epoch ends with a checkpoint as well
 STEPS_BETWEEN_CLOCK_CHECKS = 50  # how often the ranks agree whether that time has passed
@@ -117,7 +117,7 @@ class _Loop:
         title = f"{self.settings.recipe} {self.settings.activation}, seed {self.settings.seed}"
         self.board = self._tensorboard()
         self.progress = Progress(title, self.total, done=self.number, silent=not self.processes.is_main)
-        for note in self.task.notes:
+        for note in (*self.task.notes, *self._changed_processes()):
             self.progress.say(note)
         try:
             while self.number < self.total and self._finite():
@@ -152,6 +152,18 @@ class _Loop:
                 f"{self.folder.path / 'metrics.jsonl'} ends at step {known:,}, but the newest checkpoint is of step {done:,}: "
                 "epochs are missing. Copy the file again from where it was trained, or start a new run without --resume"
             )
+
+    def _changed_processes(self) -> list[str]:
+        """Return a note if the run was begun with another number of processes: what stays the same, and what does not."""
+        known = self.folder.environment() if self.folder.has("environment.json") else {}
+        begun, now = known.get("processes"), self.processes.count
+        if begun in (None, now):
+            return []
+        norms = "" if self.processes.device.type == "cuda" else ", and batch statistics, which are those of each process"
+        return [
+            f"begun with {counted(int(begun), 'process', 'processes')}, now {now}. The same: the images of every step, their "
+            "augmentation, the batch, the learning rate. Different: the rounding of sums, the random numbers of dropout" + norms
+        ]
 
     def _restore(self, state: dict[str, Any]) -> None:
         before = state.get("steps_per_epoch", self.task.steps_per_epoch)

@@ -69,7 +69,7 @@ class Trainer:
                     f"steps, training has {task.total_steps}. Write fewer --realign-epochs, or train for longer"
                 )
             copies = [self.average.module] if self.average else []
-            self.phases = TwoPhase(network, self.optimizer, realign_at, copies=copies)
+            self.phases = TwoPhase(network, self.optimizer, realign_at, rule=settings.rule, copies=copies)
 
     @property
     def measured(self) -> nn.Module:

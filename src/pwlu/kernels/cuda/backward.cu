@@ -48,10 +48,10 @@ __device__ void finish(const Arguments &a, int channel, const Sum &sum) {
     write(a.gradients[3], channel, a.kind, below.y * step);
     write(a.gradients[4], channel, a.kind, above.y * step - width * above.x);
     if (a.sums) {
-      const double2 of_norm = sum(n + 3);
-      a.sums[channel] = (float)of_norm.x;
-      a.sums[a.channels + channel] = (float)of_norm.y;
-      a.sums[2 * a.channels + channel] = (float)(of_norm.y * a.norm[a.channels + channel]);
+      const double2 norm_sum = sum(n + 3);
+      a.sums[channel] = (float)norm_sum.x;
+      a.sums[a.channels + channel] = (float)norm_sum.y;
+      a.sums[2 * a.channels + channel] = (float)(norm_sum.y * a.norm[a.channels + channel]);
     }
   }
 }
@@ -71,18 +71,18 @@ struct Pass {
 
 // The norm of a channel in the backward pass: two sums in the first pass, the gradient of x in the second.
 struct NormBackward : Normal {
-  float of_g, of_centred;
+  float g_term, centred_term;
 
-  __device__ NormBackward() : of_g(0.0f), of_centred(0.0f) {}
-  __device__ NormBackward(const Arguments &a, int channel, bool sums) : Normal(a, channel), of_g(0.0f), of_centred(0.0f) {
+  __device__ NormBackward() : g_term(0.0f), centred_term(0.0f) {}
+  __device__ NormBackward(const Arguments &a, int channel, bool sums) : Normal(a, channel), g_term(0.0f), centred_term(0.0f) {
     if (sums || !a.sums) return;  // without sums, mean and variance are constants
     const float inv_std = a.norm[a.channels + channel];
-    of_g = a.sums[channel] * a.factor;
-    of_centred = a.sums[a.channels + channel] * a.factor * inv_std * inv_std;
+    g_term = a.sums[channel] * a.factor;
+    centred_term = a.sums[a.channels + channel] * a.factor * inv_std * inv_std;
   }
 
-  __device__ void add(float g_z, float centred) { of_g += g_z, of_centred = fmaf(g_z, centred, of_centred); }
-  __device__ float input(float g_z, float centred) const { return scale * (g_z - of_g - centred * of_centred); }
+  __device__ void add(float g_z, float centred) { g_term += g_z, centred_term = fmaf(g_z, centred, centred_term); }
+  __device__ float input(float g_z, float centred) const { return scale * (g_z - g_term - centred * centred_term); }
 };
 
 // Replace x by its gradient (that of z with a norm), and return t and the bits of the line for the sums. `slopes` holds results
@@ -158,8 +158,8 @@ __device__ void add_two(float2 &a, float2 &b, bool same, float g, float t, float
 // Add U vectors to the columns of a thread: with EACH, element j to columns[j]; else all elements to the first. DISJOINT: the
 // columns are all different, so that all sums of a vector can be loaded at once.
 template <int U, int W, bool EACH, bool DISJOINT>
-__device__ void accumulate(const float (&g)[U][W], const float (&t)[U][W], const unsigned (&bits)[U][W], const unsigned *columns,
-                           unsigned stride) {
+__device__ void accumulate(const float (&g)[U][W], const float (&t)[U][W], const unsigned (&bits)[U][W],
+                           const unsigned *columns, unsigned stride) {
   constexpr int AT_ONCE = DISJOINT ? W : 1;
 #pragma unroll
   for (int u = 0; u < U; u += 2)
@@ -262,7 +262,7 @@ __device__ void backward_planes(const Arguments &a) {
     if (On::sums) accumulate<U, W, false, false>(g, t, bits, &column, stride);
   }
   if (!On::sums) return;
-  if (On::norm) store_pair(own + lines * stride, make_float2(norm.of_g, norm.of_centred));
+  if (On::norm) store_pair(own + lines * stride, make_float2(norm.g_term, norm.centred_term));
   __syncthreads();
   const auto sum_of = [&](int k, int from, int count) {  // sum of the columns of line k; each k starts at a different bank
     float2 sum = make_float2(0.0f, 0.0f);
@@ -312,7 +312,7 @@ __device__ void backward_rows(const Arguments &a) {
   using On = Pass<KIND>;
   constexpr int U = MIXED ? MIXED_AT_ONCE : On::sums ? ROWS_AT_ONCE : ROWS_AT_ONCE / 2;  // without columns, more threads fit
   constexpr int OWN = MIXED ? (W > 1 ? 2 : 1) : W;  // columns per thread
-  extern __shared__ float2 columns[];                // [line][own column][thread], then the slopes, [line][place]
+  extern __shared__ float2 columns[];  // [line][own column][thread], then the slopes, [line][place]
   const int lines = LINES(a.intervals), sum_lines = SUM_LINES(KIND, a.intervals), threads = blockDim.x;
   const Panel<W, MIXED> panel(a);
   const int rows = panel.rows, places = panel.places;
@@ -336,8 +336,7 @@ __device__ void backward_rows(const Arguments &a) {
     if (On::norm) norm[j] = NormBackward(a, panel.channel[j], On::sums);
     if (On::slopes) b[j] = Bounds(a, panel.channel[j]), limit = fminf(limit, b[j].limit());
   }
-  if (On::slopes)
-    lines_of_panel(a, panel, room, [&](int k, int place, float2 entry) { slopes[k * places + place] = entry.x; });
+  if (On::slopes) lines_of_panel(a, panel, room, [&](int k, int place, float2 entry) { slopes[k * places + place] = entry.x; });
   __syncthreads();
   const unsigned own_address = address_of(columns + threadIdx.x), column_bytes = 8 * OWN * threads, line_bytes = 4 * places;
   if (On::sums)
@@ -378,22 +377,22 @@ __device__ void backward_rows(const Arguments &a) {
   }
   if (!On::sums) return;
   if (On::norm) {
-    float2 of_norm[OWN];
+    float2 norm_sum[OWN];
 #pragma unroll
-    for (int own = 0; own < OWN; ++own) of_norm[own] = make_float2(0.0f, 0.0f);
+    for (int own = 0; own < OWN; ++own) norm_sum[own] = make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-      float2 &pair = of_norm[!MIXED ? j : OWN > 1 && panel.channel[j] != panel.channel[0] ? OWN - 1 : 0];
-      pair.x += norm[j].of_g, pair.y += norm[j].of_centred;
+      float2 &pair = norm_sum[!MIXED ? j : OWN > 1 && panel.channel[j] != panel.channel[0] ? OWN - 1 : 0];
+      pair.x += norm[j].g_term, pair.y += norm[j].centred_term;
     }
 #pragma unroll
-    for (int own = 0; own < OWN; ++own) store_pair(own_address + lines * column_bytes + own * 8 * threads, of_norm[own]);
+    for (int own = 0; own < OWN; ++own) store_pair(own_address + lines * column_bytes + own * 8 * threads, norm_sum[own]);
   }
   __syncthreads();
   // Add up the columns of all threads with the same channel, in the column of the first of them. A warp processes lines of 32
   // channels.
   const int width = a.width, inner = MIXED ? (int)a.inner : 1;
-  const auto first_of = [&](int c) { return c * inner / W; };                                      // vector
+  const auto first_of = [&](int c) { return c * inner / W; };  // vector
   const auto own = [&](int c, int vector) { return MIXED ? (int)(vector * W < c * inner) : c % W; };  // 1 if c is the second
   const int lane = threadIdx.x % 32, warps = threads / 32;
   for (int base = 0; base < panel.channels; base += 32) {

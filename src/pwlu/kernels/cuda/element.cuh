@@ -39,16 +39,16 @@ struct Arguments {
   const void *parameters[5];
   void *gradients[5];
   void *partial;  // partial sums of every block
-  float *pool;    // (3, channels): count, mean, M2
+  float *pool;  // (3, channels): count, mean, M2
   const void *residual;  // added to the normalized x
-  float *norm;           // (4, channels): mean, 1/sqrt(variance + eps), scale, shift
-  float *sums;           // (3, channels): sums of g_z and of g_z (x - mean), gradient of gamma
-  float factor, eps;     // factor: momentum of the running statistics, or 1/count in norm_input
-  i64 outer, inner, per_channel;             // per_channel: elements per channel
-  i64 of_split;                              // minimum number of planes per block, or of rows per row of threads
-  int channels, intervals, splits, kind;     // kind: the dtype of the parameters, 0 float32, 1 bfloat16, 2 float16
-  int width, places, together, groups;       // see Panel and finish.cu
-  unsigned piece, magic, shift;              // vectors per piece of a plane; division by the vectors per plane
+  float *norm;  // (4, channels): mean, 1/sqrt(variance + eps), scale, shift
+  float *sums;  // (3, channels): sums of g_z and of g_z (x - mean), gradient of gamma
+  float factor, eps;  // factor: momentum of the running statistics, or 1/count in norm_input
+  i64 outer, inner, per_channel;  // per_channel: elements per channel
+  i64 of_split;  // minimum number of planes per block, or of rows per row of threads
+  int channels, intervals, splits, kind;  // kind: the dtype of the parameters, 0 float32, 1 bfloat16, 2 float16
+  int width, places, together, groups;  // see Panel and finish.cu
+  unsigned piece, magic, shift;  // vectors per piece of a plane; division by the vectors per plane
 };
 
 struct Bfloat16 {
@@ -119,8 +119,10 @@ struct alignas(4 * W) FloatVector {
     for (int j = 0; j < W; ++j) elements[j] = values[j];
   }
 };
-template <int W> struct Vector<float, W> : FloatVector<W> {};
-template <> struct Vector<float, 1> : FloatVector<1> {};
+template <int W>
+struct Vector<float, W> : FloatVector<W> {};
+template <>
+struct Vector<float, 1> : FloatVector<1> {};
 
 __device__ float read(const void *array, i64 at, int kind) {
   if (kind == 0) return static_cast<const float *>(array)[at];
@@ -130,7 +132,8 @@ __device__ float read(const void *array, i64 at, int kind) {
 
 __device__ void write(void *array, i64 at, int kind, double value) {
   if (kind == 0) static_cast<float *>(array)[at] = (float)value;
-  else static_cast<u16 *>(array)[at] = (u16)(kind == 1 ? Bfloat16::pack((float)value, 0.0f) : Float16::pack((float)value, 0.0f));
+  else
+    static_cast<u16 *>(array)[at] = (u16)(kind == 1 ? Bfloat16::pack((float)value, 0.0f) : Float16::pack((float)value, 0.0f));
 }
 
 // Replace infinities by the largest finite numbers. NaN stays NaN.

@@ -4,7 +4,8 @@
 // groups of threads share the splits.
 __device__ void reduce_gradients(const Arguments &a) {
   extern __shared__ double2 sums[];  // [group][line][channel]
-  const int lines = LINES(a.intervals) + (a.sums ? 1 : 0), together = a.together, groups = a.groups, first = blockIdx.x * together;
+  const int lines = LINES(a.intervals) + (a.sums ? 1 : 0), together = a.together, groups = a.groups,
+            first = blockIdx.x * together;
   const int per_group = lines * together;
   for (int i = threadIdx.x; i < groups * per_group; i += blockDim.x) {
     const int group = i / per_group, k = i % per_group / together, channel = first + i % together;

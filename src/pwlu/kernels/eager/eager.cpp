@@ -15,42 +15,44 @@
 
 namespace {
 
-using Forward = Tensor(const Tensor&, const Tensor&, int64_t, int64_t);
-using Observe = Tensor(const Tensor&, const Tensor&, int64_t, int64_t, Tensor);
+using Forward = Tensor(const Tensor &, const Tensor &, int64_t, int64_t);
+using Observe = Tensor(const Tensor &, const Tensor &, int64_t, int64_t, Tensor);
 using Gradients = std::tuple<Tensor, Tensor>;
-using Backward = Gradients(const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t, bool, bool);
-using Lookup = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t);
+using Backward = Gradients(const Tensor &, const Tensor &, const Tensor &, int64_t, int64_t, bool, bool);
+using Lookup = Tensor(const Tensor &, const Tensor &, const Tensor &, const Tensor &, const Tensor &, int64_t);
 
-using Normalization = Tensor(const Tensor&, PWLU_NORM_STATE);
-using NormForward = Tensor(const Tensor&, const MaybeTensor&, const Tensor&, const Tensor&, int64_t);
-using NormObserve = Tensor(const Tensor&, const MaybeTensor&, const Tensor&, const Tensor&, int64_t, Tensor);
-using NormBackward = NormGradients(const Tensor&, const Tensor&, const MaybeTensor&, const Tensor&, const Tensor&, int64_t);
-using NormInput = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, const MaybeTensor&, double, bool);
-using NormAct = std::tuple<Tensor, Tensor>(const Tensor&, const MaybeTensor&, const Tensor&, int64_t, PWLU_NORM_STATE);
-using DifferentiableNormBackward = std::vector<Tensor>(const Tensor&, const Tensor&, const MaybeTensor&, const Tensor&,
-                                                       const MaybeTensor&, const MaybeTensor&, const Tensor&, int64_t, double,
-                                                       bool);
+using Normalization = Tensor(const Tensor &, PWLU_NORM_STATE);
+using NormForward = Tensor(const Tensor &, const MaybeTensor &, const Tensor &, const Tensor &, int64_t);
+using NormObserve = Tensor(const Tensor &, const MaybeTensor &, const Tensor &, const Tensor &, int64_t, Tensor);
+using NormBackward = NormGradients(const Tensor &, const Tensor &, const MaybeTensor &, const Tensor &, const Tensor &,
+                                   int64_t);
+using NormInput = Tensor(const Tensor &, const Tensor &, const Tensor &, const Tensor &, int64_t, const MaybeTensor &, double,
+                         bool);
+using NormAct = std::tuple<Tensor, Tensor>(const Tensor &, const MaybeTensor &, const Tensor &, int64_t, PWLU_NORM_STATE);
+using DifferentiableNormBackward = std::vector<Tensor>(const Tensor &, const Tensor &, const MaybeTensor &, const Tensor &,
+                                                       const MaybeTensor &, const MaybeTensor &, const Tensor &, int64_t,
+                                                       double, bool);
 
 template <class Signature>
-c10::TypedOperatorHandle<Signature> find(const char* name) {
+c10::TypedOperatorHandle<Signature> find(const char *name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
 // Implementations below autograd.
 
 template <class Signature, class... Rest>
-auto by_python(const c10::TypedOperatorHandle<Signature>& op, const Rest&... arguments) {
+auto by_python(const c10::TypedOperatorHandle<Signature> &op, const Rest &...arguments) {
   const at::AutoDispatchBelowAutograd guard;
   return op.call(arguments...);
 }
 
-Tensor forward(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim) {
+Tensor forward(const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim) {
   if (auto y = run_forward(x, weight, intervals, channel_dim)) return *y;
   static const auto python = find<Forward>("pwlu_python::serve_forward");
   return by_python(python, x, weight, intervals, channel_dim);
 }
 
-Tensor observe(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim, Tensor pool) {
+Tensor observe(const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim, Tensor pool) {
   // In a backward pass, gradient checkpointing recomputes forward: fall back to Python, which does not count the input again.
   if (torch::autograd::get_current_graph_task_id() == -1)
     if (auto y = run_forward(x, weight, intervals, channel_dim, &pool)) return *y;
@@ -58,14 +60,14 @@ Tensor observe(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t
   return by_python(python, x, weight, intervals, channel_dim, pool);
 }
 
-Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim,
+Gradients backward(const Tensor &grad, const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim,
                    bool need_input, bool need_weight) {
   if (auto found = run_backward(grad, x, weight, intervals, channel_dim, need_input, need_weight)) return *found;
   static const auto python = find<Backward>("pwlu_python::serve_backward");
   return by_python(python, grad, x, weight, intervals, channel_dim, need_input, need_weight);
 }
 
-Tensor lookup(const Tensor& x, const Tensor& left, const Tensor& inv_step, const Tensor& slopes, const Tensor& offsets,
+Tensor lookup(const Tensor &x, const Tensor &left, const Tensor &inv_step, const Tensor &slopes, const Tensor &offsets,
               int64_t channel_dim) {
   if (auto y = run_lookup(x, {&left, &inv_step, &slopes, &offsets}, channel_dim)) return *y;
   static const auto python = find<Lookup>("pwlu_python::serve_lookup");
@@ -74,20 +76,20 @@ Tensor lookup(const Tensor& x, const Tensor& left, const Tensor& inv_step, const
 
 // A batch norm followed by a PWLU.
 
-Tensor normalization(const Tensor& x, PWLU_NORM_STATE) {
+Tensor normalization(const Tensor &x, PWLU_NORM_STATE) {
   if (!pool || torch::autograd::get_current_graph_task_id() == -1)  // see observe
     if (auto norm = run_normalization(x, PWLU_NORM_NAMES, pool)) return *norm;
   static const auto python = find<Normalization>("pwlu_python::serve_normalization");
   return by_python(python, x, PWLU_NORM_NAMES, pool);
 }
 
-Tensor norm_forward(const Tensor& x, const MaybeTensor& residual, const Tensor& norm, const Tensor& weight, int64_t intervals) {
+Tensor norm_forward(const Tensor &x, const MaybeTensor &residual, const Tensor &norm, const Tensor &weight, int64_t intervals) {
   if (auto y = run_norm_forward(x, residual, norm, weight, intervals, std::nullopt)) return *y;
   static const auto python = find<NormForward>("pwlu_python::serve_norm_forward");
   return by_python(python, x, residual, norm, weight, intervals);
 }
 
-Tensor norm_observe(const Tensor& x, const MaybeTensor& residual, const Tensor& norm, const Tensor& weight, int64_t intervals,
+Tensor norm_observe(const Tensor &x, const MaybeTensor &residual, const Tensor &norm, const Tensor &weight, int64_t intervals,
                     Tensor pool) {
   if (torch::autograd::get_current_graph_task_id() == -1)
     if (auto y = run_norm_forward(x, residual, norm, weight, intervals, pool)) return *y;
@@ -95,27 +97,27 @@ Tensor norm_observe(const Tensor& x, const MaybeTensor& residual, const Tensor& 
   return by_python(python, x, residual, norm, weight, intervals, pool);
 }
 
-NormGradients norm_backward(const Tensor& grad, const Tensor& x, const MaybeTensor& residual, const Tensor& norm,
-                            const Tensor& weight, int64_t intervals) {
+NormGradients norm_backward(const Tensor &grad, const Tensor &x, const MaybeTensor &residual, const Tensor &norm,
+                            const Tensor &weight, int64_t intervals) {
   if (auto found = run_norm_backward(grad, x, residual, norm, weight, intervals)) return *found;
   static const auto python = find<NormBackward>("pwlu_python::serve_norm_backward");
   return by_python(python, grad, x, residual, norm, weight, intervals);
 }
 
-Tensor norm_input(const Tensor& grad, const Tensor& x, const Tensor& norm, const Tensor& weight, int64_t intervals,
-                  const MaybeTensor& sums, double count, bool of_z) {
-  if (auto found = run_norm_input(grad, x, norm, weight, intervals, sums, count, of_z)) return *found;
+Tensor norm_input(const Tensor &grad, const Tensor &x, const Tensor &norm, const Tensor &weight, int64_t intervals,
+                  const MaybeTensor &sums, double count, bool grad_is_of_z) {
+  if (auto found = run_norm_input(grad, x, norm, weight, intervals, sums, count, grad_is_of_z)) return *found;
   static const auto python = find<NormInput>("pwlu_python::serve_norm_input");
-  return by_python(python, grad, x, norm, weight, intervals, sums, count, of_z);
+  return by_python(python, grad, x, norm, weight, intervals, sums, count, grad_is_of_z);
 }
 
 // Return y and the norm. In training and without a residual, the moments of z follow from the norm.
-std::tuple<Tensor, Tensor> norm_act(const Tensor& x, const MaybeTensor& residual, const Tensor& weight, int64_t intervals,
+std::tuple<Tensor, Tensor> norm_act(const Tensor &x, const MaybeTensor &residual, const Tensor &weight, int64_t intervals,
                                     PWLU_NORM_STATE) {
   const MaybeTensor none;
-  const bool follows = training && !residual;
-  Tensor norm = normalization(x, PWLU_NORM_NAMES, follows ? pool : none);
-  if (!pool || follows) return {norm_forward(x, residual, norm, weight, intervals), norm};
+  const bool pool_in_norm = training && !residual;
+  Tensor norm = normalization(x, PWLU_NORM_NAMES, pool_in_norm ? pool : none);
+  if (!pool || pool_in_norm) return {norm_forward(x, residual, norm, weight, intervals), norm};
   return {norm_observe(x, residual, norm, weight, intervals, *pool), norm};
 }
 
@@ -127,17 +129,15 @@ constexpr auto kPlainKeys =
                          DispatchKey::AutogradCUDA, DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA});
 constexpr auto kPlainModes = kPlainKeys | c10::DispatchKeySet(DispatchKey::BackendSelect);
 
-bool within(c10::DispatchKeySet keys, c10::DispatchKeySet allowed) {
-  return (keys.raw_repr() & ~allowed.raw_repr()) == 0;
-}
+bool within(c10::DispatchKeySet keys, c10::DispatchKeySet allowed) { return (keys.raw_repr() & ~allowed.raw_repr()) == 0; }
 
-bool is_plain_tensor(const Tensor& tensor) {
+bool is_plain_tensor(const Tensor &tensor) {
   return !tensor.defined() || (within(tensor.key_set(), kPlainKeys) && !tensor._fw_grad(0).defined());
 }
-bool is_plain_tensor(const MaybeTensor& tensor) { return !tensor || is_plain_tensor(*tensor); }
+bool is_plain_tensor(const MaybeTensor &tensor) { return !tensor || is_plain_tensor(*tensor); }
 
 template <class... Tensors>
-bool is_plain(const Tensors&... tensors) {
+bool is_plain(const Tensors &...tensors) {
   return within(c10::impl::tls_local_dispatch_key_set().included_, kPlainModes) && (... && is_plain_tensor(tensors));
 }
 
@@ -147,14 +147,14 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// What a node saves besides x and the weight. `still`: the unit is in Phase I, and the gradient of its weight is zero.
+// What a node saves besides x and the weight. `phase_one`: the unit is in Phase I, and the gradient of its weight is zero.
 struct Settings {
   int64_t intervals, channel_dim;
-  bool still, need_input, need_weight;
+  bool phase_one, need_input, need_weight;
 };
 
-variable_list gradients(const Tensor& grad, const Tensor& x, const Tensor& weight, const Settings& s) {
-  const bool learns = s.need_weight && !s.still && grad.defined();
+variable_list gradients(const Tensor &grad, const Tensor &x, const Tensor &weight, const Settings &s) {
+  const bool learns = s.need_weight && !s.phase_one && grad.defined();
   variable_list found(2);
   if (grad.defined() && (s.need_input || learns)) {  // undefined: no gradient reaches the output
     Gradients both;
@@ -191,39 +191,39 @@ struct UnitBackward : Node {
     return s;
   }
 
-  variable_list apply(variable_list&& grads) override {
+  variable_list apply(variable_list &&grads) override {
     const std::lock_guard lock(mutex_);
     return gradients(grads[0], x_.unpack(), weight_.unpack(), asked());
   }
 
   // Compiled autograd: a node lists what it depends on, and is recorded as a function of its inputs and of numbers.
 
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs &args) const override {
     args.collect(x_, false);
     args.collect(weight_, false);
     args.collect(settings_.intervals);
     args.collect(settings_.channel_dim);
-    args.collect(settings_.still);
+    args.collect(settings_.phase_one);
   }
 
-  static variable_list recorded(const variable_list& grads, const std::vector<c10::IValue>& a) {
+  static variable_list recorded(const variable_list &grads, const std::vector<c10::IValue> &a) {
     return gradients(grads[0], a[0].toTensor(), a[1].toTensor(),
                      {a[2].toInt(), a[3].toInt(), a[4].toBool(), a[5].toBool(), a[6].toBool()});
   }
 
-  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
+  variable_list apply_with_saved(const variable_list &grads, torch::dynamo::autograd::SwapSavedVariables &saved) override {
     namespace compiled = torch::dynamo::autograd;
     saved.before(x_);
     saved.before(weight_);
     const Settings s = asked();
-    const std::vector<c10::IValue> arguments{x_.unpack(),  weight_.unpack(), s.intervals,  s.channel_dim,
-                                             s.still, s.need_input,     s.need_weight};
+    const std::vector<c10::IValue> arguments{x_.unpack(), weight_.unpack(), s.intervals,  s.channel_dim,
+                                             s.phase_one, s.need_input,     s.need_weight};
     const auto tensor = at::TensorType::get();
     const auto number = at::IntType::get();
     const auto flag = at::BoolType::get();
     const auto metadata = compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
         compiled::get_input_metadata(next_edges()));
-    const auto& python = compiled::getPyCompilerInterface();
+    const auto &python = compiled::getPyCompilerInterface();
     static const auto function =  // bind the name only once
         python->bind_function(saved.get_py_compiler(), name(), recorded, {tensor, tensor, number, number, flag, flag, flag});
     auto found = python->call_function(saved.get_py_compiler(), "apply_functional", function, grads, arguments, metadata);
@@ -236,12 +236,13 @@ struct UnitBackward : Node {
 template <class T>
 auto make_node() {  // torch 2.11 uses another type of pointer for nodes than later versions
   if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) return c10::make_intrusive<T>();
-  else return std::shared_ptr<T>(new T(), [](T* node) { deleteNode(node); });
+  else return std::shared_ptr<T>(new T(), [](T *node) { deleteNode(node); });
 }
 
 // Compute y by `serve`, and record its derivative.
 template <class Serve>
-Tensor differentiable(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim, bool still, Serve serve) {
+Tensor differentiable(const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim, bool phase_one,
+                      Serve serve) {
   if (!torch::autograd::compute_requires_grad(x, weight)) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return serve();
@@ -250,7 +251,7 @@ Tensor differentiable(const Tensor& x, const Tensor& weight, int64_t intervals, 
   node->set_next_edges(torch::autograd::collect_next_edges(x, weight));
   node->x_ = SavedVariable(x, false);
   node->weight_ = SavedVariable(weight, false);
-  node->settings_ = {intervals, channel_dim, still, false, false};
+  node->settings_ = {intervals, channel_dim, phase_one, false, false};
   const Tensor y = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return serve();
@@ -259,20 +260,20 @@ Tensor differentiable(const Tensor& x, const Tensor& weight, int64_t intervals, 
   return y;
 }
 
-Tensor autograd_forward(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim) {
+Tensor autograd_forward(const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim) {
   static const auto python = find<Forward>("pwlu_python::differentiate_forward");
   if (!is_plain(x, weight)) return python.call(x, weight, intervals, channel_dim);
   return differentiable(x, weight, intervals, channel_dim, false, [&] { return forward(x, weight, intervals, channel_dim); });
 }
 
-Tensor autograd_observe(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim, Tensor pool) {
+Tensor autograd_observe(const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim, Tensor pool) {
   static const auto python = find<Observe>("pwlu_python::differentiate_observe");
   if (!is_plain(x, weight, pool)) return python.call(x, weight, intervals, channel_dim, pool);
   return differentiable(x, weight, intervals, channel_dim, true,
                         [&] { return observe(x, weight, intervals, channel_dim, pool); });
 }
 
-Gradients autograd_backward(const Tensor& grad, const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim,
+Gradients autograd_backward(const Tensor &grad, const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim,
                             bool need_input, bool need_weight) {
   static const auto python = find<Backward>("pwlu_python::differentiate_backward");
   if (!is_plain(grad, x, weight) || torch::autograd::compute_requires_grad(grad, x, weight))
@@ -281,7 +282,7 @@ Gradients autograd_backward(const Tensor& grad, const Tensor& x, const Tensor& w
   return backward(grad, x, weight, intervals, channel_dim, need_input, need_weight);
 }
 
-Tensor autograd_lookup(const Tensor& x, const Tensor& left, const Tensor& inv_step, const Tensor& slopes, const Tensor& offsets,
+Tensor autograd_lookup(const Tensor &x, const Tensor &left, const Tensor &inv_step, const Tensor &slopes, const Tensor &offsets,
                        int64_t channel_dim) {
   static const auto python = find<Lookup>("pwlu_python::differentiate_lookup");  // raises an error in the backward pass
   if (!is_plain(x, left, inv_step, slopes, offsets) ||
@@ -296,34 +297,36 @@ Tensor autograd_lookup(const Tensor& x, const Tensor& left, const Tensor& inv_st
 struct NormSettings {
   int64_t intervals;
   double eps, count;
-  bool training, still;
+  bool training, phase_one;
   std::array<bool, 5> needed;  // gradients of x, residual, weight, gamma, beta
 };
 
-MaybeTensor maybe(const Tensor& tensor) { return tensor.defined() ? MaybeTensor(tensor) : MaybeTensor(); }
+MaybeTensor maybe(const Tensor &tensor) { return tensor.defined() ? MaybeTensor(tensor) : MaybeTensor(); }
 
-variable_list norm_gradients(const Tensor& grad, const std::array<Tensor, 6>& saved, const NormSettings& s) {
-  const auto& [x, residual, weight, gamma, beta, norm] = saved;
+variable_list norm_gradients(const Tensor &grad, const std::array<Tensor, 6> &saved, const NormSettings &s) {
+  const auto &[x, residual, weight, gamma, beta, norm] = saved;
   variable_list found(5);
   if (grad.defined()) {
     if (is_plain(grad, x, residual, weight) && !at::GradMode::is_enabled()) {
       const at::AutoDispatchBelowADInplaceOrView guard;
       const auto [grad_z, sums, grad_weight] = norm_backward(grad, x, maybe(residual), norm, weight, s.intervals);
       const MaybeTensor used = s.training ? MaybeTensor(sums) : MaybeTensor();
-      const bool of_z = residual.defined();
-      if (s.needed[0]) found[0] = norm_input(of_z ? grad_z : grad, x, norm, weight, s.intervals, used, s.count, of_z);
-      if (s.needed[1] && of_z) found[1] = grad_z;
+      const bool grad_is_of_z = residual.defined();
+      if (s.needed[0])
+        found[0] = norm_input(grad_is_of_z ? grad_z : grad, x, norm, weight, s.intervals, used, s.count, grad_is_of_z);
+      if (s.needed[1] && grad_is_of_z) found[1] = grad_z;
       if (s.needed[2]) found[2] = grad_weight;
       if (s.needed[3] && gamma.defined()) found[3] = sums.select(0, 2).to(gamma.scalar_type());
       if (s.needed[4] && beta.defined()) found[4] = sums.select(0, 0).to(beta.scalar_type());
     } else {
       static const auto op = find<DifferentiableNormBackward>("pwlu_python::differentiable_norm_backward");
-      const auto all = op.call(grad, x, maybe(residual), weight, maybe(gamma), maybe(beta), norm, s.intervals, s.eps, s.training);
+      const auto all =
+          op.call(grad, x, maybe(residual), weight, maybe(gamma), maybe(beta), norm, s.intervals, s.eps, s.training);
       for (size_t i = 0; i < 5; ++i)
         if (s.needed[i]) found[i] = all[i];
     }
   }
-  if (s.still && s.needed[2]) found[2] = at::zeros_like(weight);  // not undefined: DistributedDataParallel waits for it
+  if (s.phase_one && s.needed[2]) found[2] = at::zeros_like(weight);  // not undefined: DistributedDataParallel waits for it
   return found;
 }
 
@@ -335,7 +338,7 @@ struct NormActBackward : Node {
 
   void release_variables() override {
     const std::lock_guard lock(mutex_);
-    for (auto& each : saved_) each.reset_data();
+    for (auto &each : saved_) each.reset_data();
   }
 
   NormSettings asked() const {
@@ -350,21 +353,21 @@ struct NormActBackward : Node {
     return tensors;
   }
 
-  variable_list apply(variable_list&& grads) override {
+  variable_list apply(variable_list &&grads) override {
     const std::lock_guard lock(mutex_);
     return norm_gradients(grads[0], unpacked(), asked());
   }
 
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    for (const auto& each : saved_) args.collect(each, false);
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs &args) const override {
+    for (const auto &each : saved_) args.collect(each, false);
     args.collect(settings_.intervals);
     args.collect(settings_.eps);
     args.collect(settings_.count);
     args.collect(settings_.training);
-    args.collect(settings_.still);
+    args.collect(settings_.phase_one);
   }
 
-  static variable_list recorded(const variable_list& grads, const std::vector<c10::IValue>& a) {
+  static variable_list recorded(const variable_list &grads, const std::vector<c10::IValue> &a) {
     std::array<Tensor, 6> tensors;
     for (size_t i = 0; i < 6; ++i) tensors[i] = a[i].toTensor();
     NormSettings s{a[6].toInt(), a[7].toDouble(), a[8].toDouble(), a[9].toBool(), a[10].toBool(), {}};
@@ -372,37 +375,38 @@ struct NormActBackward : Node {
     return norm_gradients(grads[0], tensors, s);
   }
 
-  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
+  variable_list apply_with_saved(const variable_list &grads, torch::dynamo::autograd::SwapSavedVariables &saved) override {
     namespace compiled = torch::dynamo::autograd;
-    for (auto& each : saved_) saved.before(each);
+    for (auto &each : saved_) saved.before(each);
     const NormSettings s = asked();
     std::vector<c10::IValue> arguments;
     std::vector<at::TypePtr> types;
-    for (const auto& tensor : unpacked()) arguments.emplace_back(tensor), types.push_back(at::TensorType::get());
-    arguments.insert(arguments.end(), {s.intervals, s.eps, s.count, s.training, s.still});
-    types.insert(types.end(), {at::IntType::get(), at::FloatType::get(), at::FloatType::get(), at::BoolType::get(), at::BoolType::get()});
+    for (const auto &tensor : unpacked()) arguments.emplace_back(tensor), types.push_back(at::TensorType::get());
+    arguments.insert(arguments.end(), {s.intervals, s.eps, s.count, s.training, s.phase_one});
+    types.insert(types.end(),
+                 {at::IntType::get(), at::FloatType::get(), at::FloatType::get(), at::BoolType::get(), at::BoolType::get()});
     for (const bool needed : s.needed) arguments.emplace_back(needed), types.push_back(at::BoolType::get());
     const auto metadata = compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
         compiled::get_input_metadata(next_edges()));
-    const auto& python = compiled::getPyCompilerInterface();
+    const auto &python = compiled::getPyCompilerInterface();
     static const auto function = python->bind_function(saved.get_py_compiler(), name(), recorded, types);
     auto found = python->call_function(saved.get_py_compiler(), "apply_functional", function, grads, arguments, metadata);
-    for (auto& each : saved_) saved.after(each);
+    for (auto &each : saved_) saved.after(each);
     return found;
   }
 };
 
-std::tuple<Tensor, Tensor> autograd_norm_act(const Tensor& x, const MaybeTensor& residual, const Tensor& weight,
+std::tuple<Tensor, Tensor> autograd_norm_act(const Tensor &x, const MaybeTensor &residual, const Tensor &weight,
                                              int64_t intervals, PWLU_NORM_STATE) {
   static const auto python = find<NormAct>("pwlu_python::differentiate_norm_act");
   if (!is_plain(x, residual, gamma, beta, weight, running_mean, running_var, batches, pool))
     return python.call(x, residual, weight, intervals, PWLU_NORM_NAMES, pool);
-  const auto plain = [](const MaybeTensor& tensor) { return tensor ? *tensor : Tensor(); };
+  const auto plain = [](const MaybeTensor &tensor) { return tensor ? *tensor : Tensor(); };
   const std::array<Tensor, 5> inputs{x, plain(residual), weight, plain(gamma), plain(beta)};
   const at::AutoDispatchBelowADInplaceOrView guard;
   const auto both = norm_act(x, residual, weight, intervals, PWLU_NORM_NAMES, pool);
   if (!torch::autograd::compute_requires_grad(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4])) return both;
-  const auto& [y, norm] = both;
+  const auto &[y, norm] = both;
   auto node = make_node<NormActBackward>();
   node->set_next_edges(torch::autograd::collect_next_edges(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4]));
   for (size_t i = 0; i < 5; ++i) node->saved_[i] = SavedVariable(inputs[i], false);
@@ -418,18 +422,18 @@ template <class Signature, auto kServe>
 struct Part;
 template <class Result, class... Args, Result (*kServe)(Args...)>
 struct Part<Result(Args...), kServe> {
-  static inline const char* name;
+  static inline const char *name;
   static Result call(Args... args) {
     static const auto python = find<Result(Args...)>(name);
     const auto tensors = std::tuple_cat(tensor_of(args)...);
-    const bool plain = std::apply(
-        [](const auto&... t) { return is_plain(t...) && !torch::autograd::compute_requires_grad(t...); }, tensors);
+    const bool plain =
+        std::apply([](const auto &...t) { return is_plain(t...) && !torch::autograd::compute_requires_grad(t...); }, tensors);
     if (!plain) return python.call(args...);
     const at::AutoDispatchBelowADInplaceOrView guard;
     return kServe(args...);
   }
   template <class T>
-  static auto tensor_of(const T& value) {
+  static auto tensor_of(const T &value) {
     if constexpr (std::is_same_v<T, Tensor>) return std::tuple<Tensor>(value);
     else if constexpr (std::is_same_v<T, MaybeTensor>) return std::tuple<Tensor>(value ? *value : Tensor());
     else return std::tuple<>();
@@ -437,12 +441,12 @@ struct Part<Result(Args...), kServe> {
 };
 
 template <class Signature, auto kServe>
-void part(torch::Library& m, const char* name, const char* python) {
+void part(torch::Library &m, const char *name, const char *python) {
   Part<Signature, kServe>::name = python;
   m.impl(name, Part<Signature, kServe>::call);
 }
 
-void serve(torch::Library& m) {
+void serve(torch::Library &m) {
   m.impl("forward", forward);
   m.impl("backward", backward);
   m.impl("lookup", lookup);
@@ -455,7 +459,7 @@ void serve(torch::Library& m) {
   m.impl("norm_act", norm_act);
 }
 
-void differentiate(torch::Library& m) {
+void differentiate(torch::Library &m) {
   m.impl("forward", autograd_forward);
   m.impl("backward", autograd_backward);
   m.impl("lookup", autograd_lookup);
@@ -479,7 +483,7 @@ TORCH_LIBRARY_IMPL(pwlu, AutogradCUDA, m) { differentiate(m); }
 
 extern "C" {
 
-void pwlu_register_gpu(const int64_t* key, const Launch* first, const Launch* second, int64_t splits, LaunchKernel by) {
+void pwlu_register_gpu(const int64_t *key, const Launch *first, const Launch *second, int64_t splits, LaunchKernel by) {
   Key known;
   std::copy(key, key + known.size(), known.begin());
   std::unique_lock lock(learning);
@@ -487,7 +491,7 @@ void pwlu_register_gpu(const int64_t* key, const Launch* first, const Launch* se
   plans[known] = Plan{*first, second ? *second : Launch{}, splits};
 }
 
-void pwlu_register_cpu(const CpuKernel* kernel) {
+void pwlu_register_cpu(const CpuKernel *kernel) {
   std::unique_lock lock(learning);
   cpu_kernel = *kernel;
 }

@@ -18,20 +18,33 @@
 namespace {
 
 using at::Tensor;
-using Tables = std::array<const Tensor*, 4>;  // of the inference form: left, 1/d, slopes, offsets
+using Tables = std::array<const Tensor *, 4>;  // of the inference form: left, 1/d, slopes, offsets
 
 // What Python registers.
 
 enum What : int64_t {
-  kForward, kLookup, kObserve, kMoments, kBackward, kBackwardInput,
-  kNormForward, kNormAddForward, kNormObserve, kNormAddObserve, kNormBackward, kNormAddBackward, kNormInput, kNormAddInput,
-  kBatchNorm, kRunningNorm,
+  kForward,
+  kLookup,
+  kObserve,
+  kMoments,
+  kBackward,
+  kBackwardInput,
+  kNormForward,
+  kNormAddForward,
+  kNormObserve,
+  kNormAddObserve,
+  kNormBackward,
+  kNormAddBackward,
+  kNormInput,
+  kNormAddInput,
+  kBatchNorm,
+  kRunningNorm,
 };
 
 constexpr size_t kAddresses = 19, kNumbers = 80;  // struct Arguments of element.cuh
 
 struct Launch {
-  void* function;
+  void *function;
   unsigned blocks[3], threads, shared;
   unsigned char numbers[kNumbers];
 };
@@ -44,25 +57,26 @@ struct Plan {
 // operation, device, dtype of x, dtype of the parameters, intervals, (outer, channels, inner), aligned to 16 bytes
 using Key = std::array<int64_t, 9>;
 
-using LaunchKernel = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+using LaunchKernel = int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
+                             void **);
 
 struct CpuKernel {  // the functions of cpu.c
-  void* parallel;
-  int (*forward)(void*, unsigned, int, const void*, void*, int64_t, int64_t, int64_t, int64_t, const void*, const void*,
-                 const void*, const void*, const void*);
-  int (*lookup)(void*, unsigned, int, const void*, void*, int64_t, int64_t, int64_t, int64_t, const void*, const void*,
-                const void*, const void*);
-  int (*backward)(void*, unsigned, int, const void*, const void*, void*, int64_t, int64_t, int64_t, int64_t, const void*,
-                  const void*, const void*, const void*, const void*, void*, void*, void*, void*, void*);
-  int (*moments)(void*, unsigned, int, const void*, int64_t, int64_t, int64_t, void*);
-  int (*normalization)(void*, unsigned, int, const void*, int64_t, int64_t, int64_t, const void*, const void*, const void*,
-                       const void*, const void*, double, double, const void*, void*);
-  int (*norm_forward)(void*, unsigned, int, const void*, const void*, void*, int64_t, int64_t, int64_t, const void*, int64_t,
-                      const void*, const void*);
-  int (*norm_backward)(void*, unsigned, int, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t,
-                       const void*, void*, int64_t, const void*, void*);
-  int (*norm_input)(void*, unsigned, int, const void*, const void*, void*, int64_t, int64_t, int64_t, const void*, const void*,
-                    double, int, int64_t, const void*);
+  void *parallel;
+  int (*forward)(void *, unsigned, int, const void *, void *, int64_t, int64_t, int64_t, int64_t, const void *, const void *,
+                 const void *, const void *, const void *);
+  int (*lookup)(void *, unsigned, int, const void *, void *, int64_t, int64_t, int64_t, int64_t, const void *, const void *,
+                const void *, const void *);
+  int (*backward)(void *, unsigned, int, const void *, const void *, void *, int64_t, int64_t, int64_t, int64_t, const void *,
+                  const void *, const void *, const void *, const void *, void *, void *, void *, void *, void *);
+  int (*moments)(void *, unsigned, int, const void *, int64_t, int64_t, int64_t, void *);
+  int (*normalization)(void *, unsigned, int, const void *, int64_t, int64_t, int64_t, const void *, const void *, const void *,
+                       const void *, const void *, double, double, const void *, void *);
+  int (*norm_forward)(void *, unsigned, int, const void *, const void *, void *, int64_t, int64_t, int64_t, const void *,
+                      int64_t, const void *, const void *);
+  int (*norm_backward)(void *, unsigned, int, const void *, const void *, const void *, void *, int64_t, int64_t, int64_t,
+                       const void *, void *, int64_t, const void *, void *);
+  int (*norm_input)(void *, unsigned, int, const void *, const void *, void *, int64_t, int64_t, int64_t, const void *,
+                    const void *, double, int, int64_t, const void *);
 };
 
 std::shared_mutex learning;
@@ -73,27 +87,27 @@ CpuKernel cpu_kernel{};
 // The description of a call.
 
 #ifdef PWLU_PRETEND_GPU  // for a test without a GPU: launches with CPU tensors go to a function of the test
-bool on_gpu(const Tensor&) { return true; }
-int64_t index_of(const Tensor&) { return 0; }
-void* stream_of(const Tensor&) { return nullptr; }
+bool on_gpu(const Tensor &) { return true; }
+int64_t index_of(const Tensor &) { return 0; }
+void *stream_of(const Tensor &) { return nullptr; }
 #else
-bool on_gpu(const Tensor& x) { return x.is_cuda(); }
-int64_t index_of(const Tensor& x) { return x.get_device(); }
-void* stream_of(const Tensor& x) { return c10::impl::VirtualGuardImpl(at::kCUDA).getStream(x.device()).native_handle(); }
+bool on_gpu(const Tensor &x) { return x.is_cuda(); }
+int64_t index_of(const Tensor &x) { return x.get_device(); }
+void *stream_of(const Tensor &x) { return c10::impl::VirtualGuardImpl(at::kCUDA).getStream(x.device()).native_handle(); }
 #endif
 
 struct Problem {
   at::ScalarType dtype, kind;  // of x and of the parameters
   int64_t outer, channels, inner, intervals;
 
-  Key key(What what, const Tensor& x, bool aligned) const {
+  Key key(What what, const Tensor &x, bool aligned) const {
     return {what, index_of(x), int64_t(dtype), int64_t(kind), intervals, outer, channels, inner, aligned};
   }
 };
 
 // Describe a call; return nullopt unless a kernel can surely use these tensors without a copy. `parameters` is one of the
 // parameter tensors, which all have the same dtype.
-std::optional<Problem> problem_of(const Tensor& x, const Tensor& parameters, int64_t channels, int64_t intervals,
+std::optional<Problem> problem_of(const Tensor &x, const Tensor &parameters, int64_t channels, int64_t intervals,
                                   int64_t channel_dim) {
   if (channels < 1 || intervals < 1 || !x.numel() || parameters.device() != x.device()) return std::nullopt;
   int64_t inner = x.numel();
@@ -110,17 +124,17 @@ std::optional<Problem> problem_of(const Tensor& x, const Tensor& parameters, int
   return Problem{dtype, kind, x.numel() / (channels * inner), channels, inner, intervals};
 }
 
-std::optional<Problem> problem_of(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim) {
+std::optional<Problem> problem_of(const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim) {
   if (intervals < 1 || weight.dim() != 1 || weight.numel() % (intervals + 5)) return std::nullopt;
   if (!weight.is_contiguous() || !weight.const_data_ptr()) return std::nullopt;
   return problem_of(x, weight, weight.numel() / (intervals + 5), intervals, channel_dim);
 }
 
-std::optional<Problem> problem_of(const Tensor& x, const Tables& tables, int64_t channel_dim) {
+std::optional<Problem> problem_of(const Tensor &x, const Tables &tables, int64_t channel_dim) {
   const Tensor &one = *tables[0], &wide = *tables[2];
   if (one.dim() != 1 || wide.dim() != 2) return std::nullopt;
   for (size_t i = 0; i < 4; ++i) {
-    const Tensor& table = *tables[i];
+    const Tensor &table = *tables[i];
     if (table.sizes() != (i < 2 ? one : wide).sizes() || table.device() != one.device()) return std::nullopt;
     if (table.scalar_type() != one.scalar_type() || !table.is_contiguous() || !table.const_data_ptr()) return std::nullopt;
   }
@@ -129,19 +143,19 @@ std::optional<Problem> problem_of(const Tensor& x, const Tables& tables, int64_t
 }
 
 struct Arguments {
-  const void* addresses[kAddresses] = {};
+  const void *addresses[kAddresses] = {};
   unsigned char numbers[kNumbers];
 
   Arguments() = default;
-  Arguments(const Tensor& x, const Tensor* grad, const Tensor& target) {
+  Arguments(const Tensor &x, const Tensor *grad, const Tensor &target) {
     addresses[0] = x.const_data_ptr();
     addresses[1] = grad ? grad->const_data_ptr() : nullptr;
     addresses[2] = target.mutable_data_ptr();
   }
 
   // Set the addresses of left, right, heights, left_slope and right_slope of a packed weight, or of its gradient if `at` is 8.
-  void set_blocks(size_t at, const void* memory, const Problem& p) {
-    const auto* base = static_cast<const char*>(memory);
+  void set_blocks(size_t at, const void *memory, const Problem &p) {
+    const auto *base = static_cast<const char *>(memory);
     const auto bytes = p.channels * int64_t(c10::elementSize(p.kind));
     constexpr int64_t kPlaces[] = {0, 1, 4, 2, 3};
     for (size_t i = 0; i < 5; ++i) addresses[at + i] = base + kPlaces[i] * bytes;
@@ -152,27 +166,27 @@ struct Arguments {
     for (const size_t i : {0, 1, 2, 15}) all |= uintptr_t(addresses[i]);  // x, grad, out, residual
     return !(all & 15);
   }
-  void* to(size_t i) const { return const_cast<void*>(addresses[i]); }
+  void *to(size_t i) const { return const_cast<void *>(addresses[i]); }
 };
 
 // CUDA.
 
-std::optional<Plan> plan_of(const Key& key) {
+std::optional<Plan> plan_of(const Key &key) {
   std::shared_lock lock(learning);
   const auto found = plans.find(key);
   return found == plans.end() ? std::nullopt : std::optional(found->second);
 }
 
-bool launch(const Launch& plan, Arguments& arguments, const Tensor& x) {
+bool launch(const Launch &plan, Arguments &arguments, const Tensor &x) {
   std::memcpy(arguments.numbers, plan.numbers, kNumbers);
-  void* packed = &arguments;
-  const unsigned* blocks = plan.blocks;
+  void *packed = &arguments;
+  const unsigned *blocks = plan.blocks;
   return !launch_kernel(plan.function, blocks[0], blocks[1], blocks[2], plan.threads, 1, 1, plan.shared, stream_of(x), &packed,
                         nullptr);
 }
 
 // Launch one or two kernels. `sums` is the number of floats per split that the first writes for the second.
-bool launch(const Plan& plan, Arguments& arguments, const Tensor& x, int64_t sums) {
+bool launch(const Plan &plan, Arguments &arguments, const Tensor &x, int64_t sums) {
   const c10::DeviceGuard guard(x.device());
   Tensor partial;
   if (plan.second.function) {
@@ -196,8 +210,8 @@ CpuKernel on_cpu() {
 // The kernels. They return nullopt if Python has to handle the call.
 
 // Return y; with a pool, add the moments of x to it. `arguments` holds the parameters.
-std::optional<Tensor> run_map(What what, const Tensor& x, const Problem& p, Arguments& arguments, const Tensor& y,
-                              const Tensor* pool = nullptr) {
+std::optional<Tensor> run_map(What what, const Tensor &x, const Problem &p, Arguments &arguments, const Tensor &y,
+                              const Tensor *pool = nullptr) {
   if (on_gpu(x)) {
     const auto plan = plan_of(p.key(what, x, arguments.aligned()));
     return plan && launch(*plan, arguments, x, 3 * p.channels) ? std::optional(y) : std::nullopt;
@@ -205,7 +219,7 @@ std::optional<Tensor> run_map(What what, const Tensor& x, const Problem& p, Argu
   const CpuKernel k = on_cpu();
   if (!k.parallel) return std::nullopt;
   const int threads = at::get_num_threads(), code = code_of(p.dtype);
-  const void* const* a = arguments.addresses;
+  const void *const *a = arguments.addresses;
   if (what == kLookup)
     return k.lookup(k.parallel, threads, code, a[0], arguments.to(2), p.outer, p.channels, p.inner, p.intervals, a[3], a[4],
                     a[5], a[6])
@@ -219,8 +233,8 @@ std::optional<Tensor> run_map(What what, const Tensor& x, const Problem& p, Argu
   return y;
 }
 
-std::optional<Tensor> run_forward(const Tensor& x, const Tensor& weight, int64_t intervals, int64_t channel_dim,
-                                  const Tensor* pool = nullptr) {
+std::optional<Tensor> run_forward(const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim,
+                                  const Tensor *pool = nullptr) {
   const auto p = problem_of(x, weight, intervals, channel_dim);
   if (!p) return std::nullopt;
   const Tensor y = at::empty_like(x);  // has the strides of x, because x is dense
@@ -236,7 +250,7 @@ std::optional<Tensor> run_forward(const Tensor& x, const Tensor& weight, int64_t
   return found;
 }
 
-std::optional<Tensor> run_lookup(const Tensor& x, const Tables& tables, int64_t channel_dim) {
+std::optional<Tensor> run_lookup(const Tensor &x, const Tables &tables, int64_t channel_dim) {
   const auto p = problem_of(x, tables, channel_dim);
   if (!p) return std::nullopt;
   const Tensor y = at::empty_like(x);
@@ -246,13 +260,13 @@ std::optional<Tensor> run_lookup(const Tensor& x, const Tables& tables, int64_t 
 }
 
 // Return the gradients of x and of the weight; an empty tensor for a gradient that is not needed.
-std::optional<std::tuple<Tensor, Tensor>> run_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+std::optional<std::tuple<Tensor, Tensor>> run_backward(const Tensor &grad, const Tensor &x, const Tensor &weight,
                                                        int64_t intervals, int64_t channel_dim, bool need_input,
                                                        bool need_weight) {
   const auto p = problem_of(x, weight, intervals, channel_dim);
   if (!p || grad.scalar_type() != p->dtype || grad.device() != x.device() || grad.sizes() != x.sizes()) return std::nullopt;
   if (grad.strides() != x.strides() || !grad.const_data_ptr()) return std::nullopt;
-  const auto none = [](const Tensor& like) { return at::empty({0}, like.options()); };
+  const auto none = [](const Tensor &like) { return at::empty({0}, like.options()); };
   const Tensor grad_x = need_input || on_gpu(x) ? at::empty_like(x) : none(x);  // GPU kernels always write it
   const Tensor grad_weight = need_weight ? at::empty_like(weight) : none(weight);
   Arguments arguments(x, &grad, grad_x);
@@ -265,7 +279,7 @@ std::optional<std::tuple<Tensor, Tensor>> run_backward(const Tensor& grad, const
   }
   const CpuKernel k = on_cpu();
   if (!k.parallel) return std::nullopt;
-  const void* const* a = arguments.addresses;
+  const void *const *a = arguments.addresses;
   const int failed = k.backward(k.parallel, at::get_num_threads(), code_of(p->dtype), a[1], a[0], arguments.to(2), p->outer,
                                 p->channels, p->inner, p->intervals, a[3], a[4], a[5], a[6], a[7], arguments.to(8),
                                 arguments.to(9), arguments.to(10), arguments.to(11), arguments.to(12));

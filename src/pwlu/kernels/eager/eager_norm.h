@@ -11,36 +11,36 @@ using NormGradients = std::tuple<Tensor, Tensor, Tensor>;  // gradient of z (or 
 constexpr size_t kPartial = 13, kPool = 14, kResidual = 15, kNorm = 16, kSums = 17, kPair = 18;  // indices in struct Arguments
 
 // Return whether kernels can use a tensor without a copy: it has this size and dtype and is on the device of x, or is missing.
-bool fits(const MaybeTensor& tensor, const Tensor& x, at::IntArrayRef sizes, at::ScalarType dtype) {
+bool fits(const MaybeTensor &tensor, const Tensor &x, at::IntArrayRef sizes, at::ScalarType dtype) {
   return !tensor || (tensor->sizes() == sizes && tensor->scalar_type() == dtype && tensor->device() == x.device() &&
                      tensor->is_contiguous() && tensor->const_data_ptr());
 }
 
-bool is_like(const MaybeTensor& tensor, const Tensor& x) {
+bool is_like(const MaybeTensor &tensor, const Tensor &x) {
   return !tensor || (tensor->sizes() == x.sizes() && tensor->strides() == x.strides() && tensor->device() == x.device() &&
                      tensor->scalar_type() == x.scalar_type() && tensor->const_data_ptr());
 }
 
-const void* address(const MaybeTensor& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
+const void *address(const MaybeTensor &tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
 
-const void* pair(double factor, double eps) {
+const void *pair(double factor, double eps) {
   const float both[2] = {float(factor), float(eps)};
-  const void* packed;
+  const void *packed;
   static_assert(sizeof packed == sizeof both);
   std::memcpy(&packed, both, sizeof both);
   return packed;
 }
 
 // Increment the version counters. Do not call this for running statistics: see layout.note_changes.
-void changed(std::initializer_list<const MaybeTensor*> tensors) {
-  for (const auto* each : tensors)
+void changed(std::initializer_list<const MaybeTensor *> tensors) {
+  for (const auto *each : tensors)
     if (*each && !(*each)->is_inference()) (*each)->unsafeGetTensorImpl()->bump_version();
 }
 
-at::ScalarType computed_in(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+at::ScalarType computed_in(const Tensor &x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
 // Describe a call with a norm; return nullopt if Python has to handle it.
-std::optional<Problem> norm_problem_of(const Tensor& x, const MaybeTensor& residual, const Tensor& norm, const Tensor& weight,
+std::optional<Problem> norm_problem_of(const Tensor &x, const MaybeTensor &residual, const Tensor &norm, const Tensor &weight,
                                        int64_t intervals) {
   if (x.dim() < 2 || (on_gpu(x) && x.scalar_type() == at::kDouble) || !is_like(residual, x)) return std::nullopt;
   const auto p = problem_of(x, weight, intervals, 1);
@@ -50,23 +50,23 @@ std::optional<Problem> norm_problem_of(const Tensor& x, const MaybeTensor& resid
 
 // Call a function of cpu.c, with the arguments that all of them start with. Return whether it succeeded.
 template <class Function, class... Rest>
-bool call(Function CpuKernel::*function, const Problem& p, Rest... rest) {
+bool call(Function CpuKernel::*function, const Problem &p, Rest... rest) {
   const CpuKernel k = on_cpu();
   return k.parallel && !(k.*function)(k.parallel, at::get_num_threads(), code_of(p.dtype), rest...);
 }
 
 // The arguments of a norm other than its input: layout.NormState.
-#define PWLU_NORM_STATE                                                                                                 \
-  const MaybeTensor &gamma, const MaybeTensor &beta, const MaybeTensor &running_mean, const MaybeTensor &running_var,   \
+#define PWLU_NORM_STATE \
+  const MaybeTensor &gamma, const MaybeTensor &beta, const MaybeTensor &running_mean, const MaybeTensor &running_var, \
       const MaybeTensor &batches, double factor, double eps, bool training, const MaybeTensor &pool
 #define PWLU_NORM_NAMES gamma, beta, running_mean, running_var, batches, factor, eps, training
 
 // Return the norm (4, channels). In training, update the running statistics, the number of batches and the pool.
-std::optional<Tensor> run_plain_normalization(const Tensor& x, PWLU_NORM_STATE) {
+std::optional<Tensor> run_plain_normalization(const Tensor &x, PWLU_NORM_STATE) {
   if (x.dim() < 2 || (on_gpu(x) && x.scalar_type() == at::kDouble)) return std::nullopt;
   const int64_t channels = x.size(1);
   const auto kind = computed_in(x);
-  for (const auto* each : {&gamma, &beta, &running_mean, &running_var})
+  for (const auto *each : {&gamma, &beta, &running_mean, &running_var})
     if (!fits(*each, x, {channels}, kind)) return std::nullopt;
   if (!fits(batches, x, {}, at::kLong) || !fits(pool, x, {3, channels}, kind)) return std::nullopt;
   if (!training && !(running_mean && running_var)) return std::nullopt;
@@ -99,9 +99,9 @@ std::optional<Tensor> run_plain_normalization(const Tensor& x, PWLU_NORM_STATE) 
 }
 
 // The same for parameters and statistics of any dtype, as dispatch.normalization does.
-std::optional<Tensor> run_normalization(const Tensor& x, PWLU_NORM_STATE) {
+std::optional<Tensor> run_normalization(const Tensor &x, PWLU_NORM_STATE) {
   const auto kind = computed_in(x);
-  const auto as = [&](const MaybeTensor& t) { return t && t->scalar_type() != kind ? MaybeTensor(t->to(kind)) : t; };
+  const auto as = [&](const MaybeTensor &t) { return t && t->scalar_type() != kind ? MaybeTensor(t->to(kind)) : t; };
   const MaybeTensor mean = as(running_mean), variance = as(running_var), own = as(pool);
   const auto norm = run_plain_normalization(x, as(gamma), as(beta), mean, variance, batches, factor, eps, training, own);
   if (!norm || !training) return norm;
@@ -111,8 +111,8 @@ std::optional<Tensor> run_normalization(const Tensor& x, PWLU_NORM_STATE) {
   return norm;
 }
 
-std::optional<Tensor> run_norm_forward(const Tensor& x, const MaybeTensor& residual, const Tensor& norm, const Tensor& weight,
-                                       int64_t intervals, const MaybeTensor& pool) {
+std::optional<Tensor> run_norm_forward(const Tensor &x, const MaybeTensor &residual, const Tensor &norm, const Tensor &weight,
+                                       int64_t intervals, const MaybeTensor &pool) {
   const auto p = norm_problem_of(x, residual, norm, weight, intervals);
   if (!p || !fits(pool, x, {3, p->channels}, computed_in(x))) return std::nullopt;
   const Tensor y = at::empty_like(x);
@@ -133,8 +133,8 @@ std::optional<Tensor> run_norm_forward(const Tensor& x, const MaybeTensor& resid
   return y;
 }
 
-std::optional<NormGradients> run_norm_backward(const Tensor& grad, const Tensor& x, const MaybeTensor& residual,
-                                               const Tensor& norm, const Tensor& weight, int64_t intervals) {
+std::optional<NormGradients> run_norm_backward(const Tensor &grad, const Tensor &x, const MaybeTensor &residual,
+                                               const Tensor &norm, const Tensor &weight, int64_t intervals) {
   const auto p = norm_problem_of(x, residual, norm, weight, intervals);
   if (!p || !is_like(grad, x)) return std::nullopt;
   const Tensor grad_z = residual ? at::empty_like(x) : at::empty({0}, x.options());
@@ -156,22 +156,22 @@ std::optional<NormGradients> run_norm_backward(const Tensor& grad, const Tensor&
   return std::tuple(grad_z, sums, grad_weight);
 }
 
-std::optional<Tensor> run_norm_input(const Tensor& grad, const Tensor& x, const Tensor& norm, const Tensor& weight,
-                                     int64_t intervals, const MaybeTensor& sums, double count, bool of_z) {
+std::optional<Tensor> run_norm_input(const Tensor &grad, const Tensor &x, const Tensor &norm, const Tensor &weight,
+                                     int64_t intervals, const MaybeTensor &sums, double count, bool grad_is_of_z) {
   const auto p = norm_problem_of(x, std::nullopt, norm, weight, intervals);
   if (!p || !is_like(grad, x) || !fits(sums, x, {3, p->channels}, computed_in(x))) return std::nullopt;
   const Tensor grad_x = at::empty_like(x);
   if (!on_gpu(x)) {
     const bool done = call(&CpuKernel::norm_input, *p, grad.const_data_ptr(), x.const_data_ptr(), grad_x.mutable_data_ptr(),
-                           p->outer, p->channels, p->inner, norm.const_data_ptr(), address(sums), count, int(of_z), intervals,
-                           weight.const_data_ptr());
+                           p->outer, p->channels, p->inner, norm.const_data_ptr(), address(sums), count, int(grad_is_of_z),
+                           intervals, weight.const_data_ptr());
     return done ? std::optional(grad_x) : std::nullopt;
   }
   Arguments a(x, &grad, grad_x);
   a.set_blocks(3, weight.const_data_ptr(), *p);
   a.addresses[kNorm] = norm.const_data_ptr(), a.addresses[kSums] = address(sums);
   a.addresses[kPair] = pair(count ? 1.0 / count : 0.0, 0.0);
-  const auto plan = plan_of(p->key(of_z ? kNormAddInput : kNormInput, x, a.aligned()));
+  const auto plan = plan_of(p->key(grad_is_of_z ? kNormAddInput : kNormInput, x, a.aligned()));
   return plan && launch(*plan, a, x, 0) ? std::optional(grad_x) : std::nullopt;
 }
 

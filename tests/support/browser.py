@@ -1,164 +1,77 @@
-"""A page in a real browser without a window: Chromium, spoken to in its DevTools protocol over a pair of pipes.
+"""Open pages in Chromium without a window, by means of Playwright.
 
-That needs no package beside the browser itself: `apt-get install chromium`, or CHROMIUM=/path/to/chrome.
+Playwright's own download of a browser is not needed: it drives the Chromium of the system (`apt-get install chromium`), or the
+one that the environment variable CHROMIUM names.
 """
 
-import base64
-import json
 import os
-import select
 import shutil
-import time
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-MISSING = "no Chromium here: install it (apt-get install chromium), or name it (CHROMIUM=/path/to/chrome)"
-PATIENCE = 60  # seconds; a browser that starts on a busy machine may need ten
-KEYS = {
-    "ArrowRight": 39,
-    "ArrowLeft": 37,
-    "ArrowDown": 40,
-    "ArrowUp": 38,
-    "Home": 36,
-    "End": 35,
-    "Tab": 9,
-    " ": 32,
-    "Enter": 13,
-}
+TIMEOUT = 60_000  # milliseconds; a browser may need ten seconds to start on a busy machine
 
 
 def executable():
-    """Where the browser is, or None."""
+    """Return the path of the browser, or None."""
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
+def missing():
+    """Return what the tests of a page lack, or an empty string."""
+    if executable() is None:
+        return "no Chromium: install it (apt-get install chromium) or set CHROMIUM=/path/to/chrome"
+    return "" if find_spec("playwright") else "no Playwright: install it (pip install playwright)"
+
+
 @contextmanager
-def browser(folder):
-    """A tab to load pages in; the browser keeps its own files in `folder`, and ends with the block."""
-    to_browser, commands = os.pipe()
-    answers, from_browser = os.pipe()
-    flags = [
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--no-first-run",
-        "--hide-scrollbars",
-    ]
-    flags += ["--remote-debugging-pipe", f"--user-data-dir={folder}", "--disable-background-networking", "about:blank"]
-    program = executable()
-    with open(folder / "stderr", "wb") as errors:
-        # the browser reads from its file descriptor 3 and writes to 4; high numbers first, which may be 3 and 4 themselves
-        high = [os.dup2(end, number) for end, number in ((to_browser, 103), (from_browser, 104))]
-        actions = [(os.POSIX_SPAWN_DUP2, 103, 3), (os.POSIX_SPAWN_DUP2, 104, 4), (os.POSIX_SPAWN_DUP2, errors.fileno(), 2)]
-        actions += [(os.POSIX_SPAWN_DUP2, errors.fileno(), 1)]
-        process = os.posix_spawn(program, [program, *flags], os.environ, file_actions=actions)
-    for end in (to_browser, from_browser, *high):
-        os.close(end)
-    tab = Tab(commands, answers)
-    try:
-        tab.attach()
-        yield tab
-    finally:
+def browser():
+    """Yield a tab that can open files. The browser ends with the block."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(
+            executable_path=executable(), args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"], timeout=TIMEOUT
+        )
         try:
-            tab.call("Browser.close", session=False)
+            yield Tab(chromium.new_page())
         finally:
-            os.close(commands)
-            os.close(answers)
-            os.waitpid(process, 0)
+            chromium.close()
 
 
 class Tab:
-    """One page. ``problems`` are what its console complained of, and requests that it made of a network."""
+    """One page. ``problems`` holds the errors and warnings of its console, ``requests`` the addresses that it loaded."""
 
-    def __init__(self, commands, answers):
-        self.commands, self.answers = commands, answers
-        self.number, self.session, self.rest = 0, None, b""
+    def __init__(self, page):
+        self.page = page
         self.problems, self.requests = [], []
+        page.set_default_timeout(TIMEOUT)
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.on("console", self._note)
+        page.on("request", lambda request: self.requests.append(request.url))
+        self.value = page.evaluate
+        self.session = page.context.new_cdp_session(page)
 
-    def attach(self):
-        targets = self.call("Target.getTargets", session=False)["targetInfos"]
-        (target,) = (t["targetId"] for t in targets if t["type"] == "page")
-        self.session = self.call("Target.attachToTarget", session=False, targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable")
-
-    def call(self, method, session=True, **parameters):
-        """Have the browser do something; what it answers."""
-        self.number += 1
-        message = {"id": self.number, "method": method, "params": parameters}
-        if session and self.session:
-            message["sessionId"] = self.session
-        content = json.dumps(message).encode() + b"\0"
-        while content:
-            content = content[os.write(self.commands, content) :]
-        while True:
-            answer = self._next()
-            if answer.get("id") == self.number:
-                assert "error" not in answer, f"{method}: {answer['error']}"
-                return answer["result"]
-
-    def _next(self):
-        deadline = time.monotonic() + PATIENCE
-        while b"\0" not in self.rest:
-            ready, _, _ = select.select([self.answers], [], [], max(0, deadline - time.monotonic()))
-            assert ready, f"the browser said nothing for {PATIENCE} seconds"
-            received = os.read(self.answers, 1 << 20)
-            assert received, "the browser ended"
-            self.rest += received
-        content, _, self.rest = self.rest.partition(b"\0")
-        message = json.loads(content)
-        self._note(message.get("method"), message.get("params"))
-        return message
-
-    def _note(self, method, event):
-        if method == "Runtime.exceptionThrown":
-            self.problems.append(event["exceptionDetails"])
-        elif method == "Log.entryAdded" and event["entry"]["level"] in ("error", "warning"):
-            self.problems.append(event["entry"])
-        elif method == "Runtime.consoleAPICalled" and event["type"] in ("error", "warning", "assert"):
-            self.problems.append(event["args"])
-        elif method == "Network.requestWillBeSent":
-            self.requests.append(event["request"]["url"])
-
-    # What a person does.
+    def _note(self, message):
+        if message.type in ("error", "warning", "assert"):
+            self.problems.append(message.text)
 
     def open(self, path):
         """Load a file, and wait until its script is done."""
         self.problems, self.requests = [], []
-        self.call("Page.navigate", url=path.as_uri())
-        self.wait(f"location.href === {json.dumps(path.as_uri())} && document.documentElement?.dataset.ready === 'yes'")
-
-    def wait(self, condition):
-        """Until it is true in the page."""
-        deadline = time.monotonic() + PATIENCE
-        while not self.value(condition):
-            assert time.monotonic() < deadline, f"after {PATIENCE} seconds it is still not so: {condition}; {self.problems}"
-            time.sleep(0.02)
-
-    def value(self, expression):
-        """Of JavaScript, as JSON."""
-        done = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in done, done["exceptionDetails"]
-        return done["result"].get("value")
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("html[data-ready=yes]", state="attached")
 
     def press(self, *keys):
-        """On the keyboard, one after the other."""
+        """Press keys one after the other."""
         for key in keys:
-            parameters = {"key": key, "code": key.replace(" ", "Space"), "windowsVirtualKeyCode": KEYS[key]}
-            text = {"text": {"Enter": "\r"}.get(key, key)} if key in (" ", "Enter") else {}
-            self.call("Input.dispatchKeyEvent", type="keyDown", **parameters, **text)
-            self.call("Input.dispatchKeyEvent", type="keyUp", **parameters)
+            self.page.keyboard.press(key)
 
     def size(self, width, height=900, phone=False):
-        """Of the window."""
+        """Set the size of the window."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
 
-    def prefers(self, **features):
-        """Media features, such as prefers_color_scheme="dark"."""
-        wanted = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
-        self.call("Emulation.setEmulatedMedia", features=wanted)
-
-    def picture(self, **options):
-        """Of what is in the window: a PNG."""
-        return base64.b64decode(self.call("Page.captureScreenshot", format="png", **options)["data"])
+    def call(self, method, **parameters):
+        """Call a method of the DevTools protocol, for what Playwright cannot do or only in a new context."""
+        return self.session.send(method, parameters)

@@ -230,7 +230,7 @@ OPTIMIZERS = {
 }
 
 
-def made(kind, optimizer):
+def made(kind, optimizer, rule="paper"):
     """A model, what trains it, its optimizer and its controller."""
     model = network()
     cls, options = OPTIMIZERS[optimizer]
@@ -244,7 +244,7 @@ def made(kind, optimizer):
         wrapped = DistributedDataParallel(model)
     groups = pwlu.parameter_groups(model, lr=options["lr"])
     optimizer = ZeroRedundancyOptimizer(groups, cls, **options) if kind == "zero" else cls(groups, **options)
-    return wrapped, optimizer, pwlu.TwoPhase(wrapped, optimizer, REALIGN_AT)
+    return wrapped, optimizer, pwlu.TwoPhase(wrapped, optimizer, REALIGN_AT, rule=rule)
 
 
 def zero_state(rank, optimizer):
@@ -290,7 +290,20 @@ def checkpoints(rank, folder):
     return results
 
 
-SCENARIOS = {f.__name__: f for f in (data_parallel, compiled, unequal, accumulated, alone, uneven, sharded, checkpoints)}
+def shared_rule(rank, folder):
+    """The end of training by the rule, for every kind of parallelism and optimizer."""
+    results = {}
+    for kind in ("replicated", "sharded", "zero"):
+        for which in OPTIMIZERS:
+            model, optimizer, _ = made(kind, which, "shared")
+            train(model, optimizer, share(rank, data()))
+            results[kind, which] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return results
+
+
+SCENARIOS = {
+    f.__name__: f for f in (data_parallel, compiled, unequal, accumulated, alone, uneven, sharded, checkpoints, shared_rule)
+}
 SCENARIOS["replicated"] = lambda rank, folder: {
     f.__name__: f(rank, folder) for f in (data_parallel, unequal, accumulated, alone)
 }

@@ -1,11 +1,13 @@
 """What the tests of ``pwlu train`` share: short runs, small data sets, and what of a run can be compared."""
 
+import io
 import itertools
 import json
 import os
 import pickle
 import subprocess
 import sys
+import tarfile
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import patch
@@ -127,6 +129,18 @@ def start(folder, jobs, *launcher):
     return json.loads(statuses), printed
 
 
+def rank_of(folder, rank):
+    """The process of this rank of a training whose working directory or command line names this folder."""
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            named = os.readlink(f"/proc/{entry}/cwd") == folder or f"{folder}/" in Path(f"/proc/{entry}/cmdline").read_text()
+            if named and f"RANK={rank}" in Path(f"/proc/{entry}/environ").read_text().split("\0"):
+                return int(entry)
+        except (OSError, UnicodeDecodeError):  # it has ended, or belongs to somebody else
+            continue
+    raise AssertionError("no such process")
+
+
 # Small data sets.
 
 
@@ -159,3 +173,26 @@ def write_images(root, train=4, test=2):
                 image = Image.fromarray(random.integers(0, 256, size, dtype=np.uint8))
                 image.save(folder / f"{number}.{'png' if number % 2 else 'jpg'}")
     return root
+
+
+def write_shards(root, images=None):
+    """The images of `write_images` as shards of five, in the WebDataset layout: patterns of the training and test shards."""
+    folder = images or write_images(root / "images")
+    patterns = []
+    for part in ("train", "val"):
+        paths = sorted((folder / part).glob("*/*"), key=lambda path: (path.stem, path.parent.name))
+        for first in range(0, len(paths), 5):
+            with tarfile.open(root / f"{part}-{first // 5:03}.tar", "w") as tar:
+                for path in paths[first : first + 5]:
+                    key, label = f"{path.parent.name}_{path.stem}", IMAGE_CLASSES.index(path.parent.name)
+                    add_member(tar, f"{key}.cls", str(label).encode())
+                    add_member(tar, f"{key}{path.suffix}", path.read_bytes())
+                    add_member(tar, f"{key}.json", b"{}")
+        patterns.append(str(root / f"{part}-{{000..{(len(paths) - 1) // 5:03}}}.tar"))
+    return patterns
+
+
+def add_member(tar, name, content):
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))

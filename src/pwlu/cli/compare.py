@@ -5,6 +5,7 @@ import io
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pwlu import files
 from pwlu.cli.train import add_runs, add_settings, changed_settings
@@ -12,6 +13,9 @@ from pwlu.lab.compare.presets import BASELINE, PRESETS, Comparison, comparison
 from pwlu.lab.compare.table import Table
 from pwlu.lab.recipes.settings import Settings, UserError
 from pwlu.text import install
+
+if TYPE_CHECKING:
+    from pwlu.lab.compare.scheduler import Pool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  pwlu compare digits --acts relu,pwlu --seeds 3\n"
         "  pwlu compare cifar100/resnet18 cifar100/mobilenet_v2 --data DIR --jobs 4\n"
         "  pwlu compare cifar100/resnet18 --data DIR --preset bounds --holdout 5000 --dry-run\n"
+        "  pwlu compare cifar100/resnet18 --data DIR --on ray --gpus-per-run 0.25   on all nodes of a Ray cluster\n"
+        "  pwlu compare imagenet/resnet18 --data DIR --precision bf16 --on ray --processes-per-run 8\n"
         "  torchrun --nproc-per-node 8 -m pwlu compare imagenet/resnet18 --data DIR --precision bf16\n"
         "  pwlu compare --document docs/results.md           update the tables of a page from results/"
     )
@@ -41,7 +47,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seeds", type=int, default=3, metavar="N", help="train each row of the table with seeds 0 to N-1 (default: 3)"
     )
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="train N runs at the same time (default: 1)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="train N runs at the same time (default: 1; with --on ray: as many as the cluster has room for)",
+    )
+    parser.add_argument(
+        "--on",
+        metavar="CLUSTER",
+        help="train on a Ray cluster: ray for the one that this machine belongs to, or ray://HOST:10001; its nodes must share "
+        "the folder of --runs (default: this machine)",
+    )
+    parser.add_argument(
+        "--processes-per-run",
+        type=int,
+        default=1,
+        metavar="N",
+        help="train each run with N processes that torchrun starts (default: 1)",
+    )
+    parser.add_argument(
+        "--nodes-per-run",
+        type=int,
+        default=1,
+        metavar="N",
+        help="divide processes, GPUs and cores of each run over N nodes; only with --on ray (default: 1)",
+    )
+    parser.add_argument(
+        "--gpus-per-run",
+        type=float,
+        metavar="X",
+        help="give each run X GPUs; 0.25: four runs share a GPU; only with --on ray (default: 1 for each process "
+        "if the cluster has GPUs, else 0)",
+    )
+    parser.add_argument(
+        "--cores-per-run",
+        type=int,
+        metavar="N",
+        help="give each run N cores; only with --on ray (default: 1 for each process)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="list finished and missing runs without training (default: off)")
     parser.add_argument(
         "--document", type=Path, metavar="FILE", help="update the tables of this page, train nothing (default: no page)"
@@ -76,11 +120,19 @@ def _compare(options: argparse.Namespace) -> int:
     comparisons, required = _plan(options)
     if options.dry_run:
         return 0
-    from pwlu.lab.compare.comparison import complete_runs, title
+    from pwlu.lab.compare.comparison import complete_runs
+    from pwlu.lab.compare.scheduler import title
     from pwlu.lab.compare.subprocesses import exit_on_signals
 
     with exit_on_signals():
-        failures = complete_runs(required, options.runs, options.results, options.jobs)
+        failures = complete_runs(
+            required,
+            options.runs,
+            options.results,
+            lambda missing: _pool(options, missing),
+            options.processes_per_run,
+            options.nodes_per_run,
+        )
     _show(comparisons, options.results)
     if failures:
         print(f"\n{len(failures)} of {len(required)} runs failed:", file=sys.stderr)
@@ -89,10 +141,26 @@ def _compare(options: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
+def _pool(options: argparse.Namespace, missing: int) -> "Pool":
+    """Return where to train: on this machine, or on a cluster."""
+    if options.on is None:
+        from pwlu.lab.compare.subprocesses import LocalPool
+
+        return LocalPool(min(options.jobs or 1, missing))
+    from pwlu.lab.compare.ray_pool import RayPool
+
+    cores = options.cores_per_run or options.processes_per_run
+    return RayPool(
+        options.on, options.runs, options.jobs, options.gpus_per_run, cores, options.processes_per_run, options.nodes_per_run
+    )
+
+
 def _compare_with_torchrun(options: argparse.Namespace) -> int:
     """Let all processes of torchrun train each run together. Rank 0 prints."""
-    if options.jobs > 1:
-        raise UserError(f"--jobs {options.jobs}: under torchrun, all processes train one run at a time. Leave out --jobs")
+    given = {"--jobs": options.jobs, "--on": options.on, "--processes-per-run": options.processes_per_run}
+    for name, value in given.items():
+        if value not in (None, 1):
+            raise UserError(f"{name} {value}: under torchrun, all processes train one run at a time. Leave out {name}")
     from pwlu.lab.runs.processes import joined
 
     with joined(options.device) as processes:
@@ -113,13 +181,22 @@ def _plan(options: argparse.Namespace, silent: bool = False) -> tuple[list[Compa
         raise UserError("--check needs a page: write --document FILE --check")
     if not options.recipes:
         raise UserError("name a recipe, for example: pwlu compare digits --acts relu,pwlu")
-    for flag in ("seeds", "jobs"):
-        if getattr(options, flag) < 1:
-            raise UserError(f"--{flag} must be at least 1, not {getattr(options, flag)}")
+    for name in ("seeds", "jobs", "processes_per_run", "nodes_per_run", "cores_per_run"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    _check_gpus(options.gpus_per_run, options.processes_per_run)
+    for name in ("processes_per_run", "cores_per_run"):
+        if (value := getattr(options, name)) is not None and value % options.nodes_per_run:
+            raise UserError(f"--{name.replace('_', '-')} {value} must be divisible by --nodes-per-run {options.nodes_per_run}")
+    for name, usual in (("gpus_per_run", None), ("cores_per_run", None), ("nodes_per_run", 1)):
+        if options.on is None and getattr(options, name) != usual:
+            raise UserError(f"--{name.replace('_', '-')} is for a cluster: add --on ray, or leave it out and write --jobs N")
     what = next((text for text in (options.acts, options.preset) if text is not None), "activations")
     comparisons = [comparison(recipe, what, changed_settings(options)) for recipe in dict.fromkeys(options.recipes)]
     try:
-        from pwlu.lab.compare.comparison import find_existing, required_runs, title
+        from pwlu.lab.compare.comparison import required_runs
+        from pwlu.lab.compare.job import find_existing
+        from pwlu.lab.compare.scheduler import title
     except ImportError as error:
         raise UserError(f"training needs more packages ({error}): {install('train')}") from None
     required, existing = required_runs(comparisons, options.seeds), find_existing(options.results, options.runs)
@@ -139,6 +216,13 @@ def _plan(options: argparse.Namespace, silent: bool = False) -> tuple[list[Compa
             print(f"{state:8}  {title(settings)}{done}")
     print(f"{len(required)} runs: " + ", ".join(f"{count} {state}" for state, count in states.items()), flush=True)
     return comparisons, required
+
+
+def _check_gpus(gpus: float | None, processes: int) -> None:
+    """Raise an error if a run cannot use this number of GPUs: a fraction of one, none, or one for each process."""
+    if gpus is not None and not (0 <= gpus < 1 and processes == 1) and gpus not in (0, processes):
+        several = f"0, or {processes} for {processes} processes" if processes > 1 else "from 0 to 1, such as 0.25"
+        raise UserError(f"--gpus-per-run must be {several}, not {gpus:g}")
 
 
 def _update_page(options: argparse.Namespace) -> int:

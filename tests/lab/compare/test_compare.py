@@ -9,12 +9,13 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from example_runs import example_run, files_in
 
 from pwlu.cli import main, train
-from pwlu.lab.compare import comparison, subprocesses
+from pwlu.lab.compare import comparison, job, scheduler, subprocesses
 from pwlu.lab.compare.presets import comparison as compared
 from pwlu.lab.recipes import catalog
 from pwlu.lab.runs.records import read_records
@@ -25,8 +26,8 @@ ROOT = Path(__file__).parents[3]
 # In place of training: a run comes out of stage/, or fails if it is not there. The last test of this file trains.
 ACTOR = """
 import os, shutil, sys
-given = dict(word.lstrip('-').split('=', 1) for word in sys.argv[2:] if '=' in word)
-print('trained', *sys.argv[2:], os.environ['PWLU_SIDE_BY_SIDE'], os.environ.get('OMP_NUM_THREADS'))
+given = dict(word.lstrip('-').split('=', 1) for word in sys.argv[3:] if '=' in word)
+print('trained', *sys.argv[3:], os.environ['PWLU_SIDE_BY_SIDE'], os.environ.get('OMP_NUM_THREADS'))
 if 'resume' in given:
     shutil.copy('stage/result.json', given['resume'])
 else:
@@ -36,7 +37,7 @@ else:
 
 @pytest.fixture
 def acted(monkeypatch):
-    monkeypatch.setattr(subprocesses, "_TRAIN", ACTOR)
+    monkeypatch.setattr(subprocesses, "_RUN_MODULE", ACTOR)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
@@ -72,22 +73,30 @@ def test_every_setting_travels():
     changes |= {"granularity": "layer", "realign_epochs": 1.5, "fix_init": 2.5, "unit_lr": 0.1, "curvature": 1e-7, "ema": 0.999}
     changes |= {"norm": "group", "precision": "bf16", "accumulate": 2, "compile": True, "channels_last": False, "data": "a b=c"}
     changes |= {"device": "cpu", "workers": 0, "tensorboard": True, "fuse_norms": "off"}
-    changes |= {"iterations": 5, "measure_every": 3, "save_detections": True, "snapshots": 7}
+    changes |= {
+        "iterations": 5,
+        "measure_every": 3,
+        "save_detections": True,
+        "snapshots": 7,
+        "test_data": "b.tar",
+        "rule": "shared",
+    }
     usual = catalog.settings("digits")
     settings = usual.replace(**changes)  # no recipe takes all of them
     assert not [name for name, value in settings.as_dict().items() if value == usual.as_dict()[name] and name != "recipe"]
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
     for asked in (settings, usual):
-        options = parser.parse_args([asked.recipe, *comparison.flags(asked)])
+        options = parser.parse_args([asked.recipe, *job.flags(asked)])
         assert usual.replace(**train.changed_settings(options)) == asked
-    machine = comparison.flags(settings, machine_only=True)
+    machine = job.flags(settings, machine_only=True)
     assert machine == [
         "--accumulate=2",
         "--compile",
         "--fuse-norms=off",
         "--no-channels-last",
         "--data=a b=c",
+        "--test-data=b.tar",
         "--device=cpu",
         "--workers=0",
         "--measure-every=3",
@@ -95,12 +104,12 @@ def test_every_setting_travels():
         "--snapshots=7",
         "--tensorboard",
     ]
-    assert comparison.flags(usual, machine_only=True) == []
+    assert job.flags(usual, machine_only=True) == []
 
 
 def test_what_is_wanted():
     asked = comparison.required_runs([compared("digits", "bounds", {}), compared("digits", "intervals", {})], seeds=2)
-    names = [comparison.title(settings) for settings in asked]
+    names = [scheduler.title(settings) for settings in asked]
     assert len(names) == len(set(names)) == 2 * (9 + 6 - 2)  # ReLU and PWLU with 16 intervals are in both
     assert names[0] == "digits relu, seed 0"
     assert names[13] == "digits relu, seed 1"
@@ -172,7 +181,7 @@ def test_a_run_that_fails_does_not_stop_the_others(here, acted, capsys, monkeypa
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_what_is_wrong_for_two_is_wrong_for_all(here, acted, capsys, monkeypatch, jobs):
-    monkeypatch.setattr(subprocesses, "_TRAIN", "print('no data at data/'); raise SystemExit(2)")
+    monkeypatch.setattr(subprocesses, "_RUN_MODULE", "print('no data at data/'); raise SystemExit(2)")
     assert main([*ARGUMENTS, "--seeds", "4", "--jobs", str(jobs)]) == 2
     printed = capsys.readouterr()
     assert "pwlu compare: two runs failed with the same output, so no other run was started:\nno data at data/\n" in printed.err
@@ -181,7 +190,7 @@ def test_what_is_wrong_for_two_is_wrong_for_all(here, acted, capsys, monkeypatch
 
 def test_what_a_child_said_last_time_is_not_told_again(here, acted, capsys, monkeypatch):
     for status in ("3", "4"):
-        monkeypatch.setattr(subprocesses, "_TRAIN", f"print('the end of {status}'); raise SystemExit({status})")
+        monkeypatch.setattr(subprocesses, "_RUN_MODULE", f"print('the end of {status}'); raise SystemExit({status})")
         assert main(["compare", "digits", "--acts", "pwlu", "--seeds", "1"]) == 1
         error = capsys.readouterr().err
         assert f"exit status {status}, " in error
@@ -190,7 +199,7 @@ def test_what_a_child_said_last_time_is_not_told_again(here, acted, capsys, monk
 
 
 def test_a_child_that_leaves_no_result_failed(here, acted, capsys, monkeypatch):
-    monkeypatch.setattr(subprocesses, "_TRAIN", "pass")
+    monkeypatch.setattr(subprocesses, "_RUN_MODULE", "pass")
     assert main(["compare", "digits", "--acts", "pwlu", "--seeds", "1"]) == 1
     printed = capsys.readouterr()
     assert "digits pwlu, seed 0: exit status 0, " in printed.err
@@ -198,9 +207,52 @@ def test_a_child_that_leaves_no_result_failed(here, acted, capsys, monkeypatch):
     assert not (here / "results").exists()
 
 
+# A run that kills itself. "epoch": it finishes one more epoch each time; the fifth time, the run.
+MORTAL = """
+import os, pathlib, shutil, signal, sys
+tries = pathlib.Path('tries')
+tries.open('a').write('x')
+count = len(tries.read_text())
+given = dict(word.lstrip('-').split('=', 1) for word in sys.argv[3:] if '=' in word)
+print('try', count, 'resume' in given)
+if {how!r} == 'epoch':
+    runs = pathlib.Path('runs/run')
+    shutil.rmtree(runs, ignore_errors=True)
+    shutil.copytree('stage/pwlu-seed0' if count == 5 else f'stage/{{count}}', runs)
+if count < 5:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
+@pytest.mark.parametrize(("how", "status", "tries"), [("at once", 1, 3), ("epoch", 0, 5)])
+def test_a_run_that_dies_is_tried_again(here, acted, capsys, monkeypatch, how, status, tries):
+    """A run is tried again as long as it makes progress."""
+    for epochs in range(1, 5):
+        example_run(here / "stage" / str(epochs), None, "digits", epochs_done=epochs)
+    staged(here, pwlu0=91.0)
+    monkeypatch.setattr(subprocesses, "_RUN_MODULE", MORTAL.format(how=how))
+    assert main(["compare", "digits", "--acts", "pwlu", "--seeds", "1"]) == status
+    printed = capsys.readouterr()
+    assert len((here / "tries").read_text()) == tries
+    assert printed.out.count("digits pwlu, seed 0: died, and is tried again. exit status -9, ") == tries - 1
+    assert ("[1/1] digits pwlu, seed 0: 91.00 %" in printed.out) == (how == "epoch")
+    assert ("digits pwlu, seed 0: exit status -9, runs/logs/" in printed.err) == (how == "at once")
+
+
+def test_processes_of_torchrun(here, acted, capsys):
+    staged(here, pwlu0=91.0)
+    code = "import os, shutil, sys; print(*sys.argv[1:7], os.environ['OMP_NUM_THREADS']); shutil.move('stage', 'runs')"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocesses, "_RUN_MODULE", code)
+        assert main(["compare", "digits", "--acts", "pwlu", "--seeds", "1", "--processes-per-run", "2"]) == 0
+    log = (here / "runs" / "logs" / "digits-pwlu-seed0.txt").read_text()
+    assert log.startswith("pwlu.lab.compare.launch --standalone --nproc-per-node=2 -m pwlu train ")
+
+
 def test_a_run_that_another_process_is_at(here, acted, capsys, monkeypatch):
     staged(here, relu0=90.0, pwlu0=91.0)
-    monkeypatch.setattr(subprocesses, "_TIMEOUT", 0.2)
+    monkeypatch.setattr(job.Job, "patience", 0.2)
     with subprocesses.open_log(here / "runs" / "logs" / "digits-pwlu-seed0.txt"):
         assert main([*ARGUMENTS, "--seeds", "1"]) == 1
     printed = capsys.readouterr()
@@ -213,12 +265,12 @@ def test_a_run_that_another_process_finished_in_the_meantime(here, acted, capsys
     staged(here, pwlu0=91.0)
     open_log = subprocesses.open_log
 
-    def slowly(path):
+    def slowly(path, patience):
         example_run(here / "runs" / "theirs", 92.0, "digits")
         example_run(here / "results" / "digits" / "pwlu-seed0", 92.0, "digits")
-        return open_log(path)
+        return open_log(path, patience)
 
-    monkeypatch.setattr(comparison, "open_log", slowly)
+    monkeypatch.setattr(job, "open_log", slowly)
     assert main(["compare", "digits", "--acts", "pwlu", "--seeds", "1"]) == 0
     assert "[1/1] digits pwlu, seed 0: 92.00 %" in capsys.readouterr().out
     assert (here / "stage" / "pwlu-seed0").exists()  # and --resume finds a run that is finished
@@ -277,6 +329,21 @@ def test_half_written_runs_are_skipped_by_name(here, acted, capsys):
         (["digits", "--preset", "interval"], "no preset 'interval'. Did you mean intervals?"),
         (["digits", "--seeds", "0"], "--seeds must be at least 1, not 0"),
         (["digits", "--jobs", "-1"], "--jobs must be at least 1, not -1"),
+        (["digits", "--processes-per-run", "0"], "--processes-per-run must be at least 1, not 0"),
+        (["digits", "--on", "slurm"], "--on must be ray, or ray://HOST:10001 for a cluster elsewhere, not 'slurm'"),
+        (["digits", "--on", "ray", "--gpus-per-run", "1.5"], "--gpus-per-run must be from 0 to 1, such as 0.25, not 1.5"),
+        (
+            ["digits", "--on", "ray", "--processes-per-run", "8", "--gpus-per-run", "4"],
+            "--gpus-per-run must be 0, or 8 for 8 processes, not 4",
+        ),
+        (
+            ["digits", "--gpus-per-run", "0.5"],
+            "--gpus-per-run is for a cluster: add --on ray, or leave it out",
+        ),
+        (["digits", "--cores-per-run", "2"], "--cores-per-run is for a cluster: add --on ray"),
+        (["digits", "--processes-per-run", "2", "--nodes-per-run", "2"], "--nodes-per-run is for a cluster: add --on ray"),
+        (["digits", "--on", "ray", "--nodes-per-run", "2"], "--processes-per-run 1 must be divisible by --nodes-per-run 2"),
+        (["digits", "--on", "ray", "--nodes-per-run", "0"], "--nodes-per-run must be at least 1, not 0"),
         (["digits", "--epochs", "0"], "--epochs must be at least 1, not 0"),
         (["digits", "--preset", "bounds", "--fix-init", "3"], "the comparison 'bounds' varies --fix-init: leave it out"),
         (["digits", "--check"], "--check needs a page: write --document FILE --check"),
@@ -343,9 +410,21 @@ PARENT = f"""{LOADED}
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell or nohup may have switched these off
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-subprocesses._TRAIN = {CHILD!r}
+subprocesses._RUN_MODULE = {CHILD!r}
+class Log:
+    def __init__(self, name):
+        self.path = Path(name)
+    def start(self, side_by_side):
+        return subprocesses.Child([], subprocesses.open_log(self.path), {{}})
+pool = subprocesses.LocalPool(2)
 with subprocesses.exit_on_signals():
-    list(subprocesses.run_concurrently("ab", 2, lambda task: subprocesses.Child([], subprocesses.open_log(Path(task)), {{}})))
+    try:
+        for name in "ab":
+            pool.start(Log(name))
+        while pool.running:
+            pool.wait()
+    finally:
+        pool.close()
 """
 
 
@@ -367,20 +446,15 @@ def test_children_end_with_their_parent(here, how, status):
 def test_children_end_with_the_work(here, monkeypatch, deaf):
     """One that does not listen to SIGTERM is killed in the end."""
     ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" if deaf else ""
-    monkeypatch.setattr(subprocesses, "_TRAIN", ignore + "import time; print('here', flush=True); time.sleep(1000)")
-    monkeypatch.setattr(subprocesses, "_TIMEOUT", 0.2 if deaf else 60)
-    begun = []
-
-    def start(task):
-        if task == "stop":
-            wait_for(lambda: Path("log").read_text() == "here\n", begun[0].process)
-            raise KeyboardInterrupt
-        begun.append(subprocesses.Child([], subprocesses.open_log(Path("log")), {}))
-        return begun[0]
-
-    with pytest.raises(KeyboardInterrupt):
-        list(subprocesses.run_concurrently(["go", "stop"], 2, start))
-    assert begun[0].process.returncode == (-signal.SIGKILL if deaf else -signal.SIGTERM)
+    monkeypatch.setattr(subprocesses, "_RUN_MODULE", ignore + "import time; print('here', flush=True); time.sleep(1000)")
+    monkeypatch.setattr(subprocesses, "TIMEOUT", 0.2 if deaf else 60)
+    pool, log = subprocesses.LocalPool(1), Path("log")
+    pool.start(SimpleNamespace(start=lambda side_by_side: subprocesses.Child([], subprocesses.open_log(log), {})))
+    ((_, child),) = pool.children
+    wait_for(lambda: log.read_text() == "here\n", child.process)
+    assert pool.wait() == []
+    pool.close()
+    assert child.process.returncode == (-signal.SIGKILL if deaf else -signal.SIGTERM)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no such signal")
@@ -398,7 +472,7 @@ def test_signals_that_are_ignored_stay_so():
 
 @contextmanager
 def started(command):
-    """A process that is gone at the end."""
+    """Yield a process, and end it afterwards."""
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_WAIT_POLICY": "passive"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
@@ -408,7 +482,7 @@ def started(command):
 
 
 def wait_for(happens, process):
-    """Until it happens; an error if the process ends before, or nothing happens for too long."""
+    """Wait until it happens; raise an error if the process ends first or it takes too long."""
     deadline = time.monotonic() + 120
     while not happens():
         assert process.poll() is None

@@ -30,7 +30,7 @@ def by_two(folder, *arguments):
 @pytest.mark.slow
 @pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo")
 def test_two_processes(tmp_path, monkeypatch, capsys):
-    """What was begun goes on where it lies, what is missing is trained, and then both are finished."""
+    """Unfinished runs are resumed in place, missing runs are trained, and then both are finished."""
     begun = tmp_path / "runs" / "begun"
     example_run(begun, None, "digits", activation="pwlu", epochs=2, realign_epochs=1.0, epochs_done=0)
     done = by_two(tmp_path, *COMMAND, "--device", "cpu")

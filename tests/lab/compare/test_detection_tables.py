@@ -6,7 +6,7 @@ import pytest
 from example_runs import example_run
 
 from pwlu.lab.compare import paper
-from pwlu.lab.compare.comparison import flags
+from pwlu.lab.compare.job import flags
 from pwlu.lab.compare.presets import comparison
 from pwlu.lab.compare.table import Table
 from pwlu.lab.recipes.catalog import RECIPES, settings

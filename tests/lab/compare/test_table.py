@@ -162,8 +162,8 @@ def test_markdown(three):
     assert lines[3] == "| PWLU | 74.67 ± 0.76 (3) | +2.67 ± 1.59 | 3.5 | 1,234,567 | 72.57 | +1.23 |"
     assert lines[4:] == [
         "",
-        "`cifar100/resnet18`; 30 epochs; measured on 10,000 test images at the end of training; 3 seeds (their number in "
-        "brackets); ± of an accuracy: sample standard deviation, of a gain: standard error of the difference of the means; "
+        "`cifar100/resnet18`; 30 epochs; measured on 10,000 test images at the end of training; 3 seeds (number of seeds in "
+        "brackets); ± of an accuracy: sample standard deviation; ± of a gain: standard error of the difference of the means; "
         "A GPU; torch 2.15.0; pwlu 0.1.0; revision 1a2b3c4d5e.",
     ]
 
@@ -183,7 +183,7 @@ def test_median_iou(tmp_path):
     assert "| +1.00 | 0.42 | 2 |" in rows_of["stat-realign, channel-wise"]  # the mean of 0.5 and 0.35
     assert "| +2.00 | 0.10 | 2 |" in rows_of["fix-init-3, channel-wise"]
     assert rows_of["fix-init-6, layer-wise"].count("|") == rows_of["ReLU"].count("|")
-    assert "; IOU: of bounds and inputs, its median over channels; A GPU" in lines[-1]
+    assert "; IOU of bounds and inputs: median over channels; A GPU" in lines[-1]
     assert [row["iou"] for row in csv.DictReader(table.csv().splitlines())] == ["", "0.1", "0.425"]
     (tmp_path / "c" / "alignment.json").write_text("{}")
     with pytest.raises(UserError, match=r"c.alignment.json does not hold the alignment of a run: .* KeyError\('units'\)"):

@@ -49,7 +49,7 @@ class Harmful:
 @pytest.mark.parametrize("part", ["train", "test", "meta"])
 @pytest.mark.parametrize("function", [os.system, os.mkdir, exec, np.load, codecs.encode])
 def test_a_pickle_that_would_do_harm(tmp_path, monkeypatch, capsys, part, function):
-    """Is refused before anything of it is called."""
+    """It is refused before any of its code is called."""
     monkeypatch.chdir(tmp_path)
     path = write_cifar(tmp_path) / "cifar-100-python" / part
     arguments = {os.mkdir: ["harm"], codecs.encode: ["text", "rot13"]}.get(function, ["mkdir harm"])

@@ -16,7 +16,7 @@ NETTE = {"recipe": "imagenette/resnet18", "pixels": 32, "width": 0.125, "batch":
 
 
 def refused(capsys, *arguments):
-    """What is said, without a traceback, when it ends with status 2."""
+    """Return the error of a command that ends with status 2, without a traceback."""
     assert train(*arguments) == 2
     printed = capsys.readouterr()
     assert "Traceback" not in printed.err
@@ -40,7 +40,7 @@ def test_digits():
 
 @pytest.mark.parametrize("count", [1, 100, 897])
 def test_holdout(count):
-    """The same training images whatever the seed, and no test image."""
+    """The held-out images are the same training images for every seed, and no test images."""
     whole = task_of().data
     first, second = (task_of(holdout=count, batch=1, norm="group", seed=seed).data for seed in (0, 1))
     assert first.measured_on == "held-out training images"
@@ -58,11 +58,11 @@ def test_holdout_of_files(tmp_path):
     numbers = task.data.train.files.numbers, task.data.test.files.numbers
     assert sorted(numbers[0] + numbers[1]) == list(range(12))
     assert len(numbers[1]) == 5
-    assert task.data.test.files.folder.root == str(tmp_path / "train")
+    assert task.data.test.files.source is task.data.train.files.source
 
 
-def test_every_image_once_an_epoch():
-    """But the last ones that do not fill a batch, which are others in every epoch."""
+def test_every_image_once_per_epoch():
+    """The last ones that do not fill a batch are left out; they differ in every epoch."""
     task = task_of(augmentation="none", batch=64)
     task.data.train.images[:] = 0
     task.data.train.labels = torch.arange(898)
@@ -166,7 +166,7 @@ def test_workers(tmp_path):
     for task in (alone, by_workers):
         with pytest.raises(UserError, match=rf"^the image {broken} cannot be read: [^\n]*continue with --resume$"):
             list(task.epoch(2))
-    by_workers.data.train.loader._iterator._shutdown_workers()  # left to the garbage collector, it takes torch 5 s a worker
+    by_workers.data.train.loader._iterator._shutdown_workers()  # left to the garbage collector, it takes torch 5 s per worker
 
 
 def test_as_many_workers_as_cores(tmp_path, monkeypatch):
@@ -179,7 +179,7 @@ def test_as_many_workers_as_cores(tmp_path, monkeypatch):
 
 
 def test_unreadable_image(tmp_path, capsys):
-    """Named; once it is put right, the run goes on."""
+    """The error names the image; once it is repaired, the run goes on."""
     data, runs = write_images(tmp_path / "data"), tmp_path / "runs"
     broken = data / "val" / "dog" / "0.jpg"
     whole = broken.read_bytes()

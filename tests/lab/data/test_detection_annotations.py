@@ -162,7 +162,7 @@ def test_one_of_each(tmp_path):
 
 
 def test_annotations_without_images(tmp_path):
-    """Are read; only who trains asks for images, of which one is enough, whichever it is."""
+    """Annotations are read without images. Only training needs images, and any one is enough."""
     write_objects(tmp_path, train=3, val=3)
     expected = coco.load(tmp_path, with_masks=True)
     for path in (tmp_path / "images").iterdir():

@@ -42,7 +42,7 @@ def test_targets(tmp_path):
 
 @pytest.mark.parametrize(("name", "first"), [(MASK, 1), (RETINA, 0)])
 def test_labels(objects, name, first):
-    """Those of Mask R-CNN begin with 1, for 0 is its background, which RetinaNet does not have."""
+    """Mask R-CNN's labels begin with 1, as 0 is the background. RetinaNet has no background label."""
     task = task_of(name, objects)
     part, labels, seen = task.train.part, {3: first, 7: first + 1}, set()
     for indices, ((_, targets, _),) in zip(task.order(0).tolist(), task.epoch(0), strict=True):
@@ -110,7 +110,7 @@ def test_wide_and_tall_images_come_apart(objects):
 
 
 def test_processes_share_every_batch(objects):
-    """And a run that goes on begins where it stopped."""
+    """A resumed run begins where it stopped."""
     whole = [[image.sum().item() for image in images] for ((images, _, _),) in task_of(RETINA, objects).epoch(2)]
     shares = [
         task_of(RETINA, objects, Processes(rank, 2, torch.device("cpu")), accumulate=2).epoch(2, first_step=1)

@@ -68,7 +68,7 @@ def test_an_image_in_memory_is_what_is_in_the_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_unreadable_images_to_measure_on(tmp_path, monkeypatch, in_memory):
-    """Are counted where there are some, over all processes."""
+    """They are counted over all processes."""
     if not in_memory:
         monkeypatch.setattr(detection_images, "IN_MEMORY", 0)
     write_objects(tmp_path)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from pwlu.lab.data import image_folder
+from pwlu.lab.data import file_images
 from pwlu.lab.data.image_file import UnreadableImage, read_image
+from pwlu.lab.recipes.catalog import settings
 from pwlu.lab.recipes.settings import UserError
 
 GREY = np.arange(0, 256, dtype=np.uint8).reshape(8, 32)
@@ -87,7 +88,7 @@ def test_no_image(path):
 
 
 def test_a_camera_that_was_turned(path):
-    """COCO's annotations are for what is in the file."""
+    """COCO's annotations refer to the pixels as the file stores them."""
     exif = Image.Exif()
     exif[0x112] = 6  # a quarter turn
     Image.fromarray(GREY).save(path, "PNG", exif=exif)
@@ -106,13 +107,14 @@ def root(tmp_path):
 
 
 def batch(root):
-    train, _, _ = image_folder.load_image_folder(root, torch.device("cpu"), 32, "none", 0)
+    chosen = settings("imagenette/resnet18", data=str(root), pixels=32, augmentation="none", workers=0)
+    train, _, _ = file_images.load_files(chosen, torch.device("cpu"))
     return next(train.batches([torch.tensor([0])]))
 
 
 def test_images_of_classes(root):
     images, _ = batch(root)
-    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (image_folder.MEAN, image_folder.STD))
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (file_images.MEAN, file_images.STD))
     assert torch.allclose(images, ((99 / 255 - mean) / std).expand(1, 3, 32, 32), atol=1e-6)
 
 

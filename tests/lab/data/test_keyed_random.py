@@ -139,7 +139,7 @@ def test_training_images_are_augmented_as_the_recipe_says():
 
 
 def test_pixels_are_normalised():
-    """By mean and standard deviation of the training pixels, a channel at a time."""
+    """Pixels are normalized per channel by the mean and standard deviation of the training pixels."""
     images = (
         torch.randint(0, 256, (30, 3, 5, 5), dtype=torch.uint8) // torch.tensor([1, 2, 3], dtype=torch.uint8)[:, None, None]
     )

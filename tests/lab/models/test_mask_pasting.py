@@ -9,7 +9,7 @@ from pwlu.lab.models import detectors
 from pwlu.lab.models.mask_pasting import Transform, paste
 
 CELLS = 28
-# The place of a pixel in the mask, up to 30 cells, is rounded three times; a mask's values change by 1 a cell at most, along
+# The place of a pixel in the mask, up to 30 cells, is rounded three times; a mask's values change by at most 1 per cell, along
 # both axes; and it is summed up in another order.
 ROUNDING = 2 * 3 * 32 * torch.finfo(torch.float32).eps
 

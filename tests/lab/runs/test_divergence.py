@@ -21,7 +21,7 @@ def test_divergence_in_the_last_epoch(tmp_path):
 
 
 def test_a_run_that_diverged_says_so(tmp_path, capsys):
-    """And neither tells of an accuracy nor of learned functions."""
+    """It reports neither an accuracy nor learned functions."""
     assert train(*SHORT, "--lr", "1000", "--runs", tmp_path, draw=True) == STATUS
     (path,) = tmp_path.iterdir()
     result = RunFolder(path).json("result.json")
@@ -34,7 +34,7 @@ def test_a_run_that_diverged_says_so(tmp_path, capsys):
 
 
 def test_the_step_of_the_divergence(tmp_path, monkeypatch):
-    """Is that whose loss was not finite first, also when the run was stopped in between."""
+    """It is the first step whose loss was not finite, also if the run was stopped in between."""
     step, stops = Trainer.step, iter([12])
 
     def poisoned(trainer, number, batches):

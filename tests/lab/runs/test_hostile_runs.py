@@ -50,7 +50,7 @@ def changed(path, **changes):
     ],
 )
 def test_a_broken_line_of_metrics(stopped, capsys, line, wrong):
-    """Is named, and nothing is deleted."""
+    """The error names the line, and nothing is deleted."""
     path = stopped / "metrics.jsonl"
     first, _, last = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([first, line, last, b""]))
@@ -124,7 +124,7 @@ def test_a_network_that_is_none(run, tmp_path, capsys, changes, wrong):
 
 @pytest.mark.parametrize("content", [[1], 3, {}, {"trainer": {}}, {"trainer": 3, "step": 21, "seconds": 1.0}, b"junk", b""])
 def test_a_checkpoint_of_something_else(stopped, capsys, content):
-    """Whose check sum is right."""
+    """Its checksum is right."""
     if not isinstance(content, bytes):
         buffer = io.BytesIO()
         torch.save(content, buffer)
@@ -295,7 +295,7 @@ def test_a_run_in_a_later_format(stopped, tmp_path, capsys):
 
 
 def test_a_later_version_that_fits(stopped, capsys):
-    """Nothing is wrong with it."""
+    """It is read without an error."""
     changed(stopped / "environment.json", pwlu="99.0")
     assert train("--resume", stopped) == 0
 

@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
 
 
 def test_lines(tmp_path, capsys):
-    """One an epoch, elsewhere than on a terminal; nothing that moves the cursor."""
+    """Outside a terminal there is one line per epoch, and nothing moves the cursor."""
     short_run(tmp_path)
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -80,7 +80,7 @@ def test_an_epoch_has_the_phase_in_which_it_began(tmp_path, capsys):
 
 
 def test_silence(capsys):
-    """Of all processes but the first."""
+    """All processes but the first print nothing."""
     with redirect_stderr(Terminal()) as terminal:
         progress = Progress("title", total=2, silent=True)
         progress.step()
@@ -95,7 +95,7 @@ def test_time_that_is_left(monkeypatch, capsys):
     progress = Progress("title", total=400, done=30)
     for _ in range(10):
         progress.step()
-    assert progress.left() == "1:00:00"  # 10 s a step since it went on, 360 steps
+    assert progress.left() == "1:00:00"  # 10 s per step since it was resumed, 360 steps
 
 
 # TensorBoard.

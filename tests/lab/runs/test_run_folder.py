@@ -142,7 +142,8 @@ def test_every_setting_survives(tmp_path):
         assert folder.settings() == settings(name)
     plain = settings("digits")
     values = {"recipe": "digits", "activation": "prelu", "augmentation": "none", "granularity": "layer", "norm": "group"}
-    values |= {"precision": "bf16", "init": "silu", "data": "/data", "device": "cpu", "fuse_norms": "off"}
+    values |= {"precision": "bf16", "init": "silu", "data": "/data", "device": "cpu", "fuse_norms": "off", "rule": "shared"}
+    values |= {"test_data": "b.tar"}
     kinds = {int: 9, float: 0.123456789012345, bool: True}
     changed = {f.name: values.get(f.name, kinds.get(f.type)) for f in dataclasses.fields(plain)}
     changed |= {"channels_last": False}
@@ -153,6 +154,17 @@ def test_every_setting_survives(tmp_path):
     assert {name: type(value) for name, value in folder.settings().as_dict().items()} == {
         k: type(v) for k, v in changed.items()
     }
+
+
+def test_a_run_without_a_rule_is_by_that_of_the_paper(tmp_path):
+    """It was trained before there were others, whatever the default is today."""
+    folder = RunFolder(tmp_path)
+    config = settings("digits", rule="shared").as_dict()
+    folder.write_json("config.json", config)
+    assert folder.settings().rule == "shared"
+    del config["rule"]
+    folder.write_json("config.json", config)
+    assert folder.settings().rule == "paper"
 
 
 # Half written, or damaged.

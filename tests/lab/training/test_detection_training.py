@@ -53,7 +53,7 @@ def test_two_steps(objects, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["coco/maskrcnn_resnet50_fpn", "coco/retinanet_resnet50_fpn"])
 def test_the_networks_of_the_paper(objects, name):
-    """With two detections an image, for the sake of time."""
+    """Allow two detections per image, to save time."""
     row = RECIPES[name]
     assert (row.anchors, row.detections, row.width) == (1, 100, 1)
     network = detectors.build(row.network, 2, pixels=96, width=row.width, norm="batch", anchors=row.anchors, detections=2)
@@ -174,7 +174,7 @@ def test_what_a_run_leaves(uninterrupted):
 
 
 def test_iterations_and_measurements(objects, tmp_path, capsys):
-    """Five steps of two an epoch: the third epoch has one. Measured are the second and the last."""
+    """Of five steps, two per epoch, the third epoch has one. The second and the last epoch are measured."""
     command = [RETINA, "--data", objects, "--workers", 0, "--iterations", 5, "--act", "relu", "--measure-every", 2]
     assert train(*command, "--runs", tmp_path) == 0
     (path,) = tmp_path.iterdir()
@@ -198,7 +198,7 @@ def test_divergence(objects, tmp_path):
 
 
 def test_worker_processes(objects):
-    """Give what this process reads itself."""
+    """Workers give the same as this process."""
     ours, theirs = (task_of(MASK, objects, workers=workers) for workers in (0, 1))
     for epoch in (0, 1):
         for (ours_now,), (theirs_now,) in zip(ours.epoch(epoch), theirs.epoch(epoch), strict=True):

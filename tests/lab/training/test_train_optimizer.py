@@ -13,7 +13,7 @@ from pwlu.lab.recipes.catalog import RECIPES
 from pwlu.learning.curvature import curvature
 from pwlu.module import PWLU, units_of
 
-SHORT = {"epochs": 3, "realign_epochs": 1.0, "batch": 128}  # 7 steps an epoch
+SHORT = {"epochs": 3, "realign_epochs": 1.0, "batch": 128}  # 7 steps per epoch
 
 
 def gradients(trainer):
@@ -174,7 +174,7 @@ def test_moving_average():
 
 
 def test_label_smoothing():
-    """Of the training loss, not of what is measured."""
+    """It applies to the training loss, not to what is measured."""
     task = task_of(label_smoothing=0.1)
     (batch,) = next(batches_of(task))
     network = trainer_of(task).network

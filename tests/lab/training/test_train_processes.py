@@ -34,7 +34,7 @@ def part_of(rank, count):
 
 
 def test_every_test_image_is_measured_once():
-    """Also where processes do not have equally many, or none at all."""
+    """Also if processes have different numbers of images, or none."""
     for holdout, count in ((0, 2), (0, 3), (5, 7), (1, 2)):
         seen = []
         for rank in range(count):

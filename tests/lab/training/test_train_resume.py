@@ -142,6 +142,22 @@ def test_interrupted_from_the_keyboard(tmp_path, stop_before, uninterrupted, cap
     assert_same_run(RunFolder(path), uninterrupted)
 
 
+def test_another_number_of_processes(tmp_path, stop_before, capsys):
+    """What stays the same is said, and nothing if the number is the same."""
+    stop_before(STEPS_AN_EPOCH + 1, KeyboardInterrupt)
+    assert train(*SHORT, "--runs", tmp_path) == 130
+    (path,) = tmp_path.iterdir()
+    folder = RunFolder(path)
+    assert train("--resume", path) == 130
+    assert "begun with" not in capsys.readouterr().out
+    folder.write_json("environment.json", folder.environment() | {"processes": 4})
+    stop_before(None)
+    assert train("--resume", path) == 0
+    said = capsys.readouterr().out
+    assert "begun with 4 processes, now 1. The same: the images of every step, their augmentation, the batch" in said
+    assert "Different: the rounding of sums, the random numbers of dropout, and batch statistics" in said
+
+
 def test_what_is_finished_is_not_done_again(uninterrupted, capsys):
     files = {p: p.stat().st_mtime_ns for p in uninterrupted.path.rglob("*")}
     assert train("--resume", uninterrupted.path) == 0
@@ -191,7 +207,7 @@ def test_a_run_that_diverged_is_over(tmp_path, monkeypatch, capsys):
 
 
 def test_images_that_went_missing(tmp_path, stop_before, capsys):
-    """With a step less an epoch it would end too early, and count as finished."""
+    """With one step less per epoch, it would end too early and count as finished."""
     data, runs = write_images(tmp_path / "data"), tmp_path / "runs"
     sizes = ("--pixels", 32, "--width", 0.125, "--batch", 4, "--epochs", 2, "--act", "relu", "--workers", 0)
     stop_before(4)
@@ -209,7 +225,7 @@ def test_images_that_went_missing(tmp_path, stop_before, capsys):
 
 
 def test_what_may_change_when_a_run_goes_on(tmp_path, stop_before, capsys):
-    """Where and how fast; not what it computes."""
+    """The device and the speed may change, not the results."""
     stop_before(STEPS_AN_EPOCH + 1)
     with pytest.raises(Stop):
         train(*SHORT, "--runs", tmp_path, "--norm", "group")

@@ -29,6 +29,7 @@ TITLES = {
     "se_relu": "ReLU with squeeze-and-excitation",
     "pwlu": "PWLU",
     "dynamic_pwlu": "Dynamic PWLU",
+    "nonuniform_pwlu": "Non-uniform PWLU",
 }
 SEVEN = ("relu", "prelu", "swish", "apl", "pau", "frelu", "pwlu")
 

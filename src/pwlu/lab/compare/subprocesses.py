@@ -1,4 +1,4 @@
-"""Run several ``pwlu train`` in child processes, which always end with the process that started them."""
+"""Run ``pwlu train`` in child processes, which always end with the process that started them."""
 
 import os
 import signal
@@ -6,21 +6,40 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 from pwlu.lab.runs.locks import locked
 
-T = TypeVar("T")
-_TIMEOUT = 10.0  # seconds to wait for a child to end before it is killed, and for another process to release a log
+TIMEOUT = 10.0  # seconds to wait for a child to end before it is killed, and for another process to release a log
 
-_TRAIN = (
-    "import runpy; from pwlu.lab.compare.subprocesses import end_with_parent; end_with_parent(); "
-    "runpy.run_module('pwlu', run_name='__main__', alter_sys=True)"  # like python -m pwlu
+_RUN_MODULE = (  # like python -m MODULE
+    "import runpy, sys; from pwlu.lab.compare.subprocesses import end_with_parent; end_with_parent(); "
+    "del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 )
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended that may not be finished.
+
+    Attributes:
+        why: what to report if the run is not finished.
+        output: the last lines of its output.
+        died: whether it was killed or its machine was lost. Otherwise it ended by itself, and would do so again.
+        succeeded: whether its exit status was 0.
+    """
+
+    why: str
+    output: str = ""
+    died: bool = False
+    succeeded: bool = False
+
+
+BUSY = Ended("another process is training it")
 
 
 def end_with_parent() -> None:
@@ -40,15 +59,20 @@ def end_with_parent() -> None:
 
 
 class Child:
-    """A ``pwlu train`` process that writes its output to a log file.
+    """A process that runs a Python module, such as ``pwlu``, and writes its output to a log file.
 
     The child inherits the lock on the log. While it runs, no other process starts the same run.
+
+    Args:
+        command: the module and its arguments.
+        log: the file to write to, from :func:`open_log`.
+        environment: further environment variables.
     """
 
-    def __init__(self, arguments: list[str], log: BinaryIO, environment: dict[str, str]) -> None:
+    def __init__(self, command: list[str], log: BinaryIO, environment: dict[str, str]) -> None:
         self.log, self.log_start = Path(log.name), log.tell()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _TRAIN, "train", *arguments],
+            [sys.executable, "-c", _RUN_MODULE, *command],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -63,6 +87,14 @@ class Child:
         if status is not None and self.process.stdin is not None:
             self.process.stdin.close()
         return status
+
+    def ended(self) -> Ended | None:
+        """Return how the child ended, or None while it runs."""
+        status = self.status()
+        if status is None:
+            return None
+        output = self.last_lines()
+        return Ended(f"exit status {status}, {self.log}:\n{output}", output, died=status < 0, succeeded=status == 0)
 
     def last_lines(self, count: int = 12) -> str:
         """Return the last lines of the output."""
@@ -79,11 +111,11 @@ class Child:
                 self.process.terminate()
 
 
-def open_log(path: Path) -> BinaryIO | None:
-    """Open and lock a log to append to; return None if another process keeps it locked."""
+def open_log(path: Path, patience: float = TIMEOUT) -> BinaryIO | None:
+    """Open and lock a log to append to; return None if another process keeps it locked for `patience` seconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab")
-    deadline = time.monotonic() + _TIMEOUT
+    deadline = time.monotonic() + patience
     while not locked(file):
         if time.monotonic() > deadline:
             file.close()
@@ -92,33 +124,50 @@ def open_log(path: Path) -> BinaryIO | None:
     return file
 
 
-def run_concurrently(
-    tasks: Iterable[T], jobs: int, start: Callable[[T], Child | None]
-) -> Generator[tuple[T, Child], None, None]:
-    """Start a child for each task, at most `jobs` at a time. Yield each task and its child when the child has ended.
+class Startable(Protocol):
+    """Something that runs in a child process."""
 
-    If `start` returns None, the task needs no child. All children have ended when this generator ends or is closed.
-    """
-    waiting, running = deque(tasks), dict[int, tuple[T, Child]]()
-    try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                task = waiting.popleft()
-                if child := start(task):
-                    running[child.process.pid] = task, child
-            ended = [pid for pid, (_, child) in running.items() if child.status() is not None]
-            for pid in ended:
-                yield running.pop(pid)
-            if not ended:
-                time.sleep(0.1)
-    finally:
-        _end_all([child for _, child in running.values()])
+    def start(self, side_by_side: int = 1) -> Child | None:
+        """Start the child. Return None if another process does the same work."""
 
 
-def _end_all(children: list[Child]) -> None:
+T = TypeVar("T", bound=Startable)
+
+
+class LocalPool(Generic[T]):
+    """Child processes of this process, at most `slots` at a time."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.children: list[tuple[T, Child | None]] = []
+
+    @property
+    def running(self) -> int:
+        """Return how many children have been started and have not been returned by :meth:`wait`."""
+        return len(self.children)
+
+    def start(self, job: T) -> None:
+        """Start a child."""
+        self.children.append((job, job.start(side_by_side=self.slots)))
+
+    def wait(self) -> list[tuple[T, Ended]]:
+        """Wait a moment, and return what has ended."""
+        if all(child is not None and child.status() is None for _, child in self.children):
+            time.sleep(0.1)
+        ended = [(job, BUSY if child is None else child.ended()) for job, child in self.children]
+        self.children = [pair for pair, (_, how) in zip(self.children, ended, strict=True) if how is None]
+        return [(job, how) for job, how in ended if how is not None]
+
+    def close(self) -> None:
+        """End all children."""
+        end_all([child for _, child in self.children if child is not None])
+
+
+def end_all(children: list[Child]) -> None:
+    """End children and what they started: ask them, and after a while kill them."""
     for child in children:
         child.signal(signal.SIGTERM)
-    deadline = time.monotonic() + _TIMEOUT
+    deadline = time.monotonic() + TIMEOUT
     while any(child.status() is None for child in children) and time.monotonic() < deadline:
         time.sleep(0.05)
     for child in children:

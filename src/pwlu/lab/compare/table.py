@@ -159,14 +159,14 @@ class Table:
             f"`{recipe}`" + (f" with `{changes}`" if changes else ""),
             join(sorted({_length(run.settings) for run in runs})),
             f"measured on {describe_images(runs)} at the end of training",
-            f"{join(sorted({len(row.runs) for row in self.measured}))} seeds (their number in brackets)",
-            f"± of an {quantity}: sample standard deviation, of a gain: standard error of the difference of the means",
+            f"{join(sorted({len(row.runs) for row in self.measured}))} seeds (number of seeds in brackets)",
+            f"± of an {quantity}: sample standard deviation; ± of a gain: standard error of the difference of the means",
             *(
                 [f"a run that diverged counts with the {quantity} at its end"]
                 if any(row.diverged for row in self.measured)
                 else []
             ),
-            *(["IOU: of bounds and inputs, its median over channels"] if self.ious else []),
+            *(["IOU of bounds and inputs: median over channels"] if self.ious else []),
             *([f"{sides[0]} runs shared the device"] if len(sides) == 1 and sides[0] > 1 else []),
             *describe_environments(run.environment for run in runs),
         ]

@@ -43,7 +43,7 @@ def trials_table(recipes: Sequence[str], changes: dict[str, Any], runs: Iterable
         for recipe in recipes:
             line += _cells(cells.get(recipe, []), catalog.find(recipe).metrics[0], list(losses))
     parts = [
-        f"Measured on {describe_images(wanted)} at the end of training, one number a seed",
+        f"Measured on {describe_images(wanted)} at the end of training, one number per seed",
         *([f"{join(losses.values())}: means over seeds"] if losses else []),
         *describe_environments(run.environment for run in wanted),
     ]

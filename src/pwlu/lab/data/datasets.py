@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pwlu.lab.data import keyed_random
 from pwlu.lab.data.cifar import cifar100
-from pwlu.lab.data.image_folder import FolderImages, load_image_folder
+from pwlu.lab.data.file_images import FileImages, load_files
 from pwlu.lab.data.images import Images, in_memory
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import Settings, UserError
@@ -20,8 +20,8 @@ from pwlu.text import install
 class Data:
     """A data set for classification: training images, images to measure on, and class names."""
 
-    train: Images | FolderImages
-    test: Images | FolderImages
+    train: Images | FileImages
+    test: Images | FileImages
     classes: list[str]
     channels: int
     measured_on: str  # "test images" or "held-out training images"
@@ -30,12 +30,10 @@ class Data:
 def load(settings: Settings, device: torch.device) -> Data:
     """Load the data set of a recipe. Small data sets are kept in the memory of the device."""
     kind = find(settings.recipe).data
-    train: Images | FolderImages
-    test: Images | FolderImages
+    train: Images | FileImages
+    test: Images | FileImages | None
     if kind == "folder":
-        train, test, classes = load_image_folder(
-            Path(settings.data), device, settings.pixels, settings.augmentation, settings.worker_count
-        )
+        train, test, classes = load_files(settings, device)
     else:
         images, classes = (cifar100 if kind == "cifar100" else _digits)(Path(settings.data))
         crop = settings.augmentation != "none"
@@ -46,6 +44,7 @@ def load(settings: Settings, device: torch.device) -> Data:
     if settings.holdout:
         train, test = split_holdout(train, settings.holdout)
         measured_on = "held-out training images"
+    assert test is not None  # only shards have none, and only with --holdout
     return Data(train, test, classes, 1 if kind == "digits" else 3, measured_on)
 
 

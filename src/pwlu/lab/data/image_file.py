@@ -1,6 +1,7 @@
 """Read an image file as 8-bit RGB."""
 
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image
@@ -12,7 +13,7 @@ class UnreadableImage(Exception):
     """An error for a file that is no image, is truncated or too large, or has values of unknown range."""
 
 
-def read_image(path: str | Path) -> Image.Image:
+def read_image(file: str | Path | BinaryIO) -> Image.Image:
     """Return an image in mode RGB, or raise :class:`UnreadableImage`.
 
     Pillow clips values above 255, which would turn 16-bit greyscale images, as from microscopes, white. Divide them by 257
@@ -20,12 +21,12 @@ def read_image(path: str | Path) -> Image.Image:
     EXIF data: annotations refer to the image without it.
     """
     try:
-        with Image.open(path) as file:
-            if file.mode.startswith("I;16") or (file.mode == "I" and file.format in _SIXTEEN_BITS):
-                file.load()
-                return Image.fromarray((np.asarray(file) // 257).astype(np.uint8)).convert("RGB")
-            if file.mode in ("I", "F"):
+        with Image.open(file) as image:
+            if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SIXTEEN_BITS):
+                image.load()
+                return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
+            if image.mode in ("I", "F"):
                 raise UnreadableImage("its values have 32 bits and an unknown range: save it with 8 or 16 bits")
-            return file.convert("RGB")
+            return image.convert("RGB")
     except (OSError, SyntaxError, TypeError, ValueError, Image.DecompressionBombError) as error:  # from Pillow
         raise UnreadableImage(str(error)) from None

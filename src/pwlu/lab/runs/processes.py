@@ -1,6 +1,7 @@
 """The processes of a training: one, or several that `torchrun` started, each with its rank and device."""
 
 import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,8 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from pwlu.lab.recipes.settings import UserError
+
+# If one rank fails, the others lose their connection to it, and fail too. They wait, so that torchrun ends them and reports the
+# error of the first.
+SECONDS_TO_BE_ENDED = 5
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,11 @@ def joined(device: str | None) -> Iterator[Processes]:
     dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     try:
         yield Processes(rank, count, chosen)
+    except Exception as error:
+        if not isinstance(error, UserError):
+            time.sleep(SECONDS_TO_BE_ENDED)
+        get_error_handler().record_exception(error)
+        raise
     finally:
         dist.destroy_process_group()
 

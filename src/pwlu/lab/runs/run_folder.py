@@ -35,12 +35,13 @@ from pwlu.lab.recipes.settings import Settings, UserError, check
 from pwlu.lab.runs.locks import locked
 from pwlu.lab.runs.records import FILE, KEYS, Record, find_record
 from pwlu.lab.runs.tensor_files import serialised, tensors
+from pwlu.learning.shared_rule import PAPER
 from pwlu.text import parsed
 from pwlu.version import __version__, later_version
 
 FORMAT = 2  # of run folders. Those without a number in environment.json are of format 1, which had model.pt
 _AGAIN = "Copy it again from where it was trained, or train again"
-_OPTIONAL = ("norm_weight_decay", "channels_last", "device", "workers")  # settings of a run that may be None
+_OPTIONAL = ("norm_weight_decay", "channels_last", "device", "test_data", "workers")  # settings of a run that may be None
 _KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {  # type of a setting -> its name in errors, and what JSON may hold
     str: ("a text", (str,)),
     int: ("a whole number", (int,)),
@@ -142,7 +143,7 @@ class RunFolder:
 
     def config(self) -> dict[str, Any]:
         """Return config.json. Another version may have written other settings; the types of known ones are checked."""
-        config = self.json("config.json")
+        config = {"rule": PAPER} | self.json("config.json")  # runs from before there were other rules do not name theirs
         for f in dataclasses.fields(Settings):
             kind, types = _KINDS[f.type]
             if config.get(f.name) is not None and not isinstance(config[f.name], types):

@@ -14,7 +14,7 @@ from pwlu.conversion.conversion_report import Report
 from pwlu.lab.data import coco, keyed_random
 from pwlu.lab.data.datasets import split_holdout
 from pwlu.lab.data.detection_images import DetectionImages, Example
-from pwlu.lab.data.image_folder import MEAN, STD
+from pwlu.lab.data.file_images import MEAN, STD
 from pwlu.lab.models import detectors
 from pwlu.lab.recipes.settings import Settings, UserError
 from pwlu.lab.runs.network_info import NetworkInfo

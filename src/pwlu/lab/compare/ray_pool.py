@@ -1,0 +1,216 @@
+"""Train runs as tasks of a Ray cluster whose nodes share a file system."""
+
+import dataclasses
+import logging
+import os
+import socket
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+from pwlu.lab.compare import ray_task
+from pwlu.lab.compare.job import Job
+from pwlu.lab.compare.subprocesses import TIMEOUT, Ended
+from pwlu.lab.recipes.catalog import find
+from pwlu.lab.recipes.settings import UserError
+from pwlu.text import counted, install
+
+PREFIX = "ray://"
+
+
+class RayPool:
+    """Tasks of a Ray cluster, each of which starts a run as a child process on its node.
+
+    Ray starts a task once a node has room for it. The scheduler decides which runs are tried again, so Ray does not.
+
+    Args:
+        address: "ray" for the cluster of this machine, or "ray://HOST:PORT".
+        runs: the folder of run folders, which all nodes must share.
+        slots: how many runs to train at the same time; None: as many as the cluster has room for.
+        gpus: the number of GPUs per run, or a fraction. None: 1 per process if the cluster has GPUs.
+        cores: the number of cores per run.
+        processes: the number of processes per run.
+        nodes: over how many nodes the processes, GPUs and cores of a run are divided evenly.
+    """
+
+    def __init__(
+        self, address: str, runs: Path, slots: int | None, gpus: float | None, cores: int, processes: int, nodes: int
+    ) -> None:
+        self.ray = _connected(address)
+        self.slots = sys.maxsize if slots is None else slots
+        self.tasks: dict[Any, Job] = {}
+        self.groups: dict[Any, Any] = {}  # the nodes reserved for a task, or None if its run has one node
+        self.token = runs.resolve() / f".shared-{uuid.uuid4().hex}"
+        try:
+            alive = [node for node in self.ray.nodes() if node["Alive"]]
+            if gpus is None:
+                gpus = float(processes * any(node["Resources"].get("GPU") for node in alive))
+            self.gpus, self.cores, self.processes, self.nodes = (
+                gpus / nodes,
+                cores // nodes,
+                processes // nodes,
+                nodes,
+            )  # per node
+            self.token.parent.mkdir(parents=True, exist_ok=True)
+            self.token.touch()
+            self._check(alive)
+        except BaseException:
+            self.close()
+            raise
+        self.train = self.ray.remote(num_cpus=self.cores, num_gpus=self.gpus, max_retries=0)(ray_task.train)
+
+    @property
+    def running(self) -> int:
+        """Return how many tasks have been submitted and have not been returned by :meth:`wait`."""
+        return len(self.tasks)
+
+    def start(self, job: Job) -> None:
+        """Submit a task. Paths are made absolute, because nodes have working directories of their own."""
+        data = {"data": job.settings.data, "test_data": job.settings.test_data}
+        changes: dict[str, Any] = {name: path and os.path.abspath(path) for name, path in data.items()}
+        if job.settings.workers is None and not find(job.settings.recipe).in_memory:
+            changes["workers"] = max(1, self.cores // self.processes)
+        job = dataclasses.replace(job, settings=job.settings.replace(**changes), runs=job.runs.resolve())
+        group, strategy = None, "SPREAD"
+        if self.nodes > 1:
+            needed = {kind: count for kind, count in (("CPU", self.cores), ("GPU", self.gpus)) if count}
+            group = self.ray.util.placement_group([needed] * self.nodes, strategy="STRICT_SPREAD")
+            strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=0
+            )
+        task = self.train.options(scheduling_strategy=strategy, name="pwlu train").remote(job, self.gpus, self.cores)
+        self.tasks[task], self.groups[task] = job, group
+
+    def wait(self) -> list[tuple[Job, Ended]]:
+        """Wait a moment, and return the runs that have ended."""
+        ready, _ = self.ray.wait(list(self.tasks), timeout=0.2)
+        found = [(self.tasks.pop(task), ray_task.ended(self.ray, task)) for task in ready]
+        self._release(ready)
+        return found
+
+    def _release(self, tasks: list[Any]) -> None:
+        """Give back the nodes that were reserved for these tasks."""
+        for task in tasks:
+            if (group := self.groups.pop(task, None)) is not None:
+                self.ray.util.remove_placement_group(group)
+
+    def close(self) -> None:
+        """End all tasks, which end their runs, and disconnect."""
+        for task in self.tasks:
+            self.ray.cancel(task)
+        if self.tasks:
+            self.ray.wait(list(self.tasks), num_returns=len(self.tasks), timeout=TIMEOUT + 10)
+        self._release(list(self.groups))
+        self.token.unlink(missing_ok=True)
+        self.ray.shutdown()
+
+    def _check(self, nodes: list[dict[str, Any]]) -> None:
+        """Raise an error if a node does not see the folder of runs, or has other versions than this machine."""
+        here = inspect_node(str(self.token))
+        probe = self.ray.remote(_by_value())
+        strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        tasks = [
+            probe.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy(node["NodeID"], soft=False)) for node in nodes
+        ]
+        answers = [task.remote(str(self.token)) for task in tasks]
+        for node, answer in zip(nodes, answers, strict=True):
+            name = node["NodeManagerAddress"]
+            try:
+                there = self.ray.get(answer)
+            except self.ray.exceptions.RayError as error:
+                raise UserError(f"the node {name} of the Ray cluster does not answer: {error}") from None
+            _compare(name, here, there, self.token.parent)
+        needed = {"CPU": self.cores, "GPU": self.gpus}
+        room = sum(all(node["Resources"].get(kind, 0) >= count for kind, count in needed.items()) for node in nodes)
+        if room < self.nodes:
+            lacking = (
+                f"a run needs {counted(self.nodes, 'node', 'nodes')} with {counted(self.cores, 'core', 'cores')} and "
+                f"{self.gpus:g} GPUs{' each' if self.nodes > 1 else ''}, but the cluster has {room} of them"
+            )
+            if self.processes * self.nodes > 1:
+                raise UserError(f"{lacking}. Write a smaller --processes-per-run, or another --nodes-per-run")
+            print(
+                f"{lacking}. Runs wait until one joins; or stop, and write smaller --cores-per-run and --gpus-per-run",
+                file=sys.stderr,
+            )
+
+
+def _connected(address: str) -> Any:
+    """Connect to a cluster, and return the package ray."""
+    if address != "ray" and not address.startswith(PREFIX):
+        raise UserError(f"--on must be ray, or ray://HOST:10001 for a cluster elsewhere, not {address!r}")
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ImportError:
+        raise UserError(f"--on {address} needs the package ray, here and on all nodes: {install('cluster')}") from None
+    try:
+        _reach(os.environ.get("RAY_ADDRESS", "") if address == "ray" else address)
+        ray.init("auto" if address == "ray" else address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, OSError, RuntimeError, ValueError, ImportError) as error:
+        started = "Start one with ray start --head, and ray start --address HOST:6379 on the other nodes"
+        remedy = started if address == "ray" else "Write the address of the head node, and the port of its Ray Client server"
+        raise UserError(f"--on {address}: no Ray cluster can be reached. {remedy}. Ray says: {error}") from None
+    return ray
+
+
+def _reach(address: str) -> None:
+    """Raise an error if nothing listens at HOST:PORT: Ray itself would wait there for many minutes."""
+    host, colon, port = address.removeprefix(PREFIX).partition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=10).close()
+
+
+def inspect_node(token: str) -> dict[str, Any]:
+    """Return whether this machine sees the file `token`, and its versions. A node without pwlu must be able to run this."""
+    import hashlib
+    import importlib.metadata
+    import importlib.util
+    import pathlib
+    import platform
+
+    def version(package: str) -> str:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return "missing"
+
+    spec = importlib.util.find_spec("pwlu")  # does not import it
+    sources = hashlib.sha256()
+    if spec is not None and spec.origin is not None:
+        folder = pathlib.Path(spec.origin).parent
+        for path in sorted(folder.rglob("*.py")):
+            sources.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    pwlu = "missing" if spec is None else f"with the sources {sources.hexdigest()[:8]}"
+    versions = {
+        "pwlu": pwlu,
+        "torch": version("torch"),
+        "torchvision": version("torchvision"),
+        "Python": platform.python_version(),
+    }
+    return {"shared": pathlib.Path(token).exists(), "versions": versions}
+
+
+def _by_value() -> Any:
+    """Return a copy of :func:`inspect_node` that is sent to nodes as code: importing this file there would need pwlu."""
+    import types
+
+    return types.FunctionType(inspect_node.__code__, {"__builtins__": __builtins__}, "inspect_node")
+
+
+def _compare(name: str, here: dict[str, Any], there: dict[str, Any], runs: Path) -> None:
+    """Raise an error if a node differs from this machine."""
+    if not there["shared"]:
+        raise UserError(
+            f"the node {name} does not see {runs} of this machine. All nodes must share the folder of runs: write --runs DIR "
+            "with a folder on a file system that all of them mount at the same path, such as NFS or Lustre"
+        )
+    for package, version in here["versions"].items():
+        if there["versions"][package] != version:
+            found = there["versions"][package]
+            raise UserError(
+                f"the node {name} has {package} {found}, but this machine has {package} {version}. Runs of "
+                "one table must be made by the same versions: install the same on all nodes, for example in one environment on "
+                "the shared file system"
+            )

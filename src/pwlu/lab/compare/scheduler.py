@@ -1,0 +1,128 @@
+"""The scheduler of a comparison: which run is trained next, which one is tried again, and what is reported."""
+
+import dataclasses
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from pwlu.lab.compare.job import Job, find_existing
+from pwlu.lab.compare.subprocesses import Ended
+from pwlu.lab.recipes.experiment import label
+from pwlu.lab.recipes.metrics import format_metrics
+from pwlu.lab.recipes.settings import Settings, UserError
+from pwlu.lab.runs.progress import Progress
+from pwlu.lab.runs.results import Run, keep
+
+TRIES = 3  # of a run that dies without finishing another epoch
+PATIENCE = 120.0  # seconds until a file server has released the locks of a machine that died
+
+
+class Pool(Protocol):
+    """Where runs are trained: in processes of this machine, or in tasks of a Ray cluster.
+
+    Attributes:
+        slots: how many runs to start at the same time.
+    """
+
+    slots: int
+
+    @property
+    def running(self) -> int:
+        """Return how many runs have been started and have not ended."""
+
+    def start(self, job: Job) -> None:
+        """Start a run."""
+
+    def wait(self) -> list[tuple[Job, Ended]]:
+        """Wait a moment, and return the runs that have ended."""
+
+    def close(self) -> None:
+        """End all runs that were started."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that failed, and why: the last lines of its output."""
+
+    settings: Settings
+    why: str
+
+
+def title(settings: Settings) -> str:
+    """Return the name of a run for messages."""
+    return f"{settings.recipe} {label(settings)}, seed {settings.seed}"
+
+
+def describe(result: dict[str, Any]) -> str:
+    """Return the metrics of a run as text, and whether it diverged."""
+    return format_metrics(result) + (", diverged" if result["diverged"] else "")
+
+
+class Scheduler:
+    """Trains the missing runs of a comparison in a pool, and reports each one.
+
+    Args:
+        jobs: the missing runs, in the order in which to start them.
+        pool: where they are trained.
+        results: the folder that the small files of finished runs are copied to.
+        total: the number of runs of the comparison, with those that are finished.
+    """
+
+    def __init__(self, jobs: list[Job], pool: Pool, results: Path, total: int) -> None:
+        self.waiting, self.pool, self.results = deque(jobs), pool, results
+        self.failures: list[Failure] = []
+        self.failed_outputs: set[str] = set()
+        self.deaths: dict[Settings, tuple[int, int]] = {}  # how often a run died in a row, and its epochs then
+        self.count, self.total = total - len(jobs), total
+        self.progress = Progress("runs", total, done=self.count, unit="run")
+
+    def run(self) -> list[Failure]:
+        """Train all runs, and return those that failed."""
+        try:
+            while self.waiting or self.pool.running:
+                while self.waiting and self.pool.running < self.pool.slots:
+                    self.pool.start(self.waiting.popleft())
+                for job, ended in self.pool.wait():
+                    self._ended(job, ended)
+        finally:
+            self.pool.close()
+            self.progress.close()
+        return self.failures
+
+    def _ended(self, job: Job, ended: Ended) -> None:
+        run = find_existing(job.runs).get(job.settings)
+        if run is not None and run.result is not None:
+            self._finished(run)
+        elif ended.died and self._try_again(job.settings, 0 if run is None else run.epochs):
+            self.progress.say(f"{title(job.settings)}: died, and is tried again. {ended.why.splitlines()[0]}")
+            self.waiting.append(dataclasses.replace(job, patience=PATIENCE))
+        else:
+            self.failures.append(Failure(job.settings, ended.why))
+            self._report(f"{title(job.settings)}: failed")
+            self._stop_if_repeated(ended.output)
+
+    def _try_again(self, settings: Settings, epochs: int) -> bool:
+        """Return whether to try a run again that died: not if it died too often without finishing another epoch."""
+        deaths, before = self.deaths.get(settings, (0, epochs))
+        deaths = deaths + 1 if epochs <= before else 1
+        self.deaths[settings] = deaths, epochs
+        return deaths < TRIES
+
+    def _finished(self, run: Run) -> None:
+        if find_existing(self.results).finished(run.settings) is None:
+            keep(run, self.results)
+        if run.result is not None:
+            measured = describe(run.result).removeprefix("accuracy ")
+            self._report(f"{title(run.settings)}: {measured}, {run.result['seconds_per_epoch']:.3g} s per epoch")
+
+    def _stop_if_repeated(self, output: str) -> None:
+        """Stop if two runs fail with the same output, such as a missing data set: all others would fail too."""
+        if output and output in self.failed_outputs:
+            raise UserError(f"two runs failed with the same output, so no other run was started:\n{output}")
+        self.failed_outputs.add(output)
+
+    def _report(self, text: str) -> None:
+        self.count += 1
+        self.progress.step()
+        self.progress.say(f"[{self.count}/{self.total}] {text}")

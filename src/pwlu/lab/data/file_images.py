@@ -1,0 +1,171 @@
+"""Images that are read from files while training, by worker processes."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision import transforms
+from torchvision.transforms import InterpolationMode
+
+from pwlu.lab.data import keyed_random
+from pwlu.lab.data.image_file import UnreadableImage, read_image
+from pwlu.lab.data.image_folder import Folder
+from pwlu.lab.data.images import Batch
+from pwlu.lab.data.shards import Shards, is_shards
+from pwlu.lab.recipes.settings import Settings, UserError
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # the usual values for ImageNet
+
+
+class Source(Protocol):
+    """Where images are: their number, labels and contents.
+
+    Attributes:
+        classes: the names of the classes.
+    """
+
+    classes: list[str]
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+
+    def image(self, number: int) -> tuple[str | BinaryIO, int]:
+        """Return the path of an image or the open file, and its label."""
+
+    def name(self, number: int) -> str:
+        """Return the name of an image for messages."""
+
+
+class _FileDataset(Dataset):
+    """A data set whose items are requested by (index, random keys of the augmentation, or None for a test image)."""
+
+    def __init__(self, source: Source, numbers: list[int], train: Any, test: Any) -> None:
+        self.source, self.numbers, self.train, self.test = source, numbers, train, test
+
+    def __getitem__(self, item: tuple[int, tuple[int, ...] | None]) -> tuple[Tensor, int]:
+        index, keys = item
+        number = self.numbers[index]
+        file, label = self.source.image(number)
+        try:
+            image = read_image(file)
+        except UnreadableImage as error:
+            raise UserError(
+                f"the image {self.source.name(number)} cannot be read: {error}. Replace it in all copies of the data set, then "
+                "continue with --resume"
+            ) from None
+        if keys is None:
+            return self.test(image), label
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(keyed_random.hash_keys(*keys, number)))
+            return self.train(image), label
+
+
+class FileImages:
+    """A data set on disk or a part of it, read by worker processes and normalised on the device."""
+
+    def __init__(self, files: _FileDataset, device: torch.device, workers: int) -> None:
+        self.files, self.device, self.workers = files, device, workers
+        self.mean, self.std = (torch.tensor(v, device=device)[:, None, None] * 255 for v in (MEAN, STD))
+        self.requests: list[list[tuple[int, tuple[int, ...] | None]]] = []  # the loader reads it when an iteration starts
+        self.loader = DataLoader(
+            files,
+            batch_sampler=self.requests,
+            num_workers=workers,
+            pin_memory=device.type == "cuda",
+            persistent_workers=workers > 0,
+            multiprocessing_context="spawn" if workers else None,  # torch's threads do not survive a fork
+        )
+
+    def __len__(self) -> int:
+        return len(self.files.numbers)
+
+    def part(self, indices: Tensor) -> "FileImages":
+        """Return these images only."""
+        files = self.files
+        numbers = [files.numbers[i] for i in indices.tolist()]
+        return FileImages(_FileDataset(files.source, numbers, files.train, files.test), self.device, self.workers)
+
+    def batches(self, plan: Iterable[Tensor], keys: tuple[int, ...] | None = None) -> Iterator[Batch]:
+        """Yield the images, float32, and their labels for each tensor of indices.
+
+        Args:
+            plan: the indices of each batch.
+            keys: the random keys of the augmentation, such as seed and epoch. None: no augmentation.
+        """
+        self.requests[:] = [[(index, keys) for index in indices.tolist()] for indices in plan]
+        pinned = self.device.type == "cuda"
+        try:
+            for images, labels in self.loader:
+                images = images.to(self.device, non_blocking=pinned).float()
+                yield (images - self.mean) / self.std, labels.to(self.device, non_blocking=pinned)
+        except Exception as error:
+            if "UserError" in str(error):  # raised in a worker, and wrapped with its traceback
+                raise UserError(str(error).rpartition("UserError: ")[2].strip()) from None
+            raise
+
+
+def load_files(settings: Settings, device: torch.device) -> tuple[FileImages, FileImages | None, list[str]]:
+    """Return training images, test images and the names of the classes, from a folder or from shards.
+
+    Shards without test shards have no test images. Then ``--holdout`` must be given.
+    """
+    train, test = _sources(settings)
+    if test is not None:
+        _check_classes(settings, train, test)
+    augment = _training_transform(settings.pixels, settings.augmentation)
+    plain = transforms.Compose(
+        [transforms.Resize(round(settings.pixels * 8 / 7)), transforms.CenterCrop(settings.pixels), transforms.PILToTensor()]
+    )
+
+    def images(source: Source) -> FileImages:
+        return FileImages(_FileDataset(source, list(range(len(source))), augment, plain), device, settings.worker_count)
+
+    return images(train), None if test is None else images(test), train.classes
+
+
+def _sources(settings: Settings) -> tuple[Source, Source | None]:
+    """Return where the training images and the test images are."""
+    if not is_shards(settings.data):
+        if settings.test_data is not None:
+            raise UserError(
+                f"--test-data is for shards, but --data {settings.data} is a folder, whose test images are in val: leave it out"
+            )
+        root = Path(settings.data)
+        return Folder(root / "train"), Folder(root / "val")
+    if settings.holdout:
+        if settings.test_data is not None:
+            raise UserError(f"--holdout {settings.holdout} measures on training images: leave out --test-data or --holdout")
+        return Shards(settings.data), None
+    if settings.test_data is None:
+        raise UserError(
+            f"--data {settings.data} has training images only. Write --test-data 'NAME-{{000..006}}.tar' with the shards to "
+            "measure on, or --holdout N to measure on N training images"
+        )
+    return Shards(settings.data), Shards(settings.test_data)
+
+
+def _check_classes(settings: Settings, train: Source, test: Source) -> None:
+    """Raise an error if the test images have other classes. Shards may lack some: their classes are numbers."""
+    numbers_fit = isinstance(train, Shards) and len(test.classes) <= len(train.classes)
+    different = sorted(set(train.classes) ^ set(test.classes))
+    if different and not numbers_fit:
+        places = (
+            (settings.data, settings.test_data) if settings.test_data else (f"{settings.data}/train", f"{settings.data}/val")
+        )
+        raise UserError(f"{places[0]} and {places[1]} have different classes: {', '.join(different[:5])} in one of them only")
+
+
+def _training_transform(pixels: int, augmentation: str) -> Any:
+    steps: list[Any] = []
+    if augmentation == "none":
+        steps = [transforms.Resize(pixels), transforms.CenterCrop(pixels)]
+    else:
+        steps = [transforms.RandomResizedCrop(pixels)]
+    if augmentation in ("crop+flip", "autoaugment"):
+        steps.append(transforms.RandomHorizontalFlip())
+    if augmentation == "autoaugment":
+        steps.append(transforms.AutoAugment(interpolation=InterpolationMode.BILINEAR))
+    return transforms.Compose([*steps, transforms.PILToTensor()])

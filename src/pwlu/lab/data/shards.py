@@ -1,0 +1,148 @@
+"""Images in tar files of the WebDataset layout: NAME.jpg beside NAME.cls, which holds the number of the class.
+
+The headers of all shards are read once, so that any image can be read by its place in its shard. Images are then drawn as from
+a folder: in one random order of all images, which does not depend on the number of processes or workers.
+"""
+
+import io
+import re
+import tarfile
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from pwlu.lab.recipes.settings import UserError
+
+OPEN_FILES = 128  # per process; systems allow about 1,000
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)")
+
+
+def is_shards(data: str) -> bool:
+    """Return whether ``--data`` names tar files rather than a folder."""
+    return data.endswith((".tar", ".tar.gz", ".tgz"))
+
+
+class Shards:
+    """The images of tar files, numbered in the order of the files.
+
+    Args:
+        pattern: the path of a tar file; ``{000..146}`` stands for a range of numbers.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        self.paths = expand(pattern)
+        missing = [path for path in self.paths if not Path(path).is_file()]
+        if missing:
+            raise UserError(
+                f"{len(missing)} of {len(self.paths)} shards do not exist, the first is {missing[0]}. Write --data "
+                "'DIR/NAME-{000..146}.tar' in quotes, with the numbers of the files"
+            )
+        rows = [(shard, *image) for shard, path in enumerate(self.paths) for image in _images(path)]
+        if not rows:
+            raise UserError(f"{pattern}: no images. Expected NAME.jpg and NAME.cls in each tar file, as WebDataset writes them")
+        # Arrays, because each worker process gets a copy: 1.3 million tuples would take long to send.
+        self.shards, self.offsets, self.sizes, self.labels = np.array(rows, dtype=np.int64).T.copy()
+        self.classes = [str(number) for number in range(int(self.labels.max()) + 1)]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def image(self, number: int) -> tuple[io.BytesIO, int]:
+        """Return an image as a file, and its label."""
+        return io.BytesIO(self._read(number, 0, int(self.sizes[number]))), int(self.labels[number])
+
+    def name(self, number: int) -> str:
+        """Return the name of an image for messages."""
+        header = tarfile.TarInfo.frombuf(self._read(number, -tarfile.BLOCKSIZE, tarfile.BLOCKSIZE), "utf-8", "replace")
+        return f"{header.name} in {self.paths[self.shards[number]]}"
+
+    def _read(self, number: int, start: int, size: int) -> bytes:
+        return _open(self.paths[self.shards[number]]).read(int(self.offsets[number]) + start, size)
+
+
+def expand(pattern: str) -> list[str]:
+    """Return the paths that a pattern stands for: ``a-{08..11}.tar`` stands for a-08.tar, a-09.tar, a-10.tar and a-11.tar."""
+    found = _RANGE.search(pattern)
+    if found is None:
+        if "{" in pattern or "*" in pattern:
+            raise UserError(f"shards are named by a range of numbers, such as NAME-{{000..146}}.tar, not {pattern}")
+        return [pattern]
+    first, last = found.groups()
+    if int(first) > int(last):
+        raise UserError(f"the range {found[0]} of shards must begin with the smaller number: {{{last}..{first}}}")
+    before, after = pattern[: found.start()], pattern[found.end() :]
+    return [path for number in range(int(first), int(last) + 1) for path in expand(f"{before}{number:0{len(first)}}{after}")]
+
+
+class _OpenFile:
+    def __init__(self, path: str) -> None:
+        self.file = open(path, "rb", buffering=0)  # noqa: SIM115  closed with this object
+
+    def __del__(self) -> None:
+        if hasattr(self, "file"):
+            self.file.close()
+
+    def read(self, offset: int, size: int) -> bytes:
+        self.file.seek(offset)
+        return self.file.read(size)
+
+
+_open = lru_cache(OPEN_FILES)(_OpenFile)  # opening a file takes a message to a file server
+
+
+def _images(path: str) -> Iterator[tuple[int, int, int]]:
+    """Yield where each image of a shard begins, its size, and its label."""
+    length = Path(path).stat().st_size
+    key, image, label = "", None, None
+    try:
+        with tarfile.open(path, "r:") as tar:
+            while (member := tar.next()) is not None:
+                tar.members.clear()  # type: ignore[attr-defined]  # otherwise, it keeps all of them
+                matched = _NAME.fullmatch(member.name) if member.isfile() else None
+                if matched is None:
+                    continue
+                if matched[1] != key:
+                    yield from _sample(path, key, image, label)
+                    key, image, label = matched[1], None, None
+                if member.offset_data + member.size > length:
+                    raise tarfile.ReadError(f"it ends within {member.name}")
+                if f".{matched[2].lower()}" in IMG_EXTENSIONS:
+                    if image is not None:
+                        raise UserError(f"{path} has two images named {key}. Each needs a name of its own")
+                    image = member.offset_data, member.size
+                elif matched[2] == "cls":
+                    file = tar.extractfile(member)
+                    label = b"" if file is None else file.read()
+            yield from _sample(path, key, image, label)
+            _check_end(tar)
+    except (tarfile.TarError, OSError) as error:
+        raise UserError(f"the shard {path} cannot be read as a tar file without compression: {error}. Copy it again") from None
+
+
+def _check_end(tar: tarfile.TarFile) -> None:
+    """Raise an error if the headers do not stop at the end of the archive: tarfile stops at a damaged header without a word."""
+    assert tar.fileobj is not None
+    tar.fileobj.seek(tar.offset)
+    block = tar.fileobj.read(tarfile.BLOCKSIZE)
+    if len(block) < tarfile.BLOCKSIZE:
+        raise tarfile.ReadError(f"it ends at byte {tar.offset + len(block):,}, without the zeros that end a tar file")
+    if block.strip(b"\0"):
+        raise tarfile.ReadError(f"the header at byte {tar.offset:,} is damaged")
+
+
+def _sample(path: str, key: str, image: tuple[int, int] | None, label: bytes | None) -> Iterator[tuple[int, int, int]]:
+    """Yield an image, or nothing if these files are no image, or raise an error if its label is missing or wrong."""
+    if image is None and label is None:
+        return
+    if image is None or label is None:
+        raise UserError(
+            f"{path} has {key}{'.cls without an image' if image is None else ' without ' + key + '.cls'}. Each image needs a "
+            f"file {key}.cls right before or after it, with the number of its class"
+        )
+    if not label.strip().isdigit():
+        raise UserError(f"{key}.cls in {path} must hold the number of a class, such as 7, not {label[:20]!r}")
+    yield *image, int(label)

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import pwlu
 
-FULL = {"width": 256, "layers": 6, "heads": 8, "length": 256, "batch": 64, "steps": 2000, "lr": 2e-3}
+FULL = {"width": 256, "layers": 6, "heads": 8, "length": 256, "batch": 32, "steps": 2000, "lr": 2e-3}
 TINY = {"width": 32, "layers": 2, "heads": 2, "length": 64, "batch": 8, "steps": 30, "lr": 2e-3}
 WARMUP = 0.05  # of the steps
 REALIGN = 0.1  # of the steps

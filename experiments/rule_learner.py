@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pwlu.initial_functions import InitialFunction
 from pwlu.learning.curvature import parameter_indices
+from pwlu.learning.shared_rule import SharedRule
 from pwlu.module import PWLU
 
 SQUARES_DECAY = 0.99  # of the running mean square of gradients
@@ -49,6 +50,9 @@ class Rule:
     gain: float = _word(0.0, "hold the RMS slope over the inputs at X; -1: at its value after realignment")
     layergain: bool = _word(False, "let gain hold the RMS slope of each layer, with one factor for all of its channels")
     fade: bool = _word(False, "multiply share and sharesum by the learning rate divided by its peak")
+    lib: bool = _word(False, "use the library's rule, pwlu.learning.shared_rule, with libshare and libbend")
+    libshare: float = _word(SharedRule.sharing, "the library's rule: share X times the sum of gradients (default: 0.1)")
+    libbend: float = _word(SharedRule.bend, "the library's rule: penalise squared bends, times X (default: 0.03)")
     jitter: float = _word(0.0, "shift inputs in training by a uniform random number of up to +- X intervals / 2")
 
 
@@ -134,6 +138,8 @@ class Learner:
 
     def __init__(self, rule: Rule, bank: Bank, base: InitialFunction | None, trainer: Any, peak: float) -> None:
         self.rule, self.bank, self.base, self.trainer, self.peak = rule, bank, base, trainer, peak
+        if rule.lib:
+            trainer.phases.rule = SharedRule(rule.libshare, rule.libbend)
         self.optimizer = trainer.optimizer
         (self.group,) = (g for g in self.optimizer.param_groups if any(p is bank.weights[0] for p in g["params"]))
         like = {"dtype": bank.weights[0].dtype, "device": bank.weights[0].device}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rule_learner import Bank, Learner, Rule
 
-from pwlu import alignment, baselines
+from pwlu import NonUniformPWLU, alignment, baselines
 from pwlu.initial_functions import find_initial_function
 from pwlu.lab.recipes import catalog
 from pwlu.lab.runs.processes import joined
@@ -95,7 +95,8 @@ def train(spec: dict[str, Any], data: Path, device: str | None, deadline: float,
             task.plan_steps(len(task.data.train))
         trainer = Trainer(task, settings, processes)
     learner = None
-    if trainer.units:
+    uniform = all(not isinstance(unit, NonUniformPWLU) for unit in trainer.units.values())  # rules need equal intervals
+    if trainer.units and uniform:
         bank = Bank(trainer.units.values())
         peak = settings.lr * settings.batch / catalog.find(settings.recipe).batch * settings.unit_lr
         learner = Learner(rule, bank, find_initial_function(settings.init) if rule.base else None, trainer, peak)
@@ -139,7 +140,7 @@ def train(spec: dict[str, Any], data: Path, device: str | None, deadline: float,
         "settings": changes,
         "notes": learner.notes if learner else [],
     }
-    if learner and math.isfinite(losses[-1]):
+    if trainer.units and math.isfinite(losses[-1]):
         with trainer.autocast():
             aligned = alignment(trainer.measured, task.alignment_inputs(), histogram=False)
         result["iou"] = _rounded(statistics.median(aligned.iou))

@@ -243,7 +243,7 @@ def test_observer():
 # Rules at work.
 
 
-def weights_after(rule, steps=10, **changes):
+def weights_after(rule, /, steps=10, **changes):
     """The weights of the PWLUs of the digits' network after some steps, the first of them Phase I."""
     task = task_of(batch=64, realign_epochs=3 / 14, fuse_norms="off", **changes)
     trainer = trainer_of(task)
@@ -292,6 +292,9 @@ def test_rules_at_work():
     both = weights_after(Rule(sharesum=1.0, curv=0.1, shareall=True))
     assert not torch.equal(both, weights_after(Rule(sharesum=1.0, curv=0.1)))
     assert torch.equal(weights_after(Rule(sharesum=1.0, shareall=True)), shared)
+    library = weights_after(Rule(lib=True, libshare=1.0, libbend=0.0))
+    torch.testing.assert_close(library, shared, rtol=1e-4, atol=1e-5)
+    assert torch.equal(weights_after(Rule(lib=True)), weights_after(None, rule="shared"))
 
 
 @pytest.mark.parametrize(

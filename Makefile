@@ -13,7 +13,7 @@ help:
 	@echo "make test-slow   run the tests that are slow by nature: mutants, sanitizers, wheels, all GPU architectures, a browser"
 	@echo "make torture 100,000 random operator cases, 60 models, 20 killed trainings: half an hour on two cores"
 	@echo "make demo    train a small network on handwritten digits (a minute), draw what it learned"
-	@echo "make lint    ruff and mypy"
+	@echo "make lint    ruff, mypy and clang-format"
 	@echo "make docs    build the documentation into site/, check its links"
 	@echo "make bench   time the operators beside ReLU, SiLU and PReLU"
 	@echo "make clean   remove .venv and everything built"
@@ -37,6 +37,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	git ls-files '*.c' '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 
 # Material for MkDocs says at every start that it reaches its end of life in May 2027. Zensical, its successor, reads mkdocs.yml.
 docs: $(VENV)/installed

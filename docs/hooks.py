@@ -1,7 +1,8 @@
 """Bring files from outside of docs/ into the site.
 
-README.md becomes the home page; CONTRIBUTING.md and CHANGELOG.md become pages. Pages link to other files of the repository as
-``../PATH``, so that the links work where the repository is browsed. Each such file is copied into the site under PATH.
+README.md becomes the home page; CONTRIBUTING.md, CHANGELOG.md and experiments/README.md become pages. Pages link to other files
+of the repository as ``../PATH``, so that the links work where the repository is browsed. Each such file is copied into the site
+under PATH.
 """
 
 import posixpath
@@ -13,7 +14,12 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+    "experiments/README.md": "experiments.md",
+}
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
 
 
@@ -37,7 +43,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def _folder(page: File) -> str:
     """Return the folder that a page's links start from, relative to the root of the repository."""
-    return "" if page.src_uri in PAGES.values() else "docs"
+    sources = {name: source for source, name in PAGES.items()}
+    return posixpath.dirname(sources.get(page.src_uri, "docs/"))
 
 
 def _links(folder: str, text: str) -> set[str]:

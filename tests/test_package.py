@@ -26,8 +26,8 @@ SOURCE = ROOT / "src" / "pwlu"
 
 # Files and folders of the package, lowest first: each imports from itself and from what stands before it.
 ORDER = (
-    "version text files checks reference dynamic_reference initial_functions kernels ops norm_ops functional statistics"
-    " deferred_norm squeeze module dynamic"
+    "version text files checks reference dynamic_reference nonuniform_reference initial_functions kernels ops norm_ops"
+    " nonuniform_ops functional statistics deferred_norm squeeze sharding constraints module dynamic nonuniform"
     " learning baselines conversion analysis plotting deploy integrations lab report cli __main__"
 )
 LAB = "recipes runs data models tasks training compare inference"
@@ -81,6 +81,7 @@ def test_public_names():
         "PWLU",
         "DynamicPWLU",
         "FusedPWLU",
+        "NonUniformPWLU",
         "TwoPhase",
         "__version__",
         "freeze_",
@@ -88,10 +89,10 @@ def test_public_names():
         "fuse_",
         "parameter_groups",
     }
-    names |= {"realign_", "reference", "warm_up", "activation", "convert_", "restore_", "DEFAULT_KINDS"}
+    names |= {"realign_", "regrid_", "reference", "warm_up", "activation", "convert_", "restore_", "DEFAULT_KINDS"}
     names |= {"Alignment", "alignment", "plot_alignment", "plot_functions", "plot_improvements"}
     names |= {"Shapes", "curvature", "describe", "export_onnx", "refine_", "simplify_", "tabulate_", "save", "load_into"}
-    names |= {"fuse_norms_", "unfuse_norms_", "Report", "Site"}
+    names |= {"constrain_", "fuse_norms_", "unfuse_norms_", "Report", "Site"}
     assert set(pwlu.__all__) == names == set(dir(pwlu))
     assert all(hasattr(pwlu, name) for name in pwlu.__all__)
 

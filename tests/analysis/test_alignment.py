@@ -22,7 +22,7 @@ def model_of(*modules):
 
 
 def exact(x, left, right):
-    """Quantiles and IOU of the values x of one channel."""
+    """Return the quantiles and the IOU of the values x of one channel."""
     x = x.double().flatten().sort().values
     p5, p95 = (x[math.ceil(share * len(x)) - 1].item() for share in (0.05, 0.95))
     common = max(0.0, min(right, p95) - max(left, p5))
@@ -89,7 +89,7 @@ def test_channels():
 
 
 def test_a_normal_distribution_scores_055():
-    """Realigned, bounds are at mu +- 3 sigma, and p5 and p95 at mu +- 1.645 sigma: both inside, each known to W/512."""
+    """After realignment, bounds are at mu +- 3 sigma, and p5 and p95 at mu +- 1.645 sigma, known to W/512."""
     n = 20_000
     x = 7 + 0.3 * torch.special.ndtri((torch.arange(n, dtype=torch.float64) + 0.5) / n).float()
     model = model_of(pwlu.PWLU())
@@ -106,7 +106,7 @@ def test_a_normal_distribution_scores_055():
 
 @pytest.mark.parametrize("channel_dim", [1, -1])
 def test_layer_wise(channel_dim):
-    """Each channel of the input against the shared bounds."""
+    """Compare each channel of the input with the shared bounds."""
     x = torch.randn(400, 3, 5) * torch.tensor([0.1, 1.0, 3.0, 5.0, 0.5])
     x = x if channel_dim == -1 else x.transpose(1, 2)
     unit = unit_with_bounds([-2.0], [4.0], channel_dim=channel_dim)
@@ -122,7 +122,7 @@ def test_layer_wise_on_one_dimension():
 
 
 class Levels(Net):
-    """A head for several levels; `by_keyword`: how the unit is called."""
+    """Apply one head to several levels; `by_keyword` says how the unit is called."""
 
     by_keyword = False
 
@@ -143,14 +143,14 @@ def test_calls_of_one_unit_are_pooled(by_keyword):
 
 
 class Heads(Net):
-    """Units side by side, so that no device has to round what the next one gets."""
+    """Hold units side by side, so that no unit gets the rounded output of another."""
 
     def forward(self, x):
         return [unit(x) for unit in (self.own, self.shared, self.last)]
 
 
 def test_on_the_device(device):
-    """Inputs are counted there: the same as on the CPU, to the last one."""
+    """Inputs are counted on the device, and the counts equal those of the CPU."""
     model = Heads(
         own=unit_with_bounds([-3.0, 1.0, -0.1, 2.0], [3.0, 2.0, 0.1, -2.0]),
         shared=unit_with_bounds([-2.0], [4.0]),
@@ -233,7 +233,7 @@ def test_the_model_is_left_as_it_was(what):
 
 
 class Merging(nn.Linear):
-    """Does more than set a flag when its mode changes, as adapters do that merge their weights for evaluation."""
+    """Change weights when the mode changes, as adapters do that merge their weights for evaluation."""
 
     def train(self, mode=True):
         with torch.no_grad():
@@ -305,7 +305,7 @@ def test_what_is_not_finite():
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_model(in_place):
-    """Its code was made without our hooks."""
+    """The compiled code does not contain our hooks."""
     model = model_of(conv(), pwlu.PWLU(4))
     wanted = alignment(model, [IMAGES])
     if in_place:
@@ -421,7 +421,7 @@ LABELS = torch.zeros(len(IMAGES), dtype=torch.int64)
     ids=["one", "two", "any", "compiled"],
 )
 def test_a_loader_of_inputs_and_labels(model, data, expected):
-    """As DataLoader gives them, in lists; and tuples with more than forward takes."""
+    """Batches are lists, as DataLoader gives them, or tuples with more items than forward takes."""
     model = model()
     loader = DataLoader(TensorDataset(*data), batch_size=len(IMAGES))
     assert isinstance(next(iter(loader)), list)

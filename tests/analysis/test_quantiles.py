@@ -1,4 +1,4 @@
-"""The streaming histogram: what it says of quantiles is compared with sorted inputs, within the width of a bin."""
+"""The streaming histogram: its quantiles equal those of the sorted inputs within the width of a bin."""
 
 import itertools
 import math
@@ -61,7 +61,7 @@ def test_quantiles_are_off_by_less_than_a_bin(n, share):
 
 
 def test_in_practice_they_are_much_closer():
-    """Inputs spread evenly lie in their bins as assumed: quantiles are off by about one input's distance to the next."""
+    """If inputs are spread evenly, quantiles are off by about the distance between two neighbouring inputs."""
     x = torch.linspace(-4, 4, 100_001, dtype=torch.float64)[:, None]
     distribution = sketched(x, left=torch.tensor([-3.0]), right=torch.tensor([3.0]), channels=1).distribution()
     for share in (0.05, 0.3, 0.95):
@@ -95,7 +95,7 @@ def test_layouts(layout):
 @pytest.mark.parametrize("most", [100, quantiles._MOST_COUNTED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_on_the_device(dtype, most, device, monkeypatch):
-    """The counts of the CPU, whatever the layout, in 32 bits and in 64."""
+    """The counts equal those of the CPU in every layout, in 32 and in 64 bits."""
     monkeypatch.setattr(quantiles, "_MOST_COUNTED", most)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     left, right = LEFT.to(wide), RIGHT.to(wide)
@@ -134,7 +134,7 @@ def test_many_inputs_are_counted_part_by_part():
 
 
 def test_the_share_outside_is_exact_also_on_the_bounds():
-    """B_L belongs to the inside and B_R does not, also where B_R - B_L is rounded."""
+    """B_L counts as inside and B_R does not, even if B_R - B_L is rounded."""
     x = torch.cat([inputs(), LEFT[None], LEFT[None], RIGHT[None], LEFT[None] - 0.1, RIGHT[None] + 0.1])
     assert torch.equal(sketched(x).distribution().outside(), ((x < LEFT) | (x >= RIGHT)).double().mean(0))
     left, right = torch.tensor([0.1, -1 / 3]), torch.tensor([0.7, 1e4])
@@ -162,7 +162,7 @@ def test_no_inputs():
 
 @pytest.mark.parametrize(("left", "right"), [(3.0, -3.0), (1.0, 1.0), (math.nan, 1.0), (-math.inf, math.inf), (2.0, math.inf)])
 def test_where_nothing_lies_between_the_bounds(left, right):
-    """Bins are then around B_L (0 if it is not finite), with a width as if the bounds were 2 apart."""
+    """The bins then lie around B_L (0 if it is not finite), as wide as for bounds at a distance of 2."""
     x = torch.randn(1000, 1)
     found = sketched(x, left=torch.tensor([left]), right=torch.tensor([right]), channels=1).distribution().quantile(0.95)
     middle, wanted = (left if math.isfinite(left) else 0.0), exact(x, 0.95)

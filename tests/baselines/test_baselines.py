@@ -110,7 +110,7 @@ def test_apl(layout, hinges, dtype):
 
 
 def check_pau(act, x, rounding=rounding, sums=48):
-    """As check_apl."""
+    """Check values and gradients like check_apl."""
     y, grad, grads = in_float64(naive_pau, x, act.parameters())
     found, found_grads = computed(act, x, grad)
     u, v, g = torch.finfo(reference.compute_dtype(x)).eps / 2, x.double().abs(), grad.double().abs()

@@ -86,7 +86,9 @@ def test_group_norm_does_the_same_in_evaluation():
     act, x = funnel("group"), maps("NCHW")[0]
     trained = act(x)
     assert torch.equal(act.eval()(x), trained)
-    torch.testing.assert_close(act(x[1:2]), trained[1:2], rtol=0, atol=1e-12)  # and the same to an image in any company
+    torch.testing.assert_close(
+        act(x[1:2]), trained[1:2], rtol=0, atol=1e-12
+    )  # and the result for an image does not depend on the rest of the batch
     batch = funnel("batch")
     assert not torch.allclose(batch(x), batch.eval()(x), atol=0.1)
 
@@ -113,7 +115,7 @@ def test_the_smallest_maps(channels, shape):
     assert y.shape == x.shape
     assert all(value.isfinite().all() for value in (y, *grads))
     if shape == (1, 1, 1):
-        if channels == 1:  # less its mean, nothing is left
+        if channels == 1:  # minus its mean, it is 0
             assert torch.equal(y, x.relu())
         else:
             assert (y > x.relu()).any()
@@ -153,7 +155,7 @@ def test_the_same_start():
 
 
 def test_order_in_memory_is_that_of_x():
-    """Whatever the norm returns: on GPUs, torch's group norm goes over to NCHW."""
+    """This holds whatever layout the norm returns: on GPUs, torch's group norm returns NCHW."""
 
     class Contiguous(nn.Module):
         def forward(self, x):
@@ -169,7 +171,7 @@ def test_order_in_memory_is_that_of_x():
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast(monkeypatch, norm, dtype):
-    """The type of x, as with ReLU. On GPUs, autocast has torch's group norm return 32 bits; here that is played."""
+    """The type of x, as with ReLU. On GPUs, autocast has torch's group norm return 32 bits; this test imitates that."""
     group_norm = torch.group_norm
     monkeypatch.setattr(torch, "group_norm", lambda *args: group_norm(*args).float())
     act, x = FReLU(16, norm=norm), torch.randn(2, 16, 4, 4, dtype=dtype)

@@ -50,7 +50,7 @@ SHAPES = {
     "channels_last": ((2, 40, 9, 7), 1, True),
     "few channels, last": ((2500, 3), -1, False),
     "one column": ((300, 2, 1, 1), 1, False),
-    "several columns a channel": ((70, 19, 2), 1, False),
+    "several columns per channel": ((70, 19, 2), 1, False),
 }
 
 
@@ -130,8 +130,8 @@ def results(act, x, grad):
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, in the interpreter
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["x", "grad"])
-def test_numbers_that_are_none(where, odd, device, monkeypatch):
-    """NaN and infinity give what the plain operations make of them, and spoil nothing else."""
+def test_nan_and_infinity(where, odd, device, monkeypatch):
+    """NaN and infinity give the same as plain operations, and do not change other elements."""
     x, grad = torch.randn(2, 4, 9, 10, device=device), torch.randn(2, 4, 9, 10, device=device)
     (x if where == "x" else grad)[1, 2, 3, 4] = odd
     for layout in (torch.contiguous_format, torch.channels_last):
@@ -217,7 +217,7 @@ def test_more_than_two_to_the_31_elements(device):
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # shapes are constants to it
 @pytest.mark.parametrize("way", ["compile", "make_fx", "trace"])
 def test_seen_through(way, name, device):
-    """A kernel would be a constant to a tracer: what it finds must compute, not repeat."""
+    """Tracing would record the output of a kernel as a constant, so plain operations run instead."""
     act = pwlu.activation(name).to(device)
     x, other = torch.randn(2, 5, 4, device=device), torch.randn(2, 5, 4, device=device)
     if way == "compile":

@@ -1,4 +1,4 @@
-"""``pwlu bench``: one table of all ways to run a trained network, and what it says where one of them cannot."""
+"""``pwlu bench``: one table of all ways to run a trained network, and its messages if one of them cannot run."""
 
 import copy
 import re
@@ -29,7 +29,7 @@ def bench(*arguments):
 
 
 def rows(printed):
-    """Of the table: what is called, and what stands there of numbers, or in their place."""
+    """Return the rows of the table: their names, and the numbers or the text in their place."""
     lines = printed.splitlines()
     begin = next(k for k, line in enumerate(lines) if line.startswith("----")) + 1
     end = next(k for k, line in enumerate(lines[begin:], begin) if not line)
@@ -82,7 +82,7 @@ def test_other_activations(tmp_path, monkeypatch, capsys):
 
 
 def test_relu_in_its_place(run):
-    """At the same sites, with the same weights."""
+    """ReLU is measured at the same sites with the same weights."""
     trained = load(run)
     network = with_relu(trained)
     layers = dict(trained.network.named_modules())

@@ -33,7 +33,7 @@ def run(tmp_path_factory):
 
 
 def accuracy(file, metadata):
-    """Of the file alone, on the test images, prepared as its metadata says."""
+    """Return the accuracy of the file alone on the test images, prepared as its metadata says."""
     images, labels = task_of().data.test.images.numpy(), task_of().data.test.labels.numpy()
     mean, std = (np.array(json.loads(metadata[name]), np.float32)[:, None, None] for name in ("mean", "std"))
     x = ((images / np.float32(255) - mean) / std).astype(np.float32)
@@ -192,7 +192,7 @@ def test_what_can_be_folded_is():
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.`:FutureWarning")
 @pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
 def test_a_wrong_file_does_not_appear(suffix, run, tmp_path, monkeypatch, capsys):
-    """Whatever stood there stays."""
+    """An existing file stays as it was."""
     file = tmp_path / f"model{suffix}"
     file.write_text("of yesterday")
     for module in ("lab.inference.shipping", "deploy.onnx_export"):

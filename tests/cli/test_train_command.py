@@ -1,4 +1,4 @@
-"""``pwlu train`` as one types it: what it says at the end, its help, and what it says to mistakes."""
+"""``pwlu train`` on the command line: its output, its help, and its errors."""
 
 import argparse
 import builtins
@@ -15,7 +15,7 @@ from pwlu.lab.recipes.settings import Settings, UserError, flag
 
 
 def refused(capsys, *arguments):
-    """What is said, without a traceback, when it ends with status 2."""
+    """Return the error of a command that ends with status 2, without a traceback."""
     assert train(*arguments) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("pwlu train: ")
@@ -67,7 +67,7 @@ def test_help(capsys):
 
 
 def test_every_flag_says_what_it_is():
-    """Also for whoever adds a setting: it has help, and a type that the command line can read."""
+    """Every setting, also a new one, has help and a type that the command line can read."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     for action in parser._actions:
@@ -132,6 +132,7 @@ def test_unknown_recipe(capsys, name, nearest):
         (["--holdout", -1], "--holdout must be at least 0"),
         (["--intervals", 0], "--intervals must be at least 1"),
         (["--realign-epochs", 0], "--realign-epochs must be above 0; to train without Phase I write --fix-init 3, not 0.0"),
+        (["--fix-init", 3, "--rule", "shared"], "--rule shared needs Phase I: leave out --fix-init, or write --rule paper"),
         (["--fix-init", -1], "--fix-init must be above 0, such as 3"),
         (["--unit-lr", -1], "--unit-lr must be at least 0"),
         (["--curvature", -1], "--curvature must be at least 0"),

@@ -27,14 +27,14 @@ class NewGELUActivation(nn.Module):
 
 
 class Sharp(nn.Module):
-    """Of one's own, with slopes far out and bounds that nobody knows."""
+    """A user-defined activation with outer slopes and unknown bounds."""
 
     def forward(self, x):
         return 0.5 * x + torch.tanh(3 * x)
 
 
 class Wide(nn.Module):
-    """With a parameter, and far wider than (-3, 3)."""
+    """A user-defined activation with a parameter, much wider than (-3, 3)."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ EVERYTHING = (*ARGUMENTS, Sharp, Wide)
 @pytest.mark.parametrize("act", PIECEWISE_LINEAR + SMOOTH, ids=str)
 @pytest.mark.filterwarnings("ignore:convert_. the initial function of 1 PWLU differs by more than 0.1:UserWarning")
 def test_starts_as_what_stood_there(act, intervals):
-    """Within the error that the report tells: 0 for what bends only at knots."""
+    """The PWLU equals the old activation within the reported error: 0 for functions that bend only at knots."""
     model = nn.Sequential(nn.Conv2d(1, 1, 1), copy.deepcopy(act)).requires_grad_(False)
     (site,) = pwlu.convert_(model, torch.randn(1, 1, 4, 4), kinds=EVERYTHING, init="same", intervals=intervals)
     x = torch.cat([torch.linspace(-100, 100, 5001), 3 * torch.randn(5000)]).view(1, 1, 1, -1)
@@ -147,7 +147,7 @@ class OfMode(nn.Module):
     ids=str,
 )
 def test_what_nothing_can_start_as_is_refused(act, why):
-    """Nothing is changed then; another start is possible."""
+    """The model stays unchanged, and another start is possible."""
     model = nn.Sequential(conv(), act)
     random = torch.get_rng_state()
     with pytest.raises(
@@ -182,7 +182,7 @@ def test_a_start_that_is_far_off_is_told():
 
 
 def test_bounds_that_the_sample_needs():
-    """Then the error is that between the smallest and the largest input."""
+    """The reported error then covers the range from the smallest to the largest input."""
     model = nn.Sequential(conv(), Squared()).eval()
     inputs = model[0](IMAGES).detach()
     expected = model(IMAGES)
@@ -194,7 +194,7 @@ def test_bounds_that_the_sample_needs():
 
 
 def test_bounds_of_the_sample_that_leave_no_knot_for_a_kink():
-    """Then they are those without a sample."""
+    """Then the bounds are the same as without a sample."""
     model = nn.Sequential(conv(), nn.ReLU6())
     (site,) = pwlu.convert_(model, 1e4 * IMAGES, bounds="sample")
     assert site.error < 1e-12
@@ -207,7 +207,7 @@ def test_bounds_of_the_sample_that_leave_no_knot_for_a_kink():
 @pytest.mark.parametrize("kinds", ["prelu", nn.PReLU])
 @pytest.mark.parametrize("ndim", [2, 3, 4])
 def test_prelu_exactly(ndim, kinds):
-    """nn.PReLU has its channels in dimension 1 always, also where a linear layer has them in the last."""
+    """nn.PReLU always has its channels in dimension 1, also after a linear layer, which has them in the last."""
     torch.manual_seed(0)
     act = nn.PReLU(4)
     nn.init.normal_(act.weight)
@@ -421,7 +421,7 @@ def test_other_activations():
 
 
 def test_every_start_is_a_kind():
-    """And a kind that is no start has one made of its arguments."""
+    """A kind that is not the name of a start gets a start from its arguments."""
     assert set(INITIAL_FUNCTIONS) - {"identity", "swish"} == set(ARGUMENTS) - {
         "prelu",
         "rrelu",
@@ -491,7 +491,7 @@ def test_restore(convert):
 @pytest.mark.parametrize("root", [False, True])
 @pytest.mark.parametrize("activation", ["relu", "gelu", nn.GELU()])
 def test_the_fast_path_of_transformers(activation, root, padded):
-    """torch has, for evaluation, one kernel for a whole layer, with an activation of its own."""
+    """In evaluation, torch runs a whole layer as one kernel with its own activation."""
     layer = nn.TransformerEncoderLayer(4, 2, 8, activation=activation, batch_first=True)
     model = (layer if root else nn.TransformerEncoder(layer, 2)).eval()
     flags = [

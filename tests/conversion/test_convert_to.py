@@ -94,7 +94,7 @@ class Pyramid(Net):
 
 
 def norms(model):
-    """Of every FReLU of a model, by its name."""
+    """Return the norm of every FReLU of a model by its name."""
     return {
         name: "group" if isinstance(module.norm, nn.GroupNorm) else "batch"
         for name, module in model.named_modules()
@@ -153,7 +153,7 @@ def test_heads_of_detectors(detector):
 
 
 def test_what_comes_after_may_write_into_it():
-    """As the dropout of MobileNet-V3 does: torch's ReLU needs its output for backward, what stood there did not."""
+    """MobileNet-V3's dropout does. torch's ReLU needs its output for backward; the replaced activation did not."""
     model = nn.Sequential(nn.Linear(3, 40), nn.Hardswish(), nn.Dropout(0.5, inplace=True), nn.ReLU())
     x = torch.randn(8, 3, requires_grad=True)
     for name, classes in {"relu": [ReLU, nn.ReLU], "frelu": [ReLU, nn.ReLU], "swish": [nn.SiLU] * 2}.items():

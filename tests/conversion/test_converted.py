@@ -83,7 +83,7 @@ def test_new_children_have_the_mode_of_their_parent():
 
 
 def test_hooks_of_what_is_replaced():
-    """They go on with the PWLU, can be removed by their handles, and are there again after restore_."""
+    """Hooks move to the PWLU, can be removed by their handles, and return after restore_."""
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
     seen = []
     handle = model[1].register_forward_hook(lambda module, *_: seen.append(type(module).__name__))
@@ -132,7 +132,7 @@ def gelu_of(x):
 
 
 def test_a_forward_of_the_instance():
-    """That is what runs, so that is what stood there."""
+    """The forward of the instance is what runs, so the PWLU starts as that function."""
     model = nn.Sequential(conv(), nn.ReLU(), conv(4, 5), nn.ReLU()).eval()
     model[1].forward = gelu_of
     model[3].forward = lambda x: F.relu(x) + 0.5 * x
@@ -202,7 +202,7 @@ def test_the_names_of_weights():
 
 
 def test_weights_from_before_the_conversion():
-    """Loaded before or after it, strictly; but not over units that have learned."""
+    """They load strictly before or after the conversion, but not over units that have learned."""
     trained, early, late = Network(), Network(), Network()
     early.load_state_dict(trained.state_dict())
     for model in (early, late):
@@ -261,7 +261,7 @@ def test_an_error_leaves_the_model_as_it_was(options):
 
 
 def test_nothing_else_changes():
-    """Nor when the sample has to be run for real."""
+    """This also holds if the sample has to be run with real data."""
     model = Restless(network=Network())
     tensors, modules, _, numbers = snapshot(model)
     sample = IMAGES.clone()
@@ -310,7 +310,7 @@ def in_a_fresh_process(processes):
 
 
 def test_a_fresh_process(in_a_fresh_process, network, tmp_path):
-    """That imports nothing but what the file asks for."""
+    """The process imports only what the file needs."""
     torch.save((network, IMAGES, network(IMAGES, scale=2.0)), tmp_path / "model.pt")
     code = f"""
 import torch

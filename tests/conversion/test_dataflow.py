@@ -162,7 +162,7 @@ class WrittenOut(nn.Module):
     ],
 )
 def test_activations_that_are_written_out_in_between(function, kind):
-    """They cannot be rewritten, but the report names them; what they consist of are no sites."""
+    """They cannot be rewritten, but the report names them; their parts are not sites."""
 
     class Between(Net):
         def forward(self, x):

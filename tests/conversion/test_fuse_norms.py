@@ -79,7 +79,7 @@ def pair(block, **options):
 
 
 def step(model, seed=0):
-    """Output, gradients and buffers after a step in the mode the model is in."""
+    """Return output, gradients and buffers after one step in the current mode of the model."""
     model.zero_grad()
     torch.manual_seed(seed)
     y = model(sample(seed=seed).double())
@@ -132,7 +132,7 @@ def test_what_is_left_alone(way, reason):
 
 @pytest.mark.parametrize("way", [*FUSED, *APART])
 def test_a_model_stays_right_whatever_becomes_of_an_output(way):
-    """As if the sample had not shown it: every norm waits."""
+    """Every norm is deferred here, as if the sample had not shown these uses."""
     fused, plain, _ = pair(Block())
     fused[1].way = plain[1].way = way
     for mode in (True, False):
@@ -381,7 +381,7 @@ def test_again_is_no_error_and_finds_the_same():
 
 
 def test_hooks():
-    """Norms and units with hooks run apart, whether the hooks come before or after."""
+    """Norms and units with hooks run separately, whether the hooks come before or after."""
     for name in ("bn1", "act1"):
         plain = model_of(Block()).double()
         fused, seen = copy.deepcopy(plain), []
@@ -540,7 +540,7 @@ def test_resume_across_fused_and_plain():
     ("backend", "options"), [("aot_eager", {}), ("inductor", {}), ("inductor", {"track_running_stats": False})]
 )
 def test_compile(backend, options):
-    """With Inductor, too, which has rules of its own for operators that change what they are given."""
+    """Also with Inductor, which has its own rules for operators that change their arguments."""
     fused, plain, _ = pair(Block(**options))
     torch._dynamo.reset()
     fused.compile(backend=backend, fullgraph=True)

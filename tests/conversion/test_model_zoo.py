@@ -109,7 +109,7 @@ def call(model, sample):
 
 
 def fill_zeros(model):
-    """Some begin with weights of zero, which let no gradient through."""
+    """Replace weights of zero, which let no gradient through."""
     for parameter in model.parameters():
         if not parameter.any():
             nn.init.normal_(parameter, std=0.1)

@@ -24,7 +24,7 @@ def decorated(function):
 
 
 class Decorator:
-    """One that is no function."""
+    """A decorator that is an object, not a function."""
 
     def __init__(self, function):
         functools.update_wrapper(self, function)
@@ -360,7 +360,7 @@ def without_source():
     ],
 )
 def test_what_is_not_possible(model, reason):
-    """And everything around it is converted all the same."""
+    """Everything around it is still converted."""
     expected = copy.deepcopy(model)(IMAGES)
     report = pwlu.convert_(model, IMAGES, init="same")
     assert [site.kind for site in report.converted] == ["silu"]

@@ -308,8 +308,8 @@ def set_of(row, key, value):
 
 FILES = {
     "later": (
-        lambda c: c.update(format=3, version="9.9"),
-        "was written by a later version, pwlu 9.9, in format 3. This is pwlu ",
+        lambda c: c.update(format=4, version="9.9"),
+        "was written by a later version, pwlu 9.9, in format 4. This is pwlu ",
     ),
     "no units": (lambda c: c.pop("units"), "the conversion in the file is damaged: KeyError"),
     "no version": (lambda c: c.pop("version"), "the conversion in the file is damaged: KeyError"),

@@ -161,7 +161,7 @@ class WritesInto(Net):
     ],
 )
 def test_in_place_where_the_input_is_used_again(of_view, then, used_again):
-    """Then what came after saw the result in it, and a PWLU writes into nothing."""
+    """Later code then reads the result from the input, but a PWLU never writes into its input."""
     model = WritesInto(conv=conv(), act=nn.ReLU(inplace=True), then=then, of_view=of_view)
     model = nn.Sequential(conv(3, 3), nn.ReLU(), model)  # so that there is something to convert
     expected = ["it works in place, and its input is used again: set inplace=False"] if used_again else []
@@ -300,7 +300,7 @@ def test_slopes_given_to_a_function():
 
 
 class SiLU(nn.Module):
-    """Of one's own, of a name that torch has too, and not its function."""
+    """A user-defined class with the name of torch's class, but another function."""
 
     def forward(self, x):
         return x * torch.sigmoid(1.3 * x)
@@ -332,7 +332,7 @@ class Cube(Square):
 )
 @pytest.mark.filterwarnings("ignore:convert_. the initial function of 2 PWLUs differs by more than 0.1:UserWarning")
 def test_classes_as_kinds(act, kinds):
-    """Of one's own, their subclasses, and ones with parameters."""
+    """User-defined classes, their subclasses, and classes with parameters."""
     assert converted(nn.Sequential(conv(), act, conv(4, 4), act), kinds=kinds) == {"1": 4, "3": 4}
     assert converted(nn.Sequential(conv(), nn.ReLU(), act)) == {"1": 4} | (
         {"2": 4} if isinstance(act, nn.ReLU) else {"2.relu": 4} if isinstance(act, Square) else {}

@@ -1,4 +1,4 @@
-"""What is exported of a fused model runs in a process that has no pwlu, and batch norm before a PWLU folds away."""
+"""An exported fused model runs in a process without pwlu, and batch norm before a PWLU is folded."""
 
 import copy
 import os
@@ -108,7 +108,7 @@ def test_it_runs_where_there_is_no_pwlu(how, fused, processes, tmp_path):
 
 
 def assert_equal_to_rounding(y, model, other, x):
-    """y is as far from what the model gives in float64 as the other one, up to the order of sums."""
+    """Check that y is as close to the float64 result as the other output, up to the order of sums."""
     exact = copy.deepcopy(model).double()(x.double())
     worst = (other(x) - exact).abs().max()
     assert y.shape == exact.shape

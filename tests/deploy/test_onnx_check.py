@@ -54,7 +54,7 @@ def test_the_largest_difference_is_reported_and_the_closest_judged(worst):
 
 
 def test_outputs_of_zero():
-    """A share of nothing is none, unless something came out."""
+    """The relative difference of an output of 0 is 0, unless the other output is not 0."""
     zero = nn.Threshold(math.inf, 0.0)
     for error, share in ((0.0, 0.0), (1.0, math.inf)):
         run = lambda inputs, error=error: [torch.full_like(x, error) for x in inputs.tensors]  # noqa: E731

@@ -60,11 +60,19 @@ def test_phases(accumulate, steps, tmp_path):
 @pytest.mark.parametrize(("epochs", "accumulate", "steps"), [(2, 1, 8), (1.5, 3, 3)])
 @pytest.mark.parametrize("length", [{"num_train_epochs": 5}, {"max_steps": 9}])
 def test_epochs(epochs, accumulate, steps, length, tmp_path):
-    """Four batches, three a step: what is left over makes a second step."""
+    """Of four batches, three per step, the remaining one makes a second step."""
     training = Training(tmp_path, {"realign_after_epochs": epochs}, gradient_accumulation_steps=accumulate, **length)
     training.train()
     assert training.callback.phases.realign_at == steps
     assert training.watch.unit.statistics.steps == steps
+
+
+def test_a_rule(tmp_path):
+    training = Training(tmp_path, {"realign_at": 2, "rule": "shared"}, max_steps=4)
+    training.train()
+    assert training.callback.phases.rule == pwlu.learning.shared_rule.SharedRule()
+    with pytest.raises(ValueError, match="rule must be 'paper', 'shared'"):
+        TwoPhaseCallback(realign_at=2, rule="fast")
 
 
 def test_bfloat16(tmp_path):
@@ -133,7 +141,7 @@ def learned(model):
 
 
 def plain(cls, folder, **options):
-    """Load as those do who do not know of pwlu."""
+    """Load a checkpoint like code that does not know pwlu."""
     return cls.from_pretrained(folder, **options)
 
 

@@ -41,7 +41,7 @@ def results(kernel, x, grad, parameters, dim=1):
 
 @functools.cache
 def random_case(shape, dim):
-    """Return x, grad, parameters, and what the oracle makes of them: most of the time goes there."""
+    """Return x, grad, parameters and the oracle's results, which take most of the time."""
     torch.manual_seed(0)
     x, grad, parameters = torch.randn(shape), torch.randn(shape), unit(shape[dim] if len(shape) > 1 else 1, 16)
     return x, grad, parameters, oracle(x, parameters, dim, grad, double_sums=True)
@@ -108,7 +108,7 @@ def test_every_output_is_written(kernel, dtype, monkeypatch):
 
 
 def test_threads_of_python_give_the_same(kernel, threads):
-    """The stand-in for platforms whose OpenMP has no GOMP_parallel."""
+    """Python threads replace OpenMP on platforms without GOMP_parallel."""
     threads(3)
     stand_in = Unpacked(cpu.Kernel(kernel.code.variant, kernel.code.path, parallel=cpu.python_threads))
     x, grad, parameters = torch.randn(40, 8, 33, 33), torch.randn(40, 8, 33, 33), unit(8, 16)
@@ -175,7 +175,7 @@ MUTATIONS = {
         "(x[i] - mean[along * i]) * gain[along * i] + shift[along * i] + residual[i];",
         "(x[i] - mean[along * i]) * gain[along * i] + (shift[along * i] + residual[i]);",
     ),
-    "norm: a mean not taken off": ("(grad[i] - of_g[along * i] - ", "(grad[i] - "),
+    "norm: a mean not taken off": ("(grad[i] - g_term[along * i] - ", "(grad[i] - "),
     "norm: the sums of another channel": (
         "sums + 2 * ((column ? 1 : c + 1) * j->segments - 1)",
         "sums + 2 * ((column ? 1 : first + 1) * j->segments - 1)",
@@ -274,7 +274,7 @@ def _pass_all(kernel):
     ],
 )
 def test_shapes_are_checked_before_c_sees_them(change, text):
-    """Whoever calls the operators: a traced model does not come through functional.pwlu."""
+    """The operators check shapes themselves, because a traced model does not call functional.pwlu."""
     weight, intervals = weight_of(unit(3, 4))
     parts = {"weight": weight, "intervals": intervals, "x": torch.zeros(2, 3), "grad": torch.zeros(2, 3)} | change
     unit_of = parts["weight"], parts["intervals"], 1
@@ -364,7 +364,7 @@ def test_compiles_without_warnings(variant, tmp_path):
 
 
 def _free_memory():
-    """Bytes that can be had, the page cache's included; 0 where there is no telling."""
+    """Return the bytes of available memory, including the page cache; 0 if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

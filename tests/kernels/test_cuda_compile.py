@@ -161,7 +161,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(printed_by, tmp_path):
 
 @needs_nvrtc
 def test_a_cache_of_another_user_is_not_used(monkeypatch, tmp_path):
-    """Nor one that others can write: a kernel that they put there would run."""
+    """Neither is a cache that others can write: a kernel that they put there would run."""
     monkeypatch.setenv("PWLU_CACHE", str(tmp_path))
     folder, chosen = tmp_path / "cuda", [kernels.functions()["finish_moments"]]
     code = bytes(kernels.compile_functions(chosen, "sm_80").code)
@@ -179,7 +179,7 @@ def test_a_cache_of_another_user_is_not_used(monkeypatch, tmp_path):
 
 @pytest.fixture
 def one_gpu(monkeypatch):
-    """As if this machine had one."""
+    """Pretend that this machine has one GPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))

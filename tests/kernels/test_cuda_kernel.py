@@ -216,7 +216,7 @@ def test_pools(kernel, device, shape):
 
 
 def test_pools_that_are_left_to_plain_torch(kernel, device):
-    """What a kernel does not take: the operator does as the reference."""
+    """The operator falls back to the reference for pools that the kernel does not support."""
     x = torch.randn(6, 4, device=device)
     for pool in (torch.rand(3, 4, device=device).double(), torch.rand(4, 3, device=device).t()):
         expected = reference.merge(pool, torch.tensor(6, device=device), *reference.moments(x, 4, 1))
@@ -438,8 +438,8 @@ MISTAKES_IN_NORMS = [
     ("element.cuh", "__fadd_rn(__fmul_rn(centred(x), scale), shift)", "fmaf(centred(x), scale, shift)"),
     ("element.cuh", "__fadd_rn(z(x), residual)", "z(x)"),
     ("backward.cu", "if (!valid) clear(values, g, added);", ""),
-    ("backward.cu", "of_centred = fmaf(g_z, centred, of_centred)", "of_centred = fmaf(g_z, g_z, of_centred)"),
-    ("backward.cu", "scale * (g_z - of_g - centred * of_centred)", "scale * (g_z - centred * of_centred)"),
+    ("backward.cu", "centred_term = fmaf(g_z, centred, centred_term)", "centred_term = fmaf(g_z, g_z, centred_term)"),
+    ("backward.cu", "scale * (g_z - g_term - centred * centred_term)", "scale * (g_z - centred * centred_term)"),
     ("backward.cu", "a.factor * inv_std * inv_std", "a.factor * inv_std"),
     ("backward.cu", "panel.channel[j] != panel.channel[0] ? OWN - 1 : 0", "panel.channel[j] == panel.channel[0] ? OWN - 1 : 0"),
     ("finish.cu", "total.y / (a.per_channel - 1)", "total.y / a.per_channel"),

@@ -58,7 +58,7 @@ def test_wishes(run, tmp_path):
 
 @pytest.mark.slow
 def test_operators_without_it():
-    """Where there is no C++ compiler, and in the first process."""
+    """The operators also work without a C++ compiler, and in the first process."""
     done = run_pytest("tests/test_ops.py", "tests/test_functional.py", PWLU_EAGER="python")
     assert not done.returncode, done.stdout[-3000:]
 
@@ -91,7 +91,7 @@ def test_same_bits_as_by_python(dtype, monkeypatch):
 @pytest.mark.parametrize("other", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_weights_of_another_type(dtype, other, device):
-    """On the CPU they are not for it: it knows kernels for weights of the type of the arithmetic."""
+    """On the CPU, eager.cpp leaves them to Python: its kernels need weights of the compute dtype."""
     x, (weight, intervals) = torch.randn(3, 5, 4, device=device).to(dtype), weight_of(unit(5, 4, device=device))
     ops.forward(x, weight, intervals, 1)
     inputs = [t.requires_grad_() for t in (x, weight.to(other))]

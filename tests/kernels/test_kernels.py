@@ -175,7 +175,7 @@ def test_look_up_takes_the_entry_of_its_segment(code, device, dtype, intervals):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 class TestEdgeCases:
-    """The decisions of docs/paper.md, on every path."""
+    """Check the decisions of docs/paper.md on every path."""
 
     def relu(self, device, dtype):
         wide = parameter_dtype(dtype)
@@ -232,7 +232,7 @@ class TestEdgeCases:
         assert grads[2].isnan()[0].tolist() == [True, True] + [False] * 15
 
     def test_bounds_whose_difference_overflows(self, code, device, dtype):
-        """Nothing lies between them, as where they crossed."""
+        """Nothing lies between them, as with crossed bounds."""
         _, _, heights, left_slope, _ = self.relu(device, dtype)
         largest = torch.finfo(left_slope.dtype).max
         bounds = [torch.full_like(left_slope, b) for b in (-0.6 * largest, 0.6 * largest)]

@@ -315,7 +315,7 @@ def test_two_processes_build_once(cache):
 
 @pytest.mark.slow
 def test_a_process_takes_over(cache):
-    """It waits for one that is killed while it builds."""
+    """A process waits for another that builds, and builds itself if the other is killed."""
     first = cache.start(USE + SWITCH, CXX=cache.compiler("long", "sleep 100"))
     eventually(lambda: cache.started("long"))
     second = cache.start(USE + SWITCH)
@@ -330,7 +330,7 @@ def test_a_process_takes_over(cache):
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["return", "error", signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_compiler_is_left_behind(cache, end):
-    """Nor what it started, nor its files, nor a note that it failed."""
+    """Neither are processes that it started, its files, or a note that it failed."""
     pids = cache.tools / "pids"
     cxx = cache.compiler("long", f"sleep 300 & echo $$ $! > {pids}.part; mv {pids}.part {pids}; wait")
     wait = f"while not pathlib.Path({str(pids)!r}).exists(): time.sleep(0.01)\n"
@@ -353,7 +353,7 @@ def runs(pid):
 
 
 def test_a_failure_is_noted(cache):
-    """Not repeated by every process, but a day later, or by hand."""
+    """A failed build is repeated a day later or by hand, not by every process."""
     cxx = cache.compiler("broken", "echo too old >&2; exit 1")
     note = Path(f"{cache.stems['eager']}.failed")
     failed = f"{cxx} failed on eager.cpp: too old"

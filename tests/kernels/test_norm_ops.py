@@ -131,7 +131,7 @@ def test_kernels_of_the_cpu(variant, threads):
 
 
 def test_kernels_of_the_cpu_serve(monkeypatch):
-    """Nothing is left to plain torch where the types fit."""
+    """Plain torch computes nothing if the types fit."""
 
     def refuse(*arguments):
         raise AssertionError
@@ -450,7 +450,7 @@ def test_bad_input_says_what_is_wrong(device):
 
 
 def test_plain_torch_gives_the_same(device):
-    """What serves where there is no kernel."""
+    """Plain torch runs where there is no kernel."""
     for residual in (False, True):
         x, grad, added, gamma, beta, parameters = problem((6, 8, 9, 9), torch.float32, device, residual)
         weight, intervals = weight_of(parameters)

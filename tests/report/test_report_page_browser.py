@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from browser import MISSING, browser, executable
+from browser import browser, missing
 from report_page_helpers import functions_of, grown, inputs_of, small_network, write_run
 
 from pwlu import reference
@@ -12,7 +12,7 @@ from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.report.page import page
 from pwlu.report.run_data import read_run_data
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(executable() is None, reason=MISSING)]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 MINUS, DASH = "\N{MINUS SIGN}", "\N{EN DASH}"
 LEARNED = "document.getElementById('learned').getAttribute('d')"
@@ -24,8 +24,8 @@ LAYERS = (
 
 
 @pytest.fixture(scope="module")
-def window(tmp_path_factory):
-    with browser(tmp_path_factory.mktemp("browser")) as tab:
+def window():
+    with browser() as tab:
         yield tab
 
 
@@ -54,7 +54,7 @@ def written(path):
 def tab(window, run):
     """The page as it is when it was just opened, on a wide screen, in the light."""
     window.size(1200)
-    window.prefers(prefers_color_scheme="light")
+    window.page.emulate_media(color_scheme="light")
     window.open(run / "report.html")
     yield window
     assert window.problems == []
@@ -79,7 +79,7 @@ def test_it_asks_for_nothing_else(tab, run):
     assert tab.value("fetch('data:,x').then(() => 'came', () => 'refused')") == "refused"
     tab.value("document.body.appendChild(Object.assign(document.createElement('script'), {text: 'came = 1'})), 0")
     assert tab.value("typeof came") == "undefined"
-    assert all("Content Security Policy" in problem["text"] for problem in tab.problems)
+    assert all("Content Security Policy" in problem for problem in tab.problems)
     assert tab.problems
     tab.problems = []
 
@@ -278,7 +278,7 @@ def test_play(tab):
     tab.press(" ")
     assert tab.value("play.textContent") == "Pause"
     assert choices(tab)[2] < 4
-    tab.wait("play.textContent === 'Play'")
+    tab.page.get_by_role("button", name="Play").wait_for()
     assert choices(tab)[2] == 4
     tab.press(" ")
     tab.press(" ")
@@ -341,7 +341,7 @@ def contrast(first, second):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_light_and_dark_can_be_read(tab, scheme):
     """The usual measure of contrast: 4.5 for text, 3 for lines that matter."""
-    tab.prefers(prefers_color_scheme=scheme)
+    tab.page.emulate_media(color_scheme=scheme)
     paper = tab.value("getComputedStyle(document.body).backgroundColor")
     assert (luminance(paper) > 0.5) == (scheme == "light")
     for selector in ("body", ".kind", ".figures dt", "nav a", "figcaption", ".hint"):
@@ -358,13 +358,13 @@ def test_light_and_dark_can_be_read(tab, scheme):
 def test_the_toggle(tab):
     """It overrules what the system prefers, and says its state."""
     paper = "getComputedStyle(document.body).backgroundColor"
-    light, picture = tab.value(paper), tab.picture()
+    light, picture = tab.value(paper), tab.page.screenshot()
     assert tab.value("document.getElementById('theme').ariaPressed") == "false"
     focus(tab, "#theme")
     tab.press("Enter")
     assert tab.value("document.getElementById('theme').ariaPressed") == "true"
     assert luminance(tab.value(paper)) < 0.1 < luminance(light)
-    assert tab.picture() != picture
+    assert tab.page.screenshot() != picture
     tab.press("Enter")
     assert tab.value(paper) == light
 

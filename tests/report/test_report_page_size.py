@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torchvision
-from browser import MISSING, browser, executable
+from browser import browser, missing
 from report_page_helpers import data_of, functions_of, grown, inputs_of, write_run
 
 import pwlu
@@ -32,9 +32,9 @@ def test_less_than_5_mb(written):
     assert data["left_out"] == [f"{6 - len(data['moments'])} of 6 snapshots"]
 
 
-@pytest.mark.skipif(executable() is None, reason=MISSING)
-def test_it_opens(written, tmp_path):
-    with browser(tmp_path) as tab:
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_it_opens(written):
+    with browser() as tab:
         tab.open(written)
         assert tab.problems == []
         assert tab.value("document.querySelectorAll('#layers label').length") == 49

@@ -22,7 +22,7 @@ def steps_of(folder):
 
 @pytest.mark.parametrize(("epochs", "wanted", "after"), [(3, 20, [0, 1, 2, 3]), (5, 2, [0, 3, 5]), (4, 1, [0, 4])])
 def test_snapshots_are_spread_over_the_run(tmp_path, epochs, wanted, after):
-    """At most one an epoch, and one at the end, whatever the numbers."""
+    """At most one per epoch, and one at the end."""
     folder = short_run(tmp_path, "--epochs", epochs, "--snapshots", wanted)
     assert steps_of(folder) == [STEPS_AN_EPOCH * epoch for epoch in after]
     last, functions = (torch.load(path, weights_only=True) for path in (snapshots_of(folder)[-1], folder.path / "functions.pt"))

@@ -37,18 +37,18 @@ class UnitAlignment:
     All channels of a layer-wise unit have the same bounds.
 
     Attributes:
-        name: Full name of the unit.
-        left: Left bounds.
-        right: Right bounds.
+        name: full name of the unit.
+        left: left bounds.
+        right: right bounds.
         p5: 5 % quantiles of the inputs; :mod:`pwlu.analysis.quantiles` states their accuracy.
         p95: 95 % quantiles of the inputs.
-        iou: Intersection over union of [left, right] and [p5, p95].
-        outside: Fraction of the inputs outside the bounds.
-        count: Number of finite inputs. If it is 0, the numbers computed from inputs are NaN.
-        nonfinite: Number of infinite and NaN inputs, which no other number includes.
-        low: Lower ends of the histograms; at most a thousandth of the inputs lies below.
-        high: Upper ends of the histograms; at most a thousandth of the inputs lies above.
-        histogram: How many of 10,000 inputs fall in each of 32 equal bars from ``low`` to ``high``.
+        iou: intersection over union of [left, right] and [p5, p95].
+        outside: fraction of the inputs outside the bounds.
+        count: number of finite inputs. If it is 0, the numbers computed from inputs are NaN.
+        nonfinite: number of infinite and NaN inputs, which no other number includes.
+        low: lower ends of the histograms; at most a thousandth of the inputs lies below.
+        high: upper ends of the histograms; at most a thousandth of the inputs lies above.
+        histogram: how many of 10,000 inputs fall in each of 32 equal bars from ``low`` to ``high``.
     """
 
     name: str
@@ -75,10 +75,10 @@ class Alignment:
     """The alignment of every PWLU that was reached, in model order. Prints as a table; iterates over units.
 
     Attributes:
-        model: Class name of the model.
-        batches: Number of batches.
-        units: One :class:`~pwlu.analysis.alignment.UnitAlignment` per PWLU.
-        unreached: Names of the PWLUs that had no input.
+        model: class name of the model.
+        batches: number of batches.
+        units: one :class:`~pwlu.analysis.alignment.UnitAlignment` per PWLU.
+        unreached: names of the PWLUs that had no input.
     """
 
     model: str
@@ -154,20 +154,20 @@ def alignment(model: nn.Module, batches: Iterable[Any], *, limit: int | None = N
     calls differ in the number of channels, they count as one channel. The inputs of all calls of a unit are pooled.
 
     Args:
-        model: A model with PWLUs.
-        batches: A loader, or an iterable of what the model is called with: tensors, tuples of arguments, or dictionaries of
+        model: a model with PWLUs.
+        batches: a loader, or an iterable of what the model is called with: tensors, tuples of arguments, or dictionaries of
             keyword arguments. If a batch is a list, such as inputs and labels, the model gets as many entries as its forward
             requires; if it is a tuple, as many as its forward accepts. Tensors on the CPU move to the model's device. Each
             batch is used once, so a generator works.
-        limit: Largest number of batches to use. Default: all of them.
-        histogram: Whether to keep a small histogram of each channel's inputs for figures. Default: True.
+        limit: largest number of batches to use. Default: all of them.
+        histogram: whether to keep a small histogram of each channel's inputs for figures. Default: True.
 
     Returns:
         The bounds, quantiles, IOU and histograms of every unit.
 
     Raises:
-        ValueError: If the model has no PWLU, there is no batch, or ``limit`` is not a positive integer.
-        TypeError: If ``batches`` or a batch has the wrong type.
+        ValueError: if the model has no PWLU, there is no batch, or ``limit`` is not a positive integer.
+        TypeError: if ``batches`` or a batch has the wrong type.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(8))
@@ -214,7 +214,7 @@ class _InputCounter:
 
     def __init__(self, unit: PWLU) -> None:
         self.unit = unit
-        self.left, self.right = (bound.detach().to(reference.compute_dtype(bound)) for bound in unit.blocks()[:2])
+        self.left, self.right = (bound.detach().to(reference.compute_dtype(bound)) for bound in (unit.left, unit.right))
         self.sketch: QuantileSketch | None = None
 
     def __call__(self, unit: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Tensor], output: Tensor) -> None:

@@ -14,6 +14,7 @@ from pwlu.baselines.relu import ReLU
 from pwlu.dynamic import DynamicPWLU
 from pwlu.initial_functions import InitialFunction
 from pwlu.module import PWLU
+from pwlu.nonuniform import NonUniformPWLU
 
 __all__ = [
     "ACONC",
@@ -50,6 +51,7 @@ _MAKERS: dict[str, Callable[[int, int, _Init], nn.Module]] = {
     "se_relu": lambda channels, channel_dim, start: SEReLU(channels, channel_dim),
     "pwlu": lambda channels, channel_dim, start: PWLU(channels, channel_dim=channel_dim),
     "dynamic_pwlu": lambda channels, channel_dim, start: DynamicPWLU(channels, channel_dim=channel_dim),
+    "nonuniform_pwlu": lambda channels, channel_dim, start: NonUniformPWLU(channels, channel_dim=channel_dim),
 }
 NAMES = tuple(_MAKERS)
 

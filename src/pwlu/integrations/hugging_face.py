@@ -23,6 +23,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from pwlu.learning.shared_rule import DEFAULT_RULE, SharedRule, find_rule
 from pwlu.learning.two_phase import TwoPhase
 from pwlu.module import units_of
 from pwlu.squeeze import function_parameters
@@ -42,12 +43,12 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], **options: Any) 
     A Trainer with a :class:`TwoPhaseCallback` records it at every checkpoint.
 
     Args:
-        model: A converted transformers model.
-        folder: Where to save it.
-        options: Options of the model's ``save_pretrained``.
+        model: a converted transformers model.
+        folder: where to save it.
+        options: options of the model's ``save_pretrained``.
 
     Raises:
-        ValueError: If the model has no PWLU, or has fused units or other activations in their place.
+        ValueError: if the model has no PWLU, or has fused units or other activations in their place.
     """
     _record(model)
     model.save_pretrained(folder, **options)
@@ -60,15 +61,15 @@ def from_pretrained(cls: Any, name: str | os.PathLike[str], **options: Any) -> A
     PWLUs have seen since the last optimizer step are not kept.
 
     Args:
-        cls: A model class of transformers, or one of its Auto classes.
-        name: A folder written by :func:`save_pretrained`, or a checkpoint of a Trainer with a :class:`TwoPhaseCallback`.
-        options: Options of ``cls.from_pretrained``.
+        cls: a model class of transformers, or one of its Auto classes.
+        name: a folder written by :func:`save_pretrained`, or a checkpoint of a Trainer with a :class:`TwoPhaseCallback`.
+        options: options of ``cls.from_pretrained``.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: If ``config.json`` has no record of a conversion, or the conversion does not fit the model.
+        ValueError: if ``config.json`` has no record of a conversion, or the conversion does not fit the model.
     """
     shared = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "subfolder")
     config = options.pop("config", None)
@@ -92,17 +93,24 @@ class TwoPhaseCallback(TrainerCallback):
     A checkpoint of the Trainer holds everything that ``resume_from_checkpoint`` needs. A second ``train()`` continues with the
     PWLUs as they are: it does not realign those that were realigned before.
 
-    Pass one of the two arguments.
+    Pass one of the first two arguments.
 
     Args:
         realign_at: T' in optimizer steps.
         realign_after_epochs: T' in epochs; the training data must have a length. The paper uses 5.
+        rule: The learning rule of Phase II, as for :class:`pwlu.TwoPhase`.
 
     Attributes:
-        phases: The :class:`pwlu.TwoPhase` of the current or last training; None before the first.
+        phases: the :class:`pwlu.TwoPhase` of the current or last training; None before the first.
     """
 
-    def __init__(self, realign_at: int | None = None, realign_after_epochs: float | None = None) -> None:
+    def __init__(
+        self,
+        realign_at: int | None = None,
+        realign_after_epochs: float | None = None,
+        *,
+        rule: str | SharedRule | None = DEFAULT_RULE,
+    ) -> None:
         if (realign_at is None) == (realign_after_epochs is None):
             raise ValueError(
                 f"TwoPhaseCallback: pass either realign_at (steps) or realign_after_epochs, not realign_at={realign_at!r} and "
@@ -113,6 +121,7 @@ class TwoPhaseCallback(TrainerCallback):
                 f"TwoPhaseCallback: realign_after_epochs must be a positive number such as 5, not {realign_after_epochs!r}. "
                 "To train without Phase I, leave the callback out."
             )
+        self.rule = find_rule(rule)
         self.realign_at = realign_at
         self.realign_after_epochs = realign_after_epochs
         self.phases: TwoPhase | None = None
@@ -131,7 +140,8 @@ class TwoPhaseCallback(TrainerCallback):
         self._phase_at_end = 0
         with contextlib.suppress(ValueError):  # other activations than PWLUs: from_pretrained will report it
             _record(model)
-        self.phases = phases = TwoPhase(model, optimizer, self._steps(args, kwargs.get("train_dataloader")))
+        steps = self._steps(args, kwargs.get("train_dataloader"))
+        self.phases = phases = TwoPhase(model, optimizer, steps, rule=self.rule)
         if state.global_step and phases.phase == 1 and not phases.steps:
             raise RuntimeError(
                 f"TwoPhaseCallback: the Trainer resumes at step {state.global_step}, but the model's PWLUs have their initial "
@@ -175,14 +185,14 @@ def own_group_(trainer: Trainer, lr_factor: float = 1.0) -> Optimizer:
     zero. This function creates the optimizer from the Trainer's arguments. Call it before ``train()``.
 
     Args:
-        trainer: The Trainer.
-        lr_factor: Factor of the learning rate of PWLUs. Default: 1.0.
+        trainer: the Trainer.
+        lr_factor: factor of the learning rate of PWLUs. Default: 1.0.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: If the Trainer has ``model_init``, or its optimizer already has a scheduler.
+        ValueError: if the Trainer has ``model_init``, or its optimizer already has a scheduler.
     """
     if trainer.model_init is not None:
         raise ValueError(

@@ -11,6 +11,7 @@ pwlu.tabulate_(quantised)
 import warnings
 from typing import Any
 
+import torch
 from torch import fx
 
 from pwlu import ops
@@ -30,12 +31,12 @@ class PWLUQuantizer(Quantizer):
     (:func:`pwlu.tabulate_`). The other quantizer's rules decide whether the output of a PWLU is quantised.
 
     Args:
-        quantizer: The quantizer for everything but PWLUs, such as ``X86InductorQuantizer().set_global(config)``.
-        inputs: How to quantise the inputs of PWLUs. By default as the other quantizer treats activations
+        quantizer: the quantizer for everything but PWLUs, such as ``X86InductorQuantizer().set_global(config)``.
+        inputs: how to quantise the inputs of PWLUs. By default as the other quantizer treats activations
             (``config.input_activation``). With ``qscheme=torch.per_channel_affine`` every channel has its own scale.
 
     Raises:
-        ValueError: If the other quantizer has no setting for activations, or the quantisation is dynamic.
+        ValueError: if the other quantizer has no setting for activations, or the quantisation is dynamic.
     """
 
     def __init__(self, quantizer: Quantizer, inputs: QuantizationSpec | None = None) -> None:
@@ -68,6 +69,12 @@ class PWLUQuantizer(Quantizer):
         kind: type[Any] = type(made[0]) if made else QuantizationAnnotation
         for node in model.graph.nodes:
             if node.target is ops.forward and Q_ANNOTATION_KEY not in node.meta:
+                if not made:
+                    raise ValueError(
+                        f"{type(self.quantizer).__name__} annotated nothing in this model, so its PWLUs have no 8-bit inputs. "
+                        "Call set_global(config) on it. If you did, update torch and torchao: X86InductorQuantizer of torchao "
+                        f"0.18 finds no layers with torch 2.11, but does with 2.15. This is torch {torch.__version__}."
+                    )
                 annotation = kind(input_qspec_map={node.args[0]: self.inputs}, _annotated=True)
                 if hasattr(annotation, "_is_output_of_quantized_pattern"):
                     annotation._is_output_of_quantized_pattern = True  # lets pools work on 8 bits too

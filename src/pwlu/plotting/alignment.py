@@ -16,16 +16,16 @@ def plot_alignment(alignments: Alignment | Mapping[str, Alignment], bars: int = 
     """Draw the distribution of the IOU of bounds and inputs over all channels, one histogram per label.
 
     Args:
-        alignments: A result of :func:`pwlu.alignment`, or several by label, such as
+        alignments: a result of :func:`pwlu.alignment`, or several by label, such as
             ``{"fix-init-10": ..., "stat-realign": ...}``.
-        bars: Number of equal bars from 0 to 1. Default: 20.
+        bars: number of equal bars from 0 to 1. Default: 20.
 
     Returns:
         A matplotlib figure; ``figure.savefig(path)`` writes it.
 
     Raises:
-        ValueError: If ``alignments`` is something else, or has no finite inputs.
-        ImportError: If matplotlib is not installed.
+        ValueError: if ``alignments`` is something else, or has no finite inputs.
+        ImportError: if matplotlib is not installed.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(8))

@@ -32,20 +32,20 @@ def plot_functions(
     """Draw learned functions, one panel per PWLU. Dots mark the bounds; the initial function is grey in the background.
 
     Args:
-        model: A model with PWLUs, or their parameters by name: ``{"layer1.relu": {"left": ..., "right": ..., "heights": ...,
+        model: a model with PWLUs, or their parameters by name: ``{"layer1.relu": {"left": ..., "right": ..., "heights": ...,
             "left_slope": ..., "right_slope": ...}, ...}``. Add ``"init": "relu"`` to draw the initial function.
-        layers: Names of the PWLUs to draw. Default: all, or 12 at even distances.
-        channels: Number of functions per PWLU, at even distances, or a list of channels. Default: 5.
-        alignment: Result of :func:`pwlu.alignment`. If given, the distribution of the inputs is drawn below each function.
-        same_scale: Whether all panels share the same axes, to compare the sizes of functions. Default: False.
+        layers: names of the PWLUs to draw. Default: all, or 12 at even distances.
+        channels: number of functions per PWLU, at even distances, or a list of channels. Default: 5.
+        alignment: result of :func:`pwlu.alignment`. If given, the distribution of the inputs is drawn below each function.
+        same_scale: whether all panels share the same axes, to compare the sizes of functions. Default: False.
 
     Returns:
         A matplotlib figure; ``figure.savefig(path)`` writes it.
 
     Raises:
-        ValueError: If the model has no PWLU, a layer or channel does not exist, or the alignment does not fit the model.
-        TypeError: If an argument has the wrong type.
-        ImportError: If matplotlib is not installed.
+        ValueError: if the model has no PWLU, a layer or channel does not exist, or the alignment does not fit the model.
+        TypeError: if an argument has the wrong type.
+        ImportError: if matplotlib is not installed.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(8))

@@ -25,18 +25,18 @@ def plot_improvements(
     if a standard deviation is missing, as after a single run.
 
     Args:
-        rows: Mean, standard deviation and number of runs, by group and label:
+        rows: mean, standard deviation and number of runs, by group and label:
             ``{"cifar100/resnet18": {"ReLU": (77.8, 0.2, 3), "PWLU": (78.9, 0.1, 3)}, ...}``.
-        baseline: Label of the baseline, which every group must contain. Default: ``"ReLU"``.
-        paper: Published improvements by group and label, drawn beside ours as open diamonds.
-        paper_name: Legend entry of the diamonds: whose results they are, and what they were measured on.
+        baseline: label of the baseline, which every group must contain. Default: ``"ReLU"``.
+        paper: published improvements by group and label, drawn beside ours as open diamonds.
+        paper_name: legend entry of the diamonds: whose results they are, and what they were measured on.
 
     Returns:
         A matplotlib figure; ``figure.savefig(path)`` writes it.
 
     Raises:
-        ValueError: If a group lacks the baseline, ``paper`` has an unknown group, or there is nothing to compare.
-        ImportError: If matplotlib is not installed.
+        ValueError: if a group lacks the baseline, ``paper`` has an unknown group, or there is nothing to compare.
+        ImportError: if matplotlib is not installed.
 
     Example:
         >>> rows = {"resnet18": {"ReLU": (77.8, 0.2, 3), "PWLU": (78.9, 0.1, 3)}}

@@ -111,7 +111,7 @@ class _Group(NamedTuple):
     factors: Tensor | None  # those of scale_gradients, (F, N + 5)
 
 
-@torch.compiler.disable  # it reads cached tables
+@torch._disable_dynamo  # it reads cached tables; torch.compiler.disable would import the compiler with pwlu
 @torch.no_grad()
 def share_gradients_(rule: SharedRule, units: Iterable[PWLU], optimizer: Optimizer) -> list[_Group]:
     """Share the gradients of units, in place. Return what :func:`smooth_` needs after the optimizer's step."""
@@ -149,7 +149,7 @@ def shared(gradient: Tensor, share: Tensor, table: FunctionTable, sharing: float
     return torch.addcmul(gradient, common, table.counts, value=sharing)
 
 
-@torch.compiler.disable  # it reads cached tables
+@torch._disable_dynamo  # it reads cached tables; torch.compiler.disable would import the compiler with pwlu
 @torch.no_grad()
 def smooth_(rule: SharedRule, groups: Iterable[_Group], optimizer: Optimizer) -> None:
     """Take the implicit step of the penalty on the weights of units, in place, after a step of the optimizer."""

@@ -252,8 +252,9 @@ def test_processes_of_torchrun(here, acted, capsys):
 
 def test_a_run_that_another_process_is_at(here, acted, capsys, monkeypatch):
     staged(here, relu0=90.0, pwlu0=91.0)
-    monkeypatch.setattr(job.Job, "patience", 0.2)
-    with subprocesses.open_log(here / "runs" / "logs" / "digits-pwlu-seed0.txt"):
+    open_log = subprocesses.open_log
+    with open_log(here / "runs" / "logs" / "digits-pwlu-seed0.txt"), monkeypatch.context() as patch:
+        patch.setattr(job, "open_log", lambda path, patience: open_log(path, 0.2))
         assert main([*ARGUMENTS, "--seeds", "1"]) == 1
     printed = capsys.readouterr()
     assert "digits pwlu, seed 0: another process is training it" in printed.err

@@ -74,13 +74,13 @@ def epochs_of(task, epochs=2):
 
 @pytest.mark.parametrize("source", ["folder", "shards"])
 def test_workers_and_processes_change_no_draw(tmp_path, source):
-    """0, 1 and 2 workers, and 1 and 2 processes: the same bits in every step, and every image once per epoch."""
+    """0 and 2 workers, and 1 and 2 processes: the same bits in every step, and every image once per epoch."""
     patterns = write_shards(tmp_path)
     if source == "folder":
         patterns = [str(tmp_path / "images"), None]
     alone = epochs_of(task(patterns))
-    for workers in (1, 2):
-        made = task(patterns, workers=workers)
+    if source == "shards":  # for folders: test_datasets.py
+        made = task(patterns, workers=2)
         for expected, found in zip(alone, epochs_of(made), strict=True):
             for ours, theirs in zip(expected, found, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

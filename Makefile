@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Threads of several processes that wait for each other must not spin on the same cores.
 export OMP_WAIT_POLICY ?= passive
 # Two workers for two cores, a thread each; tests of threads ask for more.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: help test test-slow torture lint docs demo bench clean
 help:

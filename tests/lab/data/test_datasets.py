@@ -1,10 +1,14 @@
 """The data sets: what is in them, what is held out, and what is said when they are missing or damaged."""
 
+import os
 import pickle
 import re
+import signal
+import time
 
 import pytest
 import torch
+from imported import MOST_SECONDS
 from lab_helpers import IMAGE_CLASSES, batches_of, take_steps, task_of, train, trainer_of, write_cifar, write_images
 from PIL import Image
 from sklearn.datasets import load_digits
@@ -167,6 +171,34 @@ def test_workers(tmp_path):
         with pytest.raises(UserError, match=rf"^the image {broken} cannot be read: [^\n]*continue with --resume$"):
             list(task.epoch(2))
     by_workers.data.train.loader._iterator._shutdown_workers()  # left to the garbage collector, it takes torch 5 s per worker
+
+
+def is_running(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs SIGKILL")
+def test_workers_end_with_a_process_that_is_killed(processes):
+    code = """
+import os, signal
+from torch.utils.data import DataLoader
+from pwlu.lab.data.workers import worker_options
+loader = DataLoader(range(4), **worker_options(1))
+batches = iter(loader)
+next(batches)
+print(batches._workers[0].pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = processes(["-c", code], dict(os.environ))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    deadline = time.monotonic() + MOST_SECONDS
+    while is_running(int(done.stdout)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_as_many_workers_as_cores(tmp_path, monkeypatch):

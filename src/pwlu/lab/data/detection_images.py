@@ -12,6 +12,7 @@ from pwlu.lab.data import keyed_random
 from pwlu.lab.data.coco import Annotations
 from pwlu.lab.data.image_file import UnreadableImage, read_image
 from pwlu.lab.data.masks import decode_runs
+from pwlu.lab.data.workers import worker_options
 
 IN_MEMORY = 2**31  # bytes; larger data sets are read from files in every epoch
 
@@ -99,10 +100,8 @@ class DetectionImages:
             self.data,
             batch_sampler=self.requests,
             collate_fn=list,
-            num_workers=workers,
             pin_memory=device.type == "cuda",
-            persistent_workers=workers > 0,
-            multiprocessing_context="spawn" if workers else None,  # torch's threads do not survive a fork
+            **worker_options(workers),
         )
 
     def __len__(self) -> int:

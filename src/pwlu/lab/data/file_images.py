@@ -15,6 +15,7 @@ from pwlu.lab.data.image_file import UnreadableImage, read_image
 from pwlu.lab.data.image_folder import Folder
 from pwlu.lab.data.images import Batch
 from pwlu.lab.data.shards import Shards, is_shards
+from pwlu.lab.data.workers import worker_options
 from pwlu.lab.recipes.settings import Settings, UserError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # the usual values for ImageNet
@@ -73,10 +74,8 @@ class FileImages:
         self.loader = DataLoader(
             files,
             batch_sampler=self.requests,
-            num_workers=workers,
             pin_memory=device.type == "cuda",
-            persistent_workers=workers > 0,
-            multiprocessing_context="spawn" if workers else None,  # torch's threads do not survive a fork
+            **worker_options(workers),
         )
 
     def __len__(self) -> int:

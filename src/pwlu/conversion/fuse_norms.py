@@ -23,8 +23,8 @@ class NormSite:
     Attributes:
         norm: its name.
         units: the names of the PWLUs that get its output.
-        added: whether something is added to its output before the PWLU.
-        reason: why it is not fused; empty if it is.
+        added: whether a tensor is added to its output before the PWLU.
+        reason: why the norm is not fused; empty if it is.
     """
 
     norm: str
@@ -91,14 +91,14 @@ def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
     """Fuse every batch norm whose output goes only to one PWLU with that PWLU, in place, to speed up training.
 
     Memory traffic dominates the cost of these layers. In a training step, a separate norm and PWLU read or write an activation
-    13 times; fused, they do so 8 times. With an addition in between, it is 11 times instead of 16. If the outputs of two norms
-    are added, neither output is saved for the backward pass. Nothing else changes: parameters, buffers, their names, the state
-    dict, optimizers and hooks stay as they are. :func:`unfuse_norms_` undoes the fusion.
+    13 times; fused, they do so 8 times. With an addition in between, these numbers are 16 and 11. If the outputs of two norms
+    are added, autograd saves neither output for the backward pass. Parameters, buffers, their names, the state dict, optimizers
+    and hooks do not change. :func:`unfuse_norms_` undoes the fusion.
 
     Args:
-        model: a model with PWLUs. Wrap it afterwards (DistributedDataParallel, fully_shard, torch.compile).
-        sample: what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments. A copy of
-            the model runs on it.
+        model: a model with PWLUs. Wrap it (DistributedDataParallel, fully_shard, torch.compile) only after this call.
+        sample: the input of the model: a tensor, a tuple of arguments, or a dictionary of keyword arguments. A copy of the
+            model runs on it.
 
     Returns:
         A report of every batch norm: the PWLU that it is fused with, whether there is an addition in between, or why it is not
@@ -158,13 +158,13 @@ def _recorded(model: nn.Module, sample: Any, classes: dict[str, type]) -> dict[s
     else:
         raise RuntimeError(
             f"fuse_norms_: the model could not be run on the sample in training mode: {type(failure).__name__}: {failure}\n"
-            "The sample is what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments."
+            "The sample must be an input of the model: a tensor, a tuple of arguments, or a dictionary of keyword arguments."
         ) from failure
     return {name: recorder.sites.get(name, NormSite(name, reason="the sample did not reach it")) for name in classes}
 
 
 def _check(site: NormSite, modules: dict[str, nn.Module]) -> None:
-    """Set the reason if the modules themselves prevent fusion: hooks, or a subclass of PWLU."""
+    """Set the reason if no PWLU gets the output, or if the modules prevent fusion: hooks, or a subclass of PWLU."""
     if site.reason:
         return
     if not site.units:

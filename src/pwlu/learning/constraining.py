@@ -69,7 +69,8 @@ def constrain_(
         low, high = constraint.limits(weight.dtype)
         if low >= high:
             raise ValueError(
-                f"constrain_: {name or 'the model'} is {weight.dtype}, which has no two numbers in range={range!r}"
+                f"constrain_: {name or 'the model'} is {weight.dtype}, which has no two numbers in range={range!r}. Write a "
+                "wider range, or use float32"
             )
         if weight.is_meta:
             raise ValueError(
@@ -84,7 +85,7 @@ def constrain_(
 
 
 def check_constraint(given: Constraint) -> Constraint:
-    """Check that a constraint is valid and that functions other than constants satisfy it; return it with plain numbers."""
+    """Check that a constraint is valid and that functions other than constants satisfy it; return it with Python floats."""
     for name in ("monotone", "convex", "odd"):
         if not isinstance(value := getattr(given, name), bool):
             raise ValueError(f"constrain_: {name} must be True or False, not {value!r}")

@@ -235,7 +235,7 @@ def test_a_run_that_dies_is_tried_again(here, acted, capsys, monkeypatch, how, s
     assert main(["compare", "digits", "--acts", "pwlu", "--seeds", "1"]) == status
     printed = capsys.readouterr()
     assert len((here / "tries").read_text()) == tries
-    assert printed.out.count("digits pwlu, seed 0: died, and is tried again. exit status -9, ") == tries - 1
+    assert printed.out.count("digits pwlu, seed 0: died and will be tried again. exit status -9, ") == tries - 1
     assert ("[1/1] digits pwlu, seed 0: 91.00 %" in printed.out) == (how == "epoch")
     assert ("digits pwlu, seed 0: exit status -9, runs/logs/" in printed.err) == (how == "at once")
 

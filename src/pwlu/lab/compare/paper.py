@@ -93,7 +93,7 @@ INFERENCE: dict[str, dict[str, float]] = {
 
 
 def value(metric: str, network: str, method: str) -> float | None:
-    """Return the paper's value of a metric, or None if it has none. Detectors match whatever their ResNet."""
+    """Return the paper's value of a metric, or None. For detectors, the name of the backbone is ignored."""
     return _results(metric, network).get(method)
 
 

@@ -1,4 +1,4 @@
-"""What the tasks of a Ray cluster do on its nodes: train a run, alone or with other nodes."""
+"""The tasks of a Ray cluster. A task trains a run on its node, alone or with the tasks of other nodes."""
 
 import socket
 import time
@@ -7,13 +7,13 @@ from typing import Any
 from pwlu.lab.compare.job import Job, machine_cores
 from pwlu.lab.compare.subprocesses import BUSY, TIMEOUT, Child, Ended, end_all
 
-SECONDS_BETWEEN_LOOKS = 0.1
+SECONDS_BETWEEN_CHECKS = 0.1
 
 
 def train(job: Job, gpus: float, cores: int) -> Ended:
     """Train a run on this node and, if it has several, on the other nodes of this task's placement group.
 
-    Ray interrupts it if the comparison is stopped.
+    If the comparison is stopped, Ray interrupts this task.
 
     Args:
         job: the run.
@@ -26,13 +26,13 @@ def train(job: Job, gpus: float, cores: int) -> Ended:
     command, side_by_side = job.command(), _side_by_side(gpus, cores)
     if job.nodes == 1:
         return _watch(job.start_node(command, log, side_by_side, cores))
-    launcher = [f"--nnodes={job.nodes}", *_meeting_place()]
+    launcher = [f"--nnodes={job.nodes}", *_rendezvous_flags()]
     others = _start_others(job, command, launcher, gpus, cores)
     return _watch(job.start_node(command, log, side_by_side, cores, [*launcher, "--node-rank=0"]), others)
 
 
 def join(job: Job, node: int, command: list[str], launcher: list[str], gpus: float, cores: int) -> Ended:
-    """Train with the processes of one more node. The first node decides on the command."""
+    """Train a run with the processes of a further node. The first node passes the command."""
     log = job.open_log(node)
     if log is None:
         return BUSY
@@ -40,7 +40,7 @@ def join(job: Job, node: int, command: list[str], launcher: list[str], gpus: flo
 
 
 def ended(ray: Any, task: Any) -> Ended:
-    """Return how the run of a task ended, also if its node is gone."""
+    """Return how the run of a task ended, even if its node was lost."""
     try:
         found: Ended = ray.get(task)
     except ray.exceptions.RayTaskError as error:  # raised by the task itself
@@ -69,11 +69,11 @@ def _start_others(job: Job, command: list[str], launcher: list[str], gpus: float
 
 
 def _watch(child: Child, others: list[Any] | None = None) -> Ended:
-    """Wait until the run ends, and return how. The first node that fails ends all, and is the one to report."""
+    """Wait until the run ends, and return how it ended. If a node fails, end the run on all nodes and return that failure."""
     others = others or []
     try:
         while (found := child.ended() or _first_failure(others)) is None:
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(SECONDS_BETWEEN_CHECKS)
         return found
     finally:
         end_all([child])
@@ -100,8 +100,8 @@ def _side_by_side(gpus: float, cores: int) -> int:
     return int(1 / gpus) if 0 < gpus < 1 else 1 if gpus else max(1, machine_cores() // cores)
 
 
-def _meeting_place() -> list[str]:
-    """Return flags of torchrun with the address of this node, and a port that is free now."""
+def _rendezvous_flags() -> list[str]:
+    """Return flags of torchrun with the address of this node and a free port."""
     from ray.util import get_node_ip_address
 
     with socket.socket() as free:

@@ -1,4 +1,4 @@
-"""The scheduler of a comparison: which run is trained next, which one is tried again, and what is reported."""
+"""Schedule the runs of a comparison: choose the next run, try runs again that died, and report finished runs."""
 
 import dataclasses
 from collections import deque
@@ -14,12 +14,12 @@ from pwlu.lab.recipes.settings import Settings, UserError
 from pwlu.lab.runs.progress import Progress
 from pwlu.lab.runs.results import Run, keep
 
-TRIES = 3  # of a run that dies without finishing another epoch
-PATIENCE = 120.0  # seconds until a file server has released the locks of a machine that died
+TRIES = 3  # how often to start a run that dies each time before it has finished another epoch
+PATIENCE = 120.0  # seconds in which a file server releases the locks of a machine that died
 
 
 class Pool(Protocol):
-    """Where runs are trained: in processes of this machine, or in tasks of a Ray cluster.
+    """Trains runs: in processes of this machine, or in tasks of a Ray cluster.
 
     Attributes:
         slots: how many runs to start at the same time.
@@ -35,15 +35,15 @@ class Pool(Protocol):
         """Start a run."""
 
     def wait(self) -> list[tuple[Job, Ended]]:
-        """Wait a moment, and return the runs that have ended."""
+        """Wait for a fraction of a second, and return the runs that have ended."""
 
     def close(self) -> None:
-        """End all runs that were started."""
+        """End all runs that are still running."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that failed, and why: the last lines of its output."""
+    """A run that failed. ``why`` has the last lines of its output."""
 
     settings: Settings
     why: str
@@ -66,7 +66,7 @@ class Scheduler:
         jobs: the missing runs, in the order in which to start them.
         pool: where they are trained.
         results: the folder that the small files of finished runs are copied to.
-        total: the number of runs of the comparison, with those that are finished.
+        total: the number of all runs of the comparison, including finished ones.
     """
 
     def __init__(self, jobs: list[Job], pool: Pool, results: Path, total: int) -> None:
@@ -95,7 +95,7 @@ class Scheduler:
         if run is not None and run.result is not None:
             self._finished(run)
         elif ended.died and self._try_again(job.settings, 0 if run is None else run.epochs):
-            self.progress.say(f"{title(job.settings)}: died, and is tried again. {ended.why.splitlines()[0]}")
+            self.progress.say(f"{title(job.settings)}: died and will be tried again. {ended.why.splitlines()[0]}")
             self.waiting.append(dataclasses.replace(job, patience=PATIENCE))
         else:
             self.failures.append(Failure(job.settings, ended.why))
@@ -103,7 +103,7 @@ class Scheduler:
             self._stop_if_repeated(ended.output)
 
     def _try_again(self, settings: Settings, epochs: int) -> bool:
-        """Return whether to try a run again that died: not if it died too often without finishing another epoch."""
+        """Return whether to try a run again that died. Give up if it dies repeatedly without finishing another epoch."""
         deaths, before = self.deaths.get(settings, (0, epochs))
         deaths = deaths + 1 if epochs <= before else 1
         self.deaths[settings] = deaths, epochs

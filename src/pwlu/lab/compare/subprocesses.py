@@ -24,12 +24,12 @@ _RUN_MODULE = (  # like python -m MODULE
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended that may not be finished.
+    """How the processes of a run ended. The run itself may be unfinished.
 
     Attributes:
-        why: what to report if the run is not finished.
+        why: the message if the run is not finished.
         output: the last lines of its output.
-        died: whether it was killed or its machine was lost. Otherwise it ended by itself, and would do so again.
+        died: whether it was killed or its machine was lost. If not, it would end in the same way again.
         succeeded: whether its exit status was 0.
     """
 
@@ -125,7 +125,7 @@ def open_log(path: Path, patience: float = TIMEOUT) -> BinaryIO | None:
 
 
 class Startable(Protocol):
-    """Something that runs in a child process."""
+    """Work that runs in a child process."""
 
     def start(self, side_by_side: int = 1) -> Child | None:
         """Start the child. Return None if another process does the same work."""
@@ -143,7 +143,7 @@ class LocalPool(Generic[T]):
 
     @property
     def running(self) -> int:
-        """Return how many children have been started and have not been returned by :meth:`wait`."""
+        """Return the number of started children that :meth:`wait` has not returned yet."""
         return len(self.children)
 
     def start(self, job: T) -> None:
@@ -151,7 +151,7 @@ class LocalPool(Generic[T]):
         self.children.append((job, job.start(side_by_side=self.slots)))
 
     def wait(self) -> list[tuple[T, Ended]]:
-        """Wait a moment, and return what has ended."""
+        """Wait for a fraction of a second, and return the jobs that have ended."""
         if all(child is not None and child.status() is None for _, child in self.children):
             time.sleep(0.1)
         ended = [(job, BUSY if child is None else child.ended()) for job, child in self.children]
@@ -164,7 +164,7 @@ class LocalPool(Generic[T]):
 
 
 def end_all(children: list[Child]) -> None:
-    """End children and what they started: ask them, and after a while kill them."""
+    """End children and the processes that they started: send SIGTERM, and SIGKILL after a timeout."""
     for child in children:
         child.signal(signal.SIGTERM)
     deadline = time.monotonic() + TIMEOUT

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from pwlu import reference
 from pwlu.analysis.quantiles import QuantileSketch
 from pwlu.module import PWLU, require_units, unwrapped
-from pwlu.text import columns, counted, parsed
+from pwlu.text import columns, counted, parse_json
 
 BARS = 32
 HEALTHY = 0.548  # IOU of normal inputs with bounds at mu +- 3 sigma, where realignment puts them: 2 * 1.645 / 6
@@ -114,7 +114,7 @@ class Alignment:
     def from_json(cls, text: str) -> "Alignment":
         """Return the alignment that :meth:`to_json` wrote; null becomes NaN."""
         try:
-            values = parsed(text)
+            values = parse_json(text)
             units = [UnitAlignment(**{key: _null_to_nan(value) for key, value in unit.items()}) for unit in values.pop("units")]
             for unit in units:
                 _check_unit(unit)

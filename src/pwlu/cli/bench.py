@@ -73,7 +73,7 @@ def _bench(options: argparse.Namespace) -> None:
         if value is not None and value < 1:
             raise UserError(f"--{flag} must be at least 1, not {value}")
     try:
-        from pwlu.lab.inference.benchmark import measured
+        from pwlu.lab.inference.benchmark import measure
         from pwlu.lab.inference.trained_network import load
         from pwlu.lab.runs.environment import environment
 
@@ -84,7 +84,7 @@ def _bench(options: argparse.Namespace) -> None:
         trained = trained.backbone()
     with joined(options.device) as processes, _threads(options.threads):
         batch = options.batch or BATCH.get(processes.device.type, 64)
-        found, calls = measured(trained, processes.device, batch, options.rounds, options.compile)
+        found, calls = measure(trained, processes.device, batch, options.rounds, options.compile)
         print("\n".join([_title(trained, batch), _machine(environment(processes)), "", *_table(found, batch), ""]))
         print("\n".join(_notes(trained, options.rounds, calls)))
 
@@ -130,7 +130,7 @@ def _table(found: "list[Contender]", batch: int) -> list[str]:
             rows.append((contender.name, *"-----"))
             continue
         low, middle, high = contender.times
-        ratio = "-" if contender.of_relu is None else f"{contender.of_relu:.2f}"
+        ratio = "-" if contender.ratio_to_relu is None else f"{contender.ratio_to_relu:.2f}"
         times = (f"{value:.{digits}f}" for value in (middle, low, high))
         rows.append((contender.name, *times, f"{batch / middle * 1e3:,.0f}", ratio))
     lines = columns(head, rows, numbers=True)

@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> str:
     _check(options)
     try:
-        from pwlu.lab.inference import shipping
+        from pwlu.lab.inference import exporting
         from pwlu.lab.inference.trained_network import load
 
         trained = load(options.run)
@@ -83,9 +83,9 @@ def _export(options: argparse.Namespace) -> str:
     onnx = {name: value for name in ("opset", "form") if (value := getattr(options, name)) is not None}
     try:
         if options.file.suffix == ".onnx":
-            lines.append(shipping.write_onnx(trained.network, trained.sample(2), options.file, _metadata(trained), **onnx))
+            lines.append(exporting.write_onnx(trained.network, trained.sample(2), options.file, _metadata(trained), **onnx))
         else:
-            lines.append(shipping.write_pt2(trained.network, trained.sample(2), options.file, _metadata(trained)))
+            lines.append(exporting.write_pt2(trained.network, trained.sample(2), options.file, _metadata(trained)))
     except (ImportError, RuntimeError, ValueError, OSError) as error:
         raise UserError(str(error)) from None
     return "\n".join(

@@ -14,7 +14,7 @@ from pwlu.analysis.curves import curves_of
 from pwlu.analysis.shapes import Shapes, describe
 from pwlu.initial_functions import INITIAL_FUNCTIONS, initial_parameters
 from pwlu.lab.recipes.settings import UNITS, UserError
-from pwlu.lab.runs.results import no_run
+from pwlu.lab.runs.results import no_run_error
 from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.lab.runs.tensor_files import tensors
 
@@ -96,7 +96,7 @@ def read_run_data(path: Path) -> RunData:
     """Read a run folder, finished or not, or what ``pwlu compare`` keeps of one."""
     folder, notes = RunFolder(path), list[str]()
     if not any(folder.has(name) for name in (*FILES, "snapshots")):
-        raise no_run(path, "config.json", "metrics.jsonl")
+        raise no_run_error(path, "config.json", "metrics.jsonl")
     folder.check_format()
 
     def read_if_present(name: str, read: Callable[[str], Any]) -> Any:

@@ -10,7 +10,7 @@ from pwlu.analysis.alignment import HEALTHY, Alignment, UnitAlignment
 from pwlu.lab.recipes import catalog, experiment
 from pwlu.lab.recipes.metrics import format_metrics
 from pwlu.lab.recipes.settings import UserError
-from pwlu.lab.runs.divergence import described
+from pwlu.lab.runs.divergence import describe_divergence
 from pwlu.report.charts import Line, histogram, lines, whisker_plot
 from pwlu.report.run_data import RunData
 
@@ -49,7 +49,7 @@ def headline(run: RunData, verdict: str) -> str:
     result = {name: value for name, value in run.result.items() if value is not None}
     parts = []
     if run.diverged:
-        return f"{described(run.result, run.config)} {verdict}".strip()
+        return f"{describe_divergence(run.result, run.config)} {verdict}".strip()
     if format_metrics(result):
         parts.append(f"{format_metrics(result)} on {result.get('measured_images', 0):,} {result.get('measured_on', 'images')}")
     if run.functions:

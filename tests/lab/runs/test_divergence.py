@@ -4,7 +4,7 @@ import pytest
 import torch
 from lab_helpers import SHORT, STEPS_AN_EPOCH, train
 
-from pwlu.lab.runs.divergence import STATUS, described, divergence
+from pwlu.lab.runs.divergence import STATUS, describe_divergence, divergence
 from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.lab.training import loop
 from pwlu.lab.training.trainer import Trainer
@@ -98,4 +98,4 @@ def test_a_loss_that_is_finite_but_absurd(tmp_path, capsys):
     ],
 )
 def test_what_to_try(config, advice):
-    assert described({"diverged": True}, config) == f"The training diverged: the loss was no longer finite. {advice}"
+    assert describe_divergence({"diverged": True}, config) == f"The training diverged: the loss was no longer finite. {advice}"

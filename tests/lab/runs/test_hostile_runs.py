@@ -14,7 +14,7 @@ import pwlu
 from pwlu.analysis.alignment import Alignment
 from pwlu.cli import main
 from pwlu.lab.runs.run_folder import FORMAT, RunFolder
-from pwlu.text import parsed
+from pwlu.text import parse_json
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_null_is_not_known(run):
 
 
 def test_numbers_as_json_has_them():
-    assert parsed('{"a": [1, -2.5, 1e300, null, true, "\u00e4"]}') == {"a": [1, -2.5, 1e300, None, True, "\u00e4"]}
+    assert parse_json('{"a": [1, -2.5, 1e300, null, true, "\u00e4"]}') == {"a": [1, -2.5, 1e300, None, True, "\u00e4"]}
 
 
 @pytest.mark.parametrize("flag", ["--lr", "--weight-decay", "--curvature"])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
-from pwlu.lab.runs.locks import locked
+from pwlu.lab.runs.locks import try_lock
 
 TIMEOUT = 10.0  # seconds to wait for a child to end before it is killed, and for another process to release a log
 
@@ -116,7 +116,7 @@ def open_log(path: Path, patience: float = TIMEOUT) -> BinaryIO | None:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab")
     deadline = time.monotonic() + patience
-    while not locked(file):
+    while not try_lock(file):
         if time.monotonic() > deadline:
             file.close()
             return None

@@ -49,7 +49,10 @@ class _DetectionDataset(Dataset):
         return self.pixels[self.begin[index] : self.begin[index + 1]].view(shape), bool(self.readable[index])
 
     def _read(self, index: int) -> tuple[Tensor, bool]:
-        """Return an image, uint8 (3, height, width). If it is unreadable or has not the annotated size, return a black one."""
+        """Return an image, uint8 (3, height, width), and whether it is readable.
+
+        If it is unreadable, or its size is not the annotated size, return a black image.
+        """
         height, width = self.part.sizes[index].tolist()
         try:
             pixels = np.array(read_image(self.part.folder / self.part.names[index]))
@@ -110,7 +113,7 @@ class DetectionImages:
 
     @property
     def unreadable(self) -> int | None:
-        """Return the number of unreadable images; None if images are not in memory, so that it is not known yet."""
+        """Return the number of unreadable images; None if it is unknown, because images are read only when needed."""
         return None if self.data.pixels is None else int((~self.data.readable).sum())
 
     def batches(self, plan: Sequence[list[int]], keys: Keys = None) -> Iterator[list[Example]]:
@@ -130,7 +133,7 @@ class DetectionImages:
     def _to_device(self, example: Example, flipped: bool) -> Example:
         """Move an example to the device and decode its masks there.
 
-        Decoded masks would be most of the bytes to move, and decoding them most of the CPU's work.
+        Moving decoded masks would transfer many more bytes, and decoding them would take most of the CPU's time.
         """
         image, target, readable = example
         pinned = self.device.type == "cuda"

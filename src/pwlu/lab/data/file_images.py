@@ -1,4 +1,4 @@
-"""Images that are read from files while training, by worker processes."""
+"""Images that worker processes read from files during training."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # the usual values for
 
 
 class Source(Protocol):
-    """Where images are: their number, labels and contents.
+    """A source of labelled images: a folder or shards.
 
     Attributes:
         classes: the names of the classes.
@@ -102,7 +102,7 @@ class FileImages:
                 images = images.to(self.device, non_blocking=pinned).float()
                 yield (images - self.mean) / self.std, labels.to(self.device, non_blocking=pinned)
         except Exception as error:
-            if "UserError" in str(error):  # raised in a worker, and wrapped with its traceback
+            if "UserError" in str(error):  # a worker raised it, and torch wrapped it with the worker's traceback
                 raise UserError(str(error).rpartition("UserError: ")[2].strip()) from None
             raise
 
@@ -148,7 +148,7 @@ def _sources(settings: Settings) -> tuple[Source, Source | None]:
 
 
 def _check_classes(settings: Settings, train: Source, test: Source) -> None:
-    """Raise an error if the test images have other classes. Shards may lack some: their classes are numbers."""
+    """Raise an error if the test images have other classes. Test shards may have fewer: their classes are numbers from 0."""
     numbers_fit = isinstance(train, Shards) and len(test.classes) <= len(train.classes)
     different = sorted(set(train.classes) ^ set(test.classes))
     if different and not numbers_fit:

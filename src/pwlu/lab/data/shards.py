@@ -1,7 +1,7 @@
-"""Images in tar files of the WebDataset layout: NAME.jpg beside NAME.cls, which holds the number of the class.
+"""Images in tar files of the WebDataset layout: NAME.jpg and NAME.cls, which holds the number of the class.
 
-The headers of all shards are read once, so that any image can be read by its place in its shard. Images are then drawn as from
-a folder: in one random order of all images, which does not depend on the number of processes or workers.
+The headers of all shards are read once. After that, any image can be read from its offset in its shard. So the order of
+training is the same as for a folder: one random order of all images, whatever the number of processes or workers.
 """
 
 import io
@@ -91,7 +91,7 @@ class _OpenFile:
         return self.file.read(size)
 
 
-_open = lru_cache(OPEN_FILES)(_OpenFile)  # opening a file takes a message to a file server
+_open = lru_cache(OPEN_FILES)(_OpenFile)  # keep files open, because opening one may take a request to a file server
 
 
 def _images(path: str) -> Iterator[tuple[int, int, int]]:
@@ -101,7 +101,7 @@ def _images(path: str) -> Iterator[tuple[int, int, int]]:
     try:
         with tarfile.open(path, "r:") as tar:
             while (member := tar.next()) is not None:
-                tar.members.clear()  # type: ignore[attr-defined]  # otherwise, it keeps all of them
+                tar.members.clear()  # type: ignore[attr-defined]  # otherwise, tarfile keeps all headers in memory
                 matched = _NAME.fullmatch(member.name) if member.isfile() else None
                 if matched is None:
                     continue
@@ -124,7 +124,7 @@ def _images(path: str) -> Iterator[tuple[int, int, int]]:
 
 
 def _check_end(tar: tarfile.TarFile) -> None:
-    """Raise an error if the headers do not stop at the end of the archive: tarfile stops at a damaged header without a word."""
+    """Raise an error if the headers end before the archive does: tarfile does not report a damaged header, it just stops."""
     assert tar.fileobj is not None
     tar.fileobj.seek(tar.offset)
     block = tar.fileobj.read(tarfile.BLOCKSIZE)

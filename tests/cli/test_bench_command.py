@@ -177,7 +177,7 @@ def test_a_bar_on_a_terminal(run, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert bench(run, "--no-compile") == 0
     printed = capsys.readouterr().err
-    for bar in ("made ready: 100%", "timed: 100%", "3/3"):
+    for bar in ("prepared: 100%", "timed: 100%", "3/3"):
         assert bar in printed
 
 

@@ -26,18 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the run and the options of the measurement."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "Time inference with the trained network of a run. Three variants run in PyTorch: the network as trained, with\n"
-        "ReLU instead of its activations, and with fused PWLUs. They also run compiled by torch.compile, and in ONNX\n"
-        "Runtime as pwlu export writes them. The variants of a runtime take turns, so that other load on the machine\n"
-        "affects all of them. Inputs are random images of the run's size. The table shows medians. For a detector, only\n"
-        "the backbone is timed: the ResNet with its feature pyramid."
+        "Time inference with the trained network of a run. PyTorch runs three variants: the network as trained, with ReLU\n"
+        "instead of its activations, and with fused PWLUs. The variants with ReLU and with fused PWLUs also run under\n"
+        "torch.compile, and in ONNX Runtime as pwlu export writes them. The variants of a runtime take turns, so that other\n"
+        "load on the machine affects all of them. Inputs are random images of the run's size. The table shows medians. For\n"
+        "a detector, only the backbone is timed: the ResNet with its feature pyramid."
     )
     parser.epilog = (
         "examples:\n"
         "  pwlu bench runs/digits-pwlu-seed0\n"
         "  pwlu bench runs/imagenet-resnet18-pwlu-seed0 --batch 1 --threads 4 --rounds 100\n"
         "  pwlu bench runs/imagenet-resnet18-pwlu-seed0 --device cuda --no-compile\n"
-        "On a CPU shared with other programs, set OMP_WAIT_POLICY=passive: waiting threads then do not occupy a core."
+        "On a CPU shared with other programs, set OMP_WAIT_POLICY=passive, so that waiting threads do not occupy a core."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="read this finished run, a folder that pwlu train wrote")
     parser.add_argument("--batch", type=int, metavar="N", help="use N images per call (default: 8 on a CPU, 64 elsewhere)")

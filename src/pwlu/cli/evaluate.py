@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--most",
         type=int,
         metavar="N",
-        help="count at most N detections per class and image, the best ones (default: that of the run's recipe, or 100)",
+        help="count at most the N best detections per class and image (default: the number of the run's recipe, or 100)",
     )
 
 

@@ -1,4 +1,4 @@
-"""``pwlu report``: write a run as one HTML page."""
+"""``pwlu report``: write a report of a run as one HTML page."""
 
 import argparse
 import sys
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     output = options.output or options.runs[0] / NAME
     try:
         if options.output is None and not output.parent.is_dir() and RunFolder(options.runs[0]).has("config.json"):
-            raise UserError(f"{options.runs[0]} has no folder, only a line of {RECORDS}. Write -o FILE for the page")
+            raise UserError(f"{options.runs[0]} is a line of {RECORDS} and has no folder for the page. Write -o FILE")
         if output.is_dir():
             raise UserError(f"-o must be a file, not the folder {output}. Write -o {output / NAME}")
         runs, baseline = ([read_run_data(path) for path in paths] for paths in (options.runs, options.baseline))

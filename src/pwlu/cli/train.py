@@ -74,7 +74,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def changed_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that the command line gives."""
+    """Return the settings that the command line sets."""
     names = {field.name for field in dataclasses.fields(Settings)} - {"recipe"}
     return {name: value for name, value in vars(options).items() if name in names and value is not None}
 

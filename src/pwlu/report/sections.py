@@ -89,7 +89,7 @@ def curves(run: RunData) -> str:
 
 
 def alignment(aligned: Alignment, names: Iterable[str]) -> str:
-    """Return how well bounds fit inputs, over all channels and per layer; `names`: all layers in order."""
+    """Return text and charts on how well bounds fit inputs, over all channels and per layer. `names`: all layers in order."""
     if not aligned.iou:
         return "<p>No input reached any PWLU.</p>"
     outside = [(s, n) for unit in aligned for s, n in zip(unit.outside, unit.count, strict=True) if n]

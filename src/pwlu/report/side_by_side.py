@@ -1,4 +1,4 @@
-"""Compare runs: their gain over a baseline in a sentence, in a table, and as curves."""
+"""Compare runs with a baseline: state their gain in a sentence and a table, and draw their curves."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,8 +15,8 @@ from pwlu.report.charts import Line, lines
 from pwlu.report.run_data import RunData
 from pwlu.text import counted
 
-_CLASSES = ("first", "third", "fourth")  # CSS classes of lines, in turn; the baseline has "second"
-_LONGEST = 9  # characters of a name that fit beside a line
+_CLASSES = ("first", "third", "fourth")  # the CSS classes of lines, in turn; the baseline has "second"
+_LONGEST = 9  # the longest name that fits beside a line, in characters
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All runs of a page. ``groups``: the first holds the run whose functions are shown. ``metric``: its name."""
+    """All runs of a page, as groups. The page shows the functions of the first run of the first group.
+
+    ``metric``: the name of the compared metric in result.json.
+    """
 
     metric: str
     groups: list[Group]

@@ -157,7 +157,7 @@ def test_no_space_left(tmp_path, monkeypatch, capsys, finished, where, saved, er
         return
     assert text.endswith(f"then continue with pwlu train --resume {path}\n")
     if saved is None:
-        assert "Nothing of the run is saved yet" in text
+        assert "No checkpoint is saved yet" in text
     else:
         assert re.search(rf"The last checkpoint is step-{saved:08d}-\w{{8}}.pt", text)
     assert not list(tmp_path.rglob("*.partial"))

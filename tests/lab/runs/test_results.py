@@ -147,7 +147,7 @@ def test_reports_of_lines(tmp_path, capsys):
     assert main(["report", str(folder / "relu-seed0"), str(folder / "relu-seed1"), "-o", str(tmp_path / "page.html")]) == 0
     assert "70.50 ± 0.71" in (tmp_path / "page.html").read_text()
     assert main(["report", str(folder / "relu-seed0")]) == 2
-    assert "relu-seed0 has no folder, only a line of runs.jsonl. Write -o FILE for the page" in capsys.readouterr().err
+    assert "relu-seed0 is a line of runs.jsonl and has no folder for the page. Write -o FILE" in capsys.readouterr().err
 
 
 def test_what_is_not_known_of_a_setting_is_as_the_recipe_has_it(tmp_path):

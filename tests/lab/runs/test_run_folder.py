@@ -219,7 +219,7 @@ def test_runs_near_what_is_no_run(tmp_path):
         f". Runs nearby: {tmp_path / 'other' / 'pwlu-seed0'}"
     )
     assert str(no_run_error(tmp_path / "other", "config.json", "model.safetensors")).endswith(
-        "a folder with config.json and model.safetensors"
+        "with config.json and model.safetensors"
     )
 
 

@@ -124,7 +124,7 @@ def _prepare_contenders(networks: dict[str, nn.Module], x: Tensor, compiled: boo
     shipped = list(dict.fromkeys((BASELINE, names[-1])))
     written = names[:2]  # write_onnx fuses the network itself, and compares the file with it
     found = [Contender("PyTorch", name, partial(network, x)) for name, network in networks.items()]
-    with closing(Progress("made ready", len(shipped) * compiled + len(written), unit="way")) as progress:
+    with closing(Progress("prepared", len(shipped) * compiled + len(written), unit="way")) as progress:
         for name in shipped if compiled else ():
             found.append(_try_to_prepare("torch.compile", name, partial(_compiled, networks[name], x)))
             progress.step()

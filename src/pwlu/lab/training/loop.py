@@ -161,8 +161,9 @@ class _Loop:
             return []
         norms = "" if self.processes.device.type == "cuda" else ", the batch statistics of each process"
         return [
-            f"started with {counted(int(begun), 'process', 'processes')}, now {now}. Unchanged: the images of every step, their "
-            "augmentation, the batch, the learning rate. Changed: the rounding of sums, the random numbers of dropout" + norms
+            f"started with {counted(int(begun), 'process', 'processes')}, now {now}. Unchanged: the images of every step, "
+            "their augmentation, the batch, the learning rate. Changed: the rounding of sums, the random numbers of dropout"
+            + norms
         ]
 
     def _restore(self, state: dict[str, Any]) -> None:

@@ -468,7 +468,7 @@ def fused():
             small(),
             [IMAGES.numpy()],
             {},
-            "a batch is of type ndarray. A batch must be what the model is called with: a tensor, a tuple",
+            "a batch is of type ndarray. A batch must be an input of the model: a tensor, a tuple",
         ),
         (
             small(),

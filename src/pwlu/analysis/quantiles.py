@@ -1,15 +1,16 @@
-"""Quantiles of a stream of inputs per channel, in one pass and bounded memory: a histogram whose bins follow the bounds.
+"""Compute quantiles of a stream of inputs per channel, in one pass and bounded memory, by a histogram with fixed bins.
 
-An input x has the position v = (x - B_L)/W - 1/2 with W = B_R - B_L, so the bounds are at -1/2 and 1/2. The edges of the bins
-are at |v| + 1/2 = 2^e (1 + k/256)/2: 512 equal bins between the bounds; outside, the width doubles every 256 bins. Hence:
+With W = B_R - B_L, an input x has the position v = (x - B_L)/W - 1/2. So the bounds are at -1/2 and 1/2. The edges of the bins
+are at |v| + 1/2 = 2^e (1 + k/256)/2. These are 512 equal bins between the bounds. Outside, the width doubles every 256 bins.
+Hence:
 
-- A bin is W/512 wide inside and at most (W/2 + |x - centre|)/256 outside. A quantile is taken from the bin of the exact
+- A bin is W/512 wide inside and at most (W/2 + |x - centre|)/256 outside. The computed quantile lies in the bin of the exact
   quantile, so its error is at most the width of that bin.
-- Both bounds are edges, and the union in IOU([B_L, B_R], [p5, p95]) is at least W. So an end inside adds an error of at most
-  1/512 and an end outside 1/256: 1/128 in all. With many inputs the error is much smaller, because positions within a bin
-  are interpolated.
+- Both bounds are edges, and the union in IOU([B_L, B_R], [p5, p95]) is at least W. So p5 and p95 each add an error of at most
+  1/512 inside the bounds and 1/256 outside: 1/128 in all. With many inputs the error is much smaller, because positions
+  within a bin are interpolated.
 
-The range is neither chosen beforehand nor grown later. Inputs more than 2047.5 W from the centre count as lying there.
+The range of the bins is fixed. An input more than 2047.5 W from the centre is counted at that distance.
 """
 
 import torch
@@ -27,14 +28,14 @@ _MOST_COUNTED = 2**31 - 1
 
 
 class QuantileSketch:
-    """Counts of the inputs of C channels, in bins that follow the bounds (C,), or the shared bounds (1,) of a layer.
+    """Counts of the inputs of C channels. The bins depend on the bounds, (C,) or (1,) if all channels share them.
 
     Adding inputs does not synchronise with the device. Memory: 24 kB per channel.
     """
 
     def __init__(self, left: Tensor, right: Tensor, channels: int) -> None:
         width = right - left
-        usable = (width > 0) & width.isfinite()  # else nothing lies between the bounds: centre the bins on B_L with W = 2
+        usable = (width > 0) & width.isfinite()  # for other bounds, centre the bins on B_L and set W = 2
         self.left = torch.where(usable, left, left.nan_to_num(0.0, 0.0, 0.0) - 1)
         self.width = torch.where(usable, width, torch.full_like(width, 2))
         # the last column counts non-finite inputs
@@ -47,7 +48,7 @@ class QuantileSketch:
         return self.counts.shape[0]
 
     def pool(self) -> None:
-        """Merge all channels into one, for past and future inputs. The bounds must be shared."""
+        """Merge all channels into one, for past and future inputs. All channels must have the same bounds."""
         self.added *= self.channels
         self._widen()
         self.counts = self.counts.sum(0, keepdim=True, dtype=self.counts.dtype)

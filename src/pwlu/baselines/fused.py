@@ -1,4 +1,4 @@
-"""Decide whether APL and PAU use their Triton kernels, and how many programs these launch."""
+"""Decide whether APL and PAU use their Triton kernels, and limit the number of programs per launch."""
 
 import functools
 import os

@@ -84,7 +84,7 @@ def _kinks_fit(start: InitialFunction, inputs: tuple[float, float] | None, inter
 
 
 def _check_start(start: InitialFunction, what: str, granularity: str) -> InitialFunction:
-    """Return the initial function with its outer slopes. Raise, naming it `what`, if a PWLU cannot start as it."""
+    """Return the initial function with its outer slopes. If a PWLU cannot start as it, raise an error that names `what`."""
     if (start.channels > 1 and granularity == "channel") or INITIAL_FUNCTIONS.get(start.name) == start:
         return start
     why = "differs between channels" if start.channels > 1 else why_unusable(start.function)
@@ -124,7 +124,7 @@ def _make_other(to: str | Factory, granularity: str, candidate: Candidate) -> nn
     if to == "relu" or flat:
         return nn.ReLU() if site.kind == "relu" else ReLU()
     if to == "frelu":  # a convolution needs the dtype of its input
-        norm = "group" if candidate.runs > 1 else "batch"  # one batch norm would mix the statistics of several calls
+        norm = "group" if candidate.runs > 1 else "batch"  # batch norm would mix the statistics of several calls
         site.reason = f"with group norm: it runs {candidate.runs} times per forward pass" if norm == "group" else ""
         return FReLU(site.channels, site.channel_dim, norm=norm).to(call.device, call.dtype)
     if to == "pau":

@@ -25,14 +25,23 @@ _MACHINERY = frozenset(
 
 
 class Location(NamedTuple):
-    """A call in the source: the module that makes it (None if it is in no method of a module), its method, its end."""
+    """The place of a call in the source.
+
+    Attributes:
+        owner: the name of the module whose method makes the call; None if it is not in a method of a module.
+        nearest: the name of the innermost module with a method on the stack.
+        code: the code of the owner's method, or of the function.
+        filename: the file.
+        line: the line.
+        end: line and column after the call, which identify it; None if Python does not record positions.
+    """
 
     owner: str | None
-    nearest: str  # the innermost module with a method on the stack
-    code: CodeType  # of the owner's method, or of the function
+    nearest: str
+    code: CodeType
     filename: str
     line: int
-    end: tuple[int, int] | None  # line and column after the call; identifies it
+    end: tuple[int, int] | None
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.filename)}:{self.line}"

@@ -1,4 +1,4 @@
-"""Find activations that the sample did not reach: modules that were not called, calls in the source that did not run."""
+"""Find activations that the sample did not reach: modules that were not called, and calls in the source that did not run."""
 
 import ast
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from pwlu.conversion.sites import Rules, full_name
 from pwlu.conversion.source import undecorated
 from pwlu.conversion.tracing import Call, registrations, stateless_leaf
 
-_REASON = "the sample reaches it in neither training nor evaluation mode"
+_REASON = "the sample does not reach it, in training or in evaluation mode"
 _LIBRARIES = frozenset({"F", "functional", "torch"})
 
 

@@ -343,7 +343,7 @@ def test_half_written_runs_are_skipped_by_name(here, acted, capsys):
         (["digits", "--cores-per-run", "2"], "--cores-per-run works only on a cluster: add --on ray"),
         (
             ["digits", "--processes-per-run", "2", "--nodes-per-run", "2"],
-            "--nodes-per-run works only on a cluster: add --on ray",
+            "--nodes-per-run works only on a cluster",
         ),
         (["digits", "--on", "ray", "--nodes-per-run", "2"], "--processes-per-run 1 must be divisible by --nodes-per-run 2"),
         (["digits", "--on", "ray", "--nodes-per-run", "0"], "--nodes-per-run must be at least 1, not 0"),

@@ -155,7 +155,7 @@ def test_another_number_of_processes(tmp_path, stop_before, capsys):
     assert train("--resume", path) == 0
     said = capsys.readouterr().out
     assert "started with 4 processes, now 1. Unchanged: the images of every step, their augmentation, the batch" in said
-    assert "Different: the rounding of sums, the random numbers of dropout, and batch statistics" in said
+    assert "Changed: the rounding of sums, the random numbers of dropout, the batch statistics" in said
 
 
 def test_what_is_finished_is_not_done_again(uninterrupted, capsys):

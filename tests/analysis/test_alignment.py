@@ -462,7 +462,7 @@ def fused():
             small(),
             [[3, IMAGES]],
             {},
-            r"a batch is of type list\. A batch must be what .*\(batch\['image'\] for batch in loader\)",
+            r"a batch is of type list\. A batch must be an input .*\(batch\['image'\] for batch in loader\)",
         ),
         (
             small(),

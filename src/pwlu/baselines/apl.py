@@ -30,8 +30,8 @@ class APL(nn.Module):
         channels: the number of functions C, one per entry of dimension ``channel_dim``. Default: 1, one function for all
             elements. (The networks of APL's authors have one function per channel and position. The PWLU paper uses one per
             channel.)
-        hinges: the number S of hinges. Default: 3, as in the PWLU paper. (According to that paper, training on ImageNet failed
-            with S = 5, the largest S of APL's authors.)
+        hinges: the number S of hinges. Default: 3, as in the PWLU paper, because training on ImageNet failed with 5, the
+            largest S of APL's authors.
         channel_dim: the channel dimension. Default: 1, for images (B, C, H, W); use -1 for sequences (B, T, C).
         device: the device of the parameters.
         dtype: the dtype of the parameters.

@@ -82,13 +82,13 @@ class NonUniformPWLU(PWLU):
 
     @property
     def knots(self) -> Tensor:
-        """The knots (C, N+1), computed from ``left`` and ``log_widths`` in the compute dtype."""
+        """Return the knots (C, N+1), computed from ``left`` and ``log_widths`` in the compute dtype."""
         blocks = self.blocks()
         return nonuniform_reference.knots_of(blocks.left, blocks.log_widths)
 
     @property
     def right(self) -> Tensor:
-        """The last knot (C,), computed from ``left`` and ``log_widths``."""
+        """Return the last knots (C,), computed from ``left`` and ``log_widths``."""
         return self.knots[:, -1]
 
     def initial_weight(self) -> Tensor:

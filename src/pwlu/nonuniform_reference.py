@@ -16,8 +16,8 @@ The parameters are b_0 (``left``) and the logarithms of the widths (``log_widths
     b_k = b_0 + sum over j < k of exp(w_j)
 
 So the knots are in order for all values of the parameters. With the exponential, a step of the optimizer multiplies a width
-by a factor, whatever the scale of the inputs: f and f(c x) have the same w up to a constant. With softplus, this would hold
-for narrow intervals only.
+by a factor, so it suits inputs of any scale: f and f(c x) have the same w up to a constant. With softplus, this would hold for
+narrow intervals only.
 
 Shapes: ``left``, ``left_slope``, ``right_slope`` are (C,), ``log_widths`` is (C, N), ``knots`` and ``heights`` are (C, N+1).
 The dtypes are those of ``pwlu.reference``. Segments are numbered -1 (left), 0..N-1 (the intervals), N (right).

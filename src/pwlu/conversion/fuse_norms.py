@@ -105,9 +105,9 @@ def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
         fused.
 
     The function runs a copy of the model and records where the output of each batch norm goes. It supports BatchNorm1d, 2d and
-    3d, SyncBatchNorm, and timm's BatchNormAct2d. With 16-bit inputs, z = norm(x) + r stays in float32 instead of being rounded
-    to 16 bits, so results differ from those of separate layers by that rounding. If the norm or the PWLU has hooks, and in
-    torch.export and tracing, both run separately, as without this function.
+    3d, SyncBatchNorm, and timm's BatchNormAct2d. With 16-bit inputs, z = norm(x) + r is not rounded to 16 bits. So results
+    differ from those of separate layers by that rounding. If the norm or the PWLU has hooks, and in torch.export and tracing,
+    both run separately, as without this function.
     """
     units = require_units("fuse_norms_", model)
     check_unwrapped("fuse_norms_", model, "Fuse")

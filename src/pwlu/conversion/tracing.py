@@ -85,7 +85,7 @@ class Recorder(TorchFunctionMode):
         return node is not None and node.varies and clamp.x.is_floating_point() and not clamp.in_place
 
     def _check_product(self, node: Node, args: Any, y: Any) -> None:
-        """If a product is an activation written as a formula, record it instead of the functions in the formula."""
+        """Record a product that is an activation written as a formula, instead of the functions in the formula."""
         found = gates.written_out(node)
         x = next((x for x in tree_leaves(args) if isinstance(x, Tensor) and x.shape == y.shape), None)
         if found is not None and x is not None:
@@ -194,7 +194,7 @@ def registrations(model: nn.Module) -> dict[str, tuple[nn.Module, str, nn.Module
 
 
 def unshare(model: nn.Module, which: Callable[[nn.Module], bool]) -> list[tuple[nn.Module, str, nn.Module]]:
-    """If several places share a module for which `which` is true, give each its own copy.
+    """Copy modules that several places share and for which `which` is true, so that each place has its own module.
 
     Return parent, key and old module of the changed places.
     """

@@ -44,7 +44,7 @@ def dropped_errors(functions: Knots) -> Tensor:
 
 
 def least_errors(functions: Knots) -> tuple[Tensor, Tensor]:
-    """Return the least error (C, J + 1) with exactly k of J knots, and the kept knot before each kept knot (J + 1, C, J + 2).
+    """Return the least errors (C, J + 1) with exactly k of J knots, and the predecessors of kept knots (J + 1, C, J + 2).
 
     The error is infinite for k < 2.
     """

@@ -1,8 +1,8 @@
 """Let transformers' own ``from_pretrained`` load converted models.
 
-transformers has one documented way to change a model after its creation and before the loading of its weights: a registered
-quantizer, which ``quantization_config`` in ``config.json`` names. The quantizer of this module quantises nothing. It inserts
-the PWLUs. If this module is not imported, transformers warns that the type ``pwlu`` is unknown.
+A model must be converted after its creation and before its weights are loaded. transformers documents only one hook for this: a
+registered quantizer, which ``quantization_config`` in ``config.json`` names. The quantizer of this module quantises nothing. It
+inserts the PWLUs. If this module is not imported, transformers warns that the type ``pwlu`` is unknown.
 """
 
 from typing import Any

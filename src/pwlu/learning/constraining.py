@@ -24,7 +24,7 @@ def constrain_(
 
     A hook projects the functions after each step of any ``torch.optim`` optimizer that holds their weights, in both phases of
     :class:`pwlu.TwoPhase`. The training loop does not change. :func:`pwlu.realign_`, :func:`pwlu.simplify_` and
-    :func:`pwlu.refine_` keep the constraints, copies of the model have them too, and :func:`pwlu.save` stores them.
+    :func:`pwlu.refine_` keep the constraints. Copies of the model have them too. :func:`pwlu.save` stores them, and
     :func:`pwlu.describe` reports them. The page on constraints states the order of the projections and the rounding.
 
     The new constraints replace earlier ones. A call without constraints removes them. If something else writes the weights,

@@ -17,9 +17,9 @@ with the second differences of :func:`pwlu.curvature`. It changes how fast param
    step is stable at any strength. An explicit one diverges if t times the largest eigenvalue of P M'M exceeds 2.
 
 The rate is how far a constant gradient of 1 moves a parameter per step. For SGD it is lr (1 - dampening) / (1 - momentum).
-Other optimizers scale the gradient. For them, the rule measures the rate of each layer in every step: the RMS of the step of
-the heights, divided by the RMS of their gradient including the penalty's. With LBFGS, the penalty is added to the loss and
-nothing is shared, because LBFGS estimates a metric of its own.
+Other optimizers scale the gradient. For them, the rule measures the rate of each layer in every step. It is the RMS of the
+step of the heights, divided by the RMS of their gradient including the penalty's. With LBFGS, the penalty is added to the loss
+and nothing is shared, because LBFGS estimates a metric of its own.
 
 The penalty does not act on the bounds: only the loss moves them. In a :class:`pwlu.DynamicPWLU`, the rule changes only
 ``weight``. The directions start at 0, and different directions matter for different samples. So channels have none in common.

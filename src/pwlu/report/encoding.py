@@ -34,9 +34,9 @@ def encode_shares(values: Tensor) -> bytes:
 def encode_snapshots(values: Tensor) -> bytes:
     """Encode the numbers (T, C, K) of T snapshots, C channels and K columns.
 
-    The bytes are: the smallest and largest level of each channel as bfloat16; the levels of the last snapshot in 16 bits; the
-    levels of the other snapshots in 8 bits, from the first on. The 8-bit levels are stored as differences from the previous
-    snapshot, modulo 256, because small numbers compress well.
+    First come the smallest and the largest level of each channel, as bfloat16. Then come the levels of the last snapshot in 16
+    bits, and those of the other snapshots, from the first on, in 8 bits. The 8-bit levels are stored as differences from the
+    previous snapshot, modulo 256, because small numbers compress well.
     """
     known = values.isfinite()
     low = torch.where(known, values, torch.inf).amin((0, 2)).nan_to_num(posinf=0.0)

@@ -75,7 +75,7 @@ def slug(changes: dict[str, Any]) -> str:
 
 
 def _shorten(name: str) -> str:
-    """If a name is too long for a folder, replace its end by a checksum."""
+    """Replace the end of a name by a checksum if the name is too long for a folder."""
     return name if len(name) <= _MAX_LABEL else f"{name[: _MAX_LABEL - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 

@@ -29,8 +29,8 @@ _FIELDS = {"box": "bbox", "mask": "segmentation"}
 def names(kind: str) -> list[str]:
     """Return the names of the metrics for "box" or "mask".
 
-    These are the mean over all IOU thresholds, the values at the thresholds 0.5 and 0.75, and the means for small objects
-    (below 32 x 32 pixels), medium ones (up to 96 x 96) and large ones.
+    These are the mean over all IOU thresholds, and the values at the thresholds 0.5 and 0.75. Then come the means for small
+    objects (below 32 x 32 pixels), medium ones (up to 96 x 96) and large ones.
     """
     return [f"{kind}_ap{name}" for name in ("", "50", "75", "_small", "_medium", "_large")]
 

@@ -78,7 +78,7 @@ class Trainer:
 
     @property
     def phase(self) -> int:
-        """1 while the parameters of PWLUs are fixed, else 2."""
+        """Return 1 in Phase I, in which the parameters of PWLUs are fixed, else 2."""
         return self.phases.phase if self.phases else 2
 
     def autocast(self) -> Any:

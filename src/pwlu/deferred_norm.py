@@ -141,7 +141,7 @@ class Deferred:
             self._note(f"{type(unit).__name__} ({why})")
             return unit(self.value())
         if self.norm.recorder is not None:
-            self.norm.recorder.paired(self, unit)
+            self.norm.recorder.record_pair(self, unit)
         if unit.channels != channels:
             blocks = reference.unpack(weight, unit.intervals)
             weight = reference.pack(*(block.expand(channels, *block.shape[1:]) for block in blocks))
@@ -272,7 +272,7 @@ class Deferred:
 
     def _note(self, what: str) -> None:
         if self.norm.recorder is not None:
-            self.norm.recorder.used(self, what)
+            self.norm.recorder.record_use(self, what)
             if isinstance(self.residual, Deferred):
                 self.residual._note(what)
 

@@ -179,7 +179,7 @@ def alignment(model: nn.Module, batches: Iterable[Any], *, limit: int | None = N
     units = require_units("alignment", model)
     _check(batches, limit)
     counters = {name: _InputCounter(unit) for name, unit in units.items()}
-    required, taken = _positional(model)
+    required, taken = _count_positional(model)
     device = next(iter(units.values())).weight.device
     number = 0
     with _counting_inputs(model, counters.values()):
@@ -289,7 +289,7 @@ def _arguments(batch: Any, required: int, taken: int | None) -> tuple[tuple[Any,
     return batch[:taken] if isinstance(batch, tuple) else (batch,), {}
 
 
-def _positional(model: nn.Module) -> tuple[int, int | None]:
+def _count_positional(model: nn.Module) -> tuple[int, int | None]:
     """Return the number of positional arguments that forward requires (at least 1) and accepts (None: any number)."""
     parameters = inspect.signature(unwrapped(model).forward).parameters.values()  # wrappers accept any arguments
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -101,7 +101,7 @@ class Distribution:
 
     def quantile(self, share: float) -> Tensor:
         """Return the ceil(share * n)-th smallest of n inputs, to within its bin; NaN for a channel without inputs."""
-        rank, bin_ = self._find(share)
+        rank, bin_ = self._rank_and_bin(share)
         low, high = self.edges.gather(1, bin_), self.edges.gather(1, bin_ + 1)
         part = (rank - self.below.gather(1, bin_) - 0.5) / self.counts.gather(1, bin_)
         return torch.where(self.total > 0, (low + (high - low) * part)[:, 0], torch.nan)
@@ -113,8 +113,8 @@ class Distribution:
 
     def histogram(self, bars: int, tail: float = 0.001) -> tuple[Tensor, Tensor, Tensor]:
         """Return low and high (C,), with at most a share `tail` beyond either, and shares (C, bars) in between."""
-        low = self.edges.gather(1, self._find(tail)[1])
-        high = self.edges.gather(1, self._find(1 - tail)[1] + 1)
+        low = self.edges.gather(1, self._rank_and_bin(tail)[1])
+        high = self.edges.gather(1, self._rank_and_bin(1 - tail)[1] + 1)
         ends = low + (high - low) * torch.linspace(0, 1, bars + 1, dtype=torch.float64, device="cpu")
         bin_ = (torch.searchsorted(self.edges, ends, right=True) - 1).clamp(0, self.counts.shape[1] - 1)
         start, stop = self.edges.gather(1, bin_), self.edges.gather(1, bin_ + 1)
@@ -122,7 +122,7 @@ class Distribution:
         low, high = (torch.where(self.total > 0, end[:, 0], torch.nan) for end in (low, high))
         return low, high, below.diff(dim=1) / self.total[:, None]
 
-    def _find(self, share: float) -> tuple[Tensor, Tensor]:
+    def _rank_and_bin(self, share: float) -> tuple[Tensor, Tensor]:
         """Return the rank of the quantile, counted from 1, and its bin, both (C, 1)."""
         rank = (share * self.total.double()).ceil().long().clamp(min=1)[:, None]
         return rank, torch.searchsorted(self.below, rank).clamp(max=self.counts.shape[1]) - 1

@@ -102,16 +102,16 @@ class UnitShapes:
 
     def members(self, shape: str) -> list[bool]:
         """Return, per channel, whether it belongs to a class of ``CLASSES``; False if that is unknown."""
-        numbers, has = self._deciding(shape)
+        numbers, has = self._values_and_condition(shape)
         return [has(number) for number in numbers]
 
     def share(self, shape: str) -> float:
         """Return the fraction of the channels in a class, among those where it is known; NaN if there are none."""
-        numbers, has = self._deciding(shape)
+        numbers, has = self._values_and_condition(shape)
         known = [has(number) for number in numbers if not math.isnan(number)]
         return sum(known) / len(known) if known else math.nan
 
-    def _deciding(self, shape: str) -> tuple[list[float], Callable[[float], bool]]:
+    def _values_and_condition(self, shape: str) -> tuple[list[float], Callable[[float], bool]]:
         if shape not in CLASSES:
             raise ValueError(f"{shape!r} is not a class of shapes. Choose from {', '.join(CLASSES)}")
         return getattr(self, CLASSES[shape].column), CLASSES[shape].has

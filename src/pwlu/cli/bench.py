@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pwlu.lab.recipes.settings import UserError
-from pwlu.lab.runs.processes import joined
+from pwlu.lab.runs.processes import join_process_group
 from pwlu.text import columns, install
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _bench(options: argparse.Namespace) -> None:
         raise UserError(f"loading a run needs more packages ({error}): {install('train', 'onnx')}") from None
     if trained.detects:
         trained = trained.backbone()
-    with joined(options.device) as processes, _threads(options.threads):
+    with join_process_group(options.device) as processes, _threads(options.threads):
         batch = options.batch or BATCH.get(processes.device.type, 64)
         found, calls = measure(trained, processes.device, batch, options.rounds, options.compile)
         print("\n".join([_title(trained, batch), _machine(environment(processes)), "", *_table(found, batch), ""]))

@@ -165,9 +165,9 @@ def _compare_with_torchrun(options: argparse.Namespace) -> int:
     for name, value in given.items():
         if value not in (None, 1):
             raise UserError(f"{name} {value}: under torchrun, all processes train one run at a time. Leave out {name}")
-    from pwlu.lab.runs.processes import joined
+    from pwlu.lab.runs.processes import join_process_group
 
-    with joined(options.device) as processes:
+    with join_process_group(options.device) as processes:
         comparisons, required = _plan(options, silent=not processes.is_main)
         if options.dry_run:
             return 0

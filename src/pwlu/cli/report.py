@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     from pwlu.lab.runs.run_folder import RunFolder
     from pwlu.report.page import page
     from pwlu.report.run_data import read_run_data
-    from pwlu.report.side_by_side import compared
+    from pwlu.report.side_by_side import make_comparison
 
     output = options.output or options.runs[0] / NAME
     try:
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         if output.is_dir():
             raise UserError(f"-o must be a file, not the folder {output}. Write -o {output / NAME}")
         runs, baseline = ([read_run_data(path) for path in paths] for paths in (options.runs, options.baseline))
-        beside = compared(runs, baseline) if len(runs) > 1 or baseline else None
+        beside = make_comparison(runs, baseline) if len(runs) > 1 or baseline else None
         content = page(runs[0], beside).encode()
         files.write(output, content)
     except (UserError, OSError) as error:

@@ -75,14 +75,14 @@ class _Recorder:
     def site(self, norm: Any) -> NormSite:
         return self.sites.setdefault(self.names[norm], NormSite(self.names[norm]))
 
-    def paired(self, deferred: Deferred, unit: PWLU) -> None:
+    def record_pair(self, deferred: Deferred, unit: PWLU) -> None:
         """Record that a unit used the output of a norm."""
         residual, name = deferred.residual, self.names[unit]
         for site in map(self.site, [deferred.norm, *([residual.norm] if isinstance(residual, Deferred) else [])]):
             site.units += [] if name in site.units else [name]
             site.added |= residual is not None
 
-    def used(self, deferred: Deferred, what: str) -> None:
+    def record_use(self, deferred: Deferred, what: str) -> None:
         """Record that something other than a unit used the output of a norm."""
         self.site(deferred.norm).reason = f"its output goes to {what}"
 

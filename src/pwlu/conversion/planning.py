@@ -42,7 +42,7 @@ def _keep_one_place(model: nn.Module, places: Sequence[Candidate], owner: str, k
     fixed = []
     for candidate in places:
         try:
-            _edit(model, candidate, key)
+            _plan_edit(model, candidate, key)
         except rewrite.CannotRewrite:
             fixed.append(candidate)
     if len(fixed) > 1:
@@ -61,7 +61,7 @@ def _keep_one_place(model: nn.Module, places: Sequence[Candidate], owner: str, k
     return True
 
 
-def _edit(model: nn.Module, candidate: Candidate, child: str) -> rewrite.Edit:
+def _plan_edit(model: nn.Module, candidate: Candidate, child: str) -> rewrite.Edit:
     call = candidate.calls[0]
     location = call.location
     if location.owner is None:
@@ -82,7 +82,7 @@ def _plan_rewrite(model: nn.Module, candidate: Candidate, preferred: str, taken:
     """Plan a new child of the module that makes the call, with the preferred name or this name and a number."""
     owner = candidate.calls[0].location.owner
     try:
-        _edit(model, candidate, preferred)
+        _plan_edit(model, candidate, preferred)
     except rewrite.CannotRewrite as why:
         candidate.site.action, candidate.site.reason = "impossible", str(why)
         return
@@ -91,5 +91,5 @@ def _plan_rewrite(model: nn.Module, candidate: Candidate, preferred: str, taken:
     names = [preferred, *(f"{preferred}_{n}" for n in range(2, 10_000))]
     child = next(n for n in names if not hasattr(module, n) and full_name(owner, n) not in taken)
     taken.add(full_name(owner, child))
-    candidate.owner, candidate.key, candidate.edit = owner, child, _edit(model, candidate, child)
+    candidate.owner, candidate.key, candidate.edit = owner, child, _plan_edit(model, candidate, child)
     candidate.site.name = full_name(owner, child)

@@ -75,7 +75,7 @@ def rewritten_class(cls: type, edits: tuple[Edit, ...]) -> type:
         "_pwlu_edits": edits,
     }
     for name in dict.fromkeys(edit.method for edit in edits):
-        outer = _unedited(cls, name)
+        outer = _original_attribute(cls, name)
         inner = undecorated(outer)
         method_edits = [edit for edit in edits if edit.method == name]
         tree = copy.deepcopy(definition(inner))
@@ -85,7 +85,7 @@ def rewritten_class(cls: type, edits: tuple[Edit, ...]) -> type:
                 "Create the model, convert it again with pwlu.convert_(model, sample), and load the state dict."
             )
         new = _replace_inner(outer, inner, _Rewriter(method_edits, inner.__code__).function(inner, tree))
-        body |= {alias: new for alias in _attribute_names(cls) if _unedited(cls, alias) is outer}
+        body |= {alias: new for alias in _attribute_names(cls) if _original_attribute(cls, alias) is outer}
     try:
         return types.new_class(cls.__name__, (_SkipInitSubclass, cls), exec_body=lambda namespace: namespace.update(body))
     except Exception as error:
@@ -102,7 +102,7 @@ class _SkipInitSubclass(nn.Module):
 def rewritten_places(cls: type) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield file and end of the calls that were rewritten in this class."""
     for edit in getattr(cls, "_pwlu_edits", ()):
-        code = undecorated(_unedited(cls, edit.method)).__code__
+        code = undecorated(_original_attribute(cls, edit.method)).__code__
         yield code.co_filename, (edit.end[0] + code.co_firstlineno, edit.end[1])
 
 
@@ -119,12 +119,12 @@ def _rebuild(cls: type, edits: Sequence[Sequence[Any]]) -> nn.Module:
 # Methods and their source.
 
 
-def _lookup(cls: type, name: str) -> Any:
+def _raw_attribute(cls: type, name: str) -> Any:
     """Return the raw attribute `name` of the class, without binding descriptors."""
     return next(vars(klass)[name] for klass in cls.__mro__ if name in vars(klass))
 
 
-def _unedited(cls: type, name: str) -> Any:
+def _original_attribute(cls: type, name: str) -> Any:
     """Return the raw attribute before any edit. Torch's parametrizations may have subclassed a rewritten class."""
     return next(vars(klass)[name] for klass in cls.__mro__ if name in vars(klass) and original_class(klass) is klass)
 
@@ -138,11 +138,11 @@ def _find_method(cls: type, code: CodeType) -> tuple[str, FunctionType]:
         for name, value in vars(klass).items():
             function = undecorated(value)
             if isinstance(function, FunctionType) and function.__code__ is code:
-                if _lookup(cls, name) is not value:
+                if _raw_attribute(cls, name) is not value:
                     raise CannotRewrite(
                         f"it is in {klass.__name__}.{name}, which {cls.__name__} overrides and calls through super()"
                     )
-                return name, undecorated(_unedited(klass, name))
+                return name, undecorated(_original_attribute(klass, name))
     raise CannotRewrite(f"it is in {code.co_qualname}, which is not a method of {cls.__name__}")
 
 

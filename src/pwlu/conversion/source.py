@@ -59,7 +59,7 @@ def call_location(frame: FrameType, names: Mapping[nn.Module, str]) -> Location:
     owner, method, nearest = None, code, ""
     outer: FrameType | None = place
     while outer is not None:
-        module = _self(outer)
+        module = _method_owner(outer)
         cls: Any = type(module)
         if module is not None and module in names and _has_method(cls, outer.f_code):
             nearest = names[module]
@@ -70,7 +70,7 @@ def call_location(frame: FrameType, names: Mapping[nn.Module, str]) -> Location:
     return Location(owner, nearest, method, code.co_filename, line or code.co_firstlineno, end)
 
 
-def _self(frame: FrameType) -> nn.Module | None:
+def _method_owner(frame: FrameType) -> nn.Module | None:
     """Return the module whose method this frame runs; None if it runs no method of a module."""
     code = frame.f_code
     value = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None

@@ -60,7 +60,7 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         activation = recognise(func, args, kwargs)
-        if activation is not None and activation.kind == "clamp" and not self._limits_features(activation):
+        if activation is not None and activation.kind == "clamp" and not self._may_be_activation(activation):
             activation = None
         result = func(*args, **kwargs) if activation is None else activation.apply()
         name = getattr(func, "__name__", "")
@@ -77,7 +77,7 @@ class Recorder(TorchFunctionMode):
             self._check_product(node, args, result)
         return result
 
-    def _limits_features(self, clamp: Activation) -> bool:
+    def _may_be_activation(self, clamp: Activation) -> bool:
         """Return whether a clamp may be an activation. Most clamps limit parameters, integers or boxes, or work in place."""
         node = node_of(clamp.x)
         if not self.clamps and clamp.start not in (INITIAL_FUNCTIONS["relu"], INITIAL_FUNCTIONS["relu6"]):

@@ -69,7 +69,7 @@ def fewest_knots(functions: Knots, allowed: Tensor) -> Tensor:
     return (least <= allowed[:, None]).int().argmax(1)
 
 
-def simplified(functions: Knots, allowed: Tensor) -> Knots:
+def keep_fewest_knots(functions: Knots, allowed: Tensor) -> Knots:
     """Return functions with the smallest number of knots that suffices for every channel.
 
     A channel that needs fewer knots gets those that give its smallest error with at most this number. Knots on its own lines,
@@ -84,12 +84,12 @@ def simplified(functions: Knots, allowed: Tensor) -> Knots:
     cost = dropped_errors(functions)
     rows = []
     for c, number in enumerate(numbers.tolist()):
-        rows.append(_kept(cost[c], before[:, c], number, float(least[c, number])))
-    new = [_filled(knots[c][kept], heights[c][kept], most) for c, kept in enumerate(rows)]
+        rows.append(_trace_back(cost[c], before[:, c], number, float(least[c, number])))
+    new = [_add_knots(knots[c][kept], heights[c][kept], most) for c, kept in enumerate(rows)]
     return Knots(torch.stack([k for k, _ in new]), torch.stack([y for _, y in new]), left_slope, right_slope)
 
 
-def _kept(cost: Tensor, before: Tensor, number: int, error: float) -> Tensor:
+def _trace_back(cost: Tensor, before: Tensor, number: int, error: float) -> Tensor:
     """Return the kept knots of one channel, in order."""
     # Follow `before` back from every possible last knot, and take one that reaches the least error.
     for last in range(1, len(cost) - 1):
@@ -104,7 +104,7 @@ def _kept(cost: Tensor, before: Tensor, number: int, error: float) -> Tensor:
     raise AssertionError("no path has the least error")
 
 
-def _filled(knots: Tensor, heights: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _add_knots(knots: Tensor, heights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the same function with `count` knots: split the widest interval until there are enough."""
     while len(knots) < count:
         i = int(knots.diff().argmax())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pwlu import checks, nonuniform_reference, reference
 from pwlu.baselines import PReLU
-from pwlu.deploy.fewest_knots import simplified
+from pwlu.deploy.fewest_knots import keep_fewest_knots
 from pwlu.deploy.fitting import SIMPLE, Fit, fit
 from pwlu.initial_functions import find_initial_function, fit_bounds
 from pwlu.module import PWLU, apply_constraint, require_units
@@ -267,7 +267,7 @@ def _fit_knots(unit: NonUniformPWLU, tolerance: float) -> Fit:
     nothing = torch.zeros_like(scale)
     if not weight.isfinite().all() or not (old.knots.diff(dim=1) > 0).all():
         return Fit("kept", (), nothing, scale, "its parameters are not finite, or an interval is empty")
-    new = simplified(old, tolerance * scale)
+    new = keep_fewest_knots(old, tolerance * scale)
     if new.knots.shape == old.knots.shape:
         return Fit("kept", (), nothing, scale, "fewer knots exceed the tolerance")
     blocks = (new.knots[:, 0], new.knots.diff(dim=1).log(), new.heights, new.left_slope, new.right_slope)
@@ -298,7 +298,7 @@ def _apply_fit(name: str, unit: PWLU, plan: Fit) -> Simplified:
         with contextlib.suppress(ValueError):  # too few intervals for its kinks
             unit.bounds = fit_bounds(unit.bounds, unit.intervals, start.kinks, start.name)
     elif plan.became in SIMPLE:
-        _become(unit, _build_module(unit, plan))
+        _turn_into(unit, _build_module(unit, plan))
     parameters = sum(p.numel() for p in unit.parameters())
     intervals = unit.intervals if isinstance(unit, PWLU) else 0
     relative = torch.where(plan.error == 0, 0.0, plan.error / plan.range)
@@ -334,7 +334,7 @@ def _build_module(unit: PWLU, plan: Fit) -> nn.Module:
     return module.requires_grad_(unit.weight.requires_grad)
 
 
-def _become(unit: PWLU, module: nn.Module) -> None:
+def _turn_into(unit: PWLU, module: nn.Module) -> None:
     """Give a unit the class and the parameters of another module. It stays the same object, with its hooks."""
     for name in vars(PWLU()).keys() - vars(nn.Module()).keys():
         del unit.__dict__[name]

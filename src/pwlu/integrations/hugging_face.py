@@ -34,7 +34,7 @@ try:
 except ImportError as error:
     raise ImportError(f"pwlu.integrations.hugging_face needs the package transformers: {install('transformers')}") from error
 
-from pwlu.integrations.hugging_face_loading import record, recorded
+from pwlu.integrations.hugging_face_loading import has_conversion, record_conversion
 
 
 def save_pretrained(model: Any, folder: str | os.PathLike[str], **options: Any) -> None:
@@ -74,7 +74,7 @@ def from_pretrained(cls: Any, name: str | os.PathLike[str], **options: Any) -> A
     shared = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "subfolder")
     config = options.pop("config", None)
     config = config or AutoConfig.from_pretrained(name, **{key: options[key] for key in shared if key in options})
-    if not recorded(config):
+    if not has_conversion(config):
         raise ValueError(
             f"from_pretrained: {name} has no record of a conversion. Save the model with "
             "pwlu.integrations.hugging_face.save_pretrained(model, folder), or train it with a TwoPhaseCallback"
@@ -84,7 +84,7 @@ def from_pretrained(cls: Any, name: str | os.PathLike[str], **options: Any) -> A
 
 def _record(model: Any) -> None:
     if hasattr(model, "config"):  # the Trainer also accepts models without one
-        record(model)
+        record_conversion(model)
 
 
 class TwoPhaseCallback(TrainerCallback):

@@ -60,7 +60,7 @@ class PWLUQuantizer(HfQuantizer):
         return True
 
 
-def record(model: Any) -> None:
+def record_conversion(model: Any) -> None:
     """Write the conversion of a model into its config."""
     method = _method(model.config)
     if method not in (None, METHOD):
@@ -71,7 +71,7 @@ def record(model: Any) -> None:
     model.config.quantization_config = PWLUConfig(conversion_of(model))
 
 
-def recorded(config: Any) -> bool:
+def has_conversion(config: Any) -> bool:
     """Return whether a config has the record of a conversion."""
     return _method(config) == METHOD
 

@@ -38,7 +38,7 @@ def summary(run: RunData) -> str:
     for title, values in (("Settings", run.config), ("Environment", run.environment), ("Result", result)):
         if values:
             entries = "".join(
-                f"<div><dt>{escape(_spaced(k))}</dt><dd>{escape(_format(v))}</dd></div>" for k, v in values.items()
+                f"<div><dt>{escape(_with_spaces(k))}</dt><dd>{escape(_format(v))}</dd></div>" for k, v in values.items()
             )
             parts.append(f'<details><summary>{title}</summary><dl class="all">{entries}</dl></details>')
     return "".join(parts)
@@ -146,14 +146,14 @@ def _settings(run: RunData) -> str:
     except (TypeError, UserError):  # settings of another version
         changed = {}
     if changed:
-        named = ", ".join(f"{_spaced(name)} {experiment.format_value(value)}" for name, value in changed.items())
+        named = ", ".join(f"{_with_spaces(name)} {experiment.format_value(value)}" for name, value in changed.items())
         sentences.append(f"Changed from the recipe: {named}.")
     return " ".join(sentences)
 
 
 def _epochs(metrics: Sequence[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(name for row in metrics for name in row))
-    head = "".join(f'<th scope="col">{escape(_spaced(name))}</th>' for name in names)
+    head = "".join(f'<th scope="col">{escape(_with_spaces(name))}</th>' for name in names)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(_format(row.get(name)))}</td>" for name in names) + "</tr>" for row in metrics
     )
@@ -167,7 +167,7 @@ def _quantiles(unit: UnitAlignment) -> tuple[float, float, float]:
     return known[round(0.1 * (len(known) - 1))], statistics.median(known), known[round(0.9 * (len(known) - 1))]
 
 
-def _spaced(name: str) -> str:
+def _with_spaces(name: str) -> str:
     return name.replace("_", " ")
 
 

@@ -130,7 +130,7 @@ class Comparison:
         return f'<th scope="row"><i>{number}</i> {escape(group.name)}</th>{cells}'
 
 
-def compared(runs: Sequence[RunData], baseline: Sequence[RunData]) -> Comparison:
+def make_comparison(runs: Sequence[RunData], baseline: Sequence[RunData]) -> Comparison:
     """Group runs by experiment. Raise UserError if they cannot be compared."""
     first = runs[0]
     for run in (*runs, *baseline):
@@ -146,7 +146,7 @@ def compared(runs: Sequence[RunData], baseline: Sequence[RunData]) -> Comparison
     shared = _shared([*runs, *baseline])
     groups, bases = _grouped(runs, shared), _grouped(baseline, shared)
     if len(bases) > 1:
-        raise UserError(f"--baseline must be runs of one experiment that differ only in their seeds, not {_listed(bases)}")
+        raise UserError(f"--baseline must be runs of one experiment that differ only in their seeds, not {_join_names(bases)}")
     if bases and not bases[0].values(metric):
         raise UserError(f"the baseline {bases[0].runs[0].path} is not finished: it has no {metric} to compare with")
     if bases and bases[0].name in [group.name for group in groups]:
@@ -182,7 +182,7 @@ def _name(run: RunData, shared: set[str]) -> str:
     return ", ".join([presets.TITLES.get(settings.activation, settings.activation), *words])
 
 
-def _listed(groups: Iterable[Group]) -> str:
+def _join_names(groups: Iterable[Group]) -> str:
     return " and ".join(group.name for group in groups)
 
 

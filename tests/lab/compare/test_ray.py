@@ -97,10 +97,10 @@ def test_nodes_that_differ(there, text):
 
 def test_what_a_node_says_of_itself(tmp_path):
     """Sent as code, it needs no pwlu."""
-    found = ray_pool._by_value()(str(tmp_path / "token"))
+    found = ray_pool._as_code()(str(tmp_path / "token"))
     assert not found["shared"]
     (tmp_path / "token").touch()
-    assert ray_pool._by_value()(str(tmp_path / "token")) == found | {"shared": True}
+    assert ray_pool._as_code()(str(tmp_path / "token")) == found | {"shared": True}
     assert found["versions"]["pwlu"].startswith("with the sources ")
 
 

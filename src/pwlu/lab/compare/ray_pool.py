@@ -37,7 +37,7 @@ class RayPool:
     def __init__(
         self, address: str, runs: Path, slots: int | None, gpus: float | None, cores: int, processes: int, nodes: int
     ) -> None:
-        self.ray = _connected(address)
+        self.ray = _connect(address)
         self.slots = sys.maxsize if slots is None else slots
         self.tasks: dict[Any, Job] = {}
         self.groups: dict[Any, Any] = {}  # the placement group of each task; None if its run uses one node
@@ -108,7 +108,7 @@ class RayPool:
     def _check(self, nodes: list[dict[str, Any]]) -> None:
         """Raise an error if a node does not see the folder of runs or has other versions. Warn if no node has enough room."""
         here = inspect_node(str(self.token))
-        probe = self.ray.remote(_by_value())
+        probe = self.ray.remote(_as_code())
         strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         tasks = [
             probe.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy(node["NodeID"], soft=False)) for node in nodes
@@ -137,7 +137,7 @@ class RayPool:
             )
 
 
-def _connected(address: str) -> Any:
+def _connect(address: str) -> Any:
     """Connect to a cluster, and return the package ray."""
     if address != "ray" and not address.startswith(PREFIX):
         raise UserError(f"--on must be ray, or ray://HOST:10001 for a cluster elsewhere, not {address!r}")
@@ -147,7 +147,7 @@ def _connected(address: str) -> Any:
     except ImportError:
         raise UserError(f"--on {address} needs the package ray, here and on all nodes: {install('cluster')}") from None
     try:
-        _reach(os.environ.get("RAY_ADDRESS", "") if address == "ray" else address)
+        _check_reachable(os.environ.get("RAY_ADDRESS", "") if address == "ray" else address)
         ray.init("auto" if address == "ray" else address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, OSError, RuntimeError, ValueError, ImportError) as error:
         started = "Start one with ray start --head, and ray start --address HOST:6379 on the other nodes"
@@ -156,7 +156,7 @@ def _connected(address: str) -> Any:
     return ray
 
 
-def _reach(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Raise an error if nothing listens at HOST:PORT. Ray itself would wait for many minutes."""
     host, colon, port = address.removeprefix(PREFIX).partition(":")
     if colon and port.isdecimal():
@@ -196,7 +196,7 @@ def inspect_node(token: str) -> dict[str, Any]:
     return {"shared": pathlib.Path(token).exists(), "versions": versions}
 
 
-def _by_value() -> Any:
+def _as_code() -> Any:
     """Return a copy of :func:`inspect_node` that Ray sends to nodes as code. Otherwise, nodes would import it from pwlu."""
     import types
 

@@ -41,7 +41,7 @@ class Shards:
                 f"{len(missing)} of {len(self.paths)} shards do not exist, the first is {missing[0]}. Write --data "
                 "'DIR/NAME-{000..146}.tar' in quotes, with the numbers of the files"
             )
-        rows = [(shard, *image) for shard, path in enumerate(self.paths) for image in _images(path)]
+        rows = [(shard, *image) for shard, path in enumerate(self.paths) for image in _read_headers(path)]
         if not rows:
             raise UserError(f"{pattern}: no images. Expected NAME.jpg and NAME.cls in each tar file, as WebDataset writes them")
         # Arrays, because each worker process gets a copy: 1.3 million tuples would take long to send.
@@ -94,7 +94,7 @@ class _OpenFile:
 _open = lru_cache(OPEN_FILES)(_OpenFile)  # keep files open, because opening one may take a request to a file server
 
 
-def _images(path: str) -> Iterator[tuple[int, int, int]]:
+def _read_headers(path: str) -> Iterator[tuple[int, int, int]]:
     """Yield where each image of a shard begins, its size, and its label."""
     length = Path(path).stat().st_size
     key, image, label = "", None, None
@@ -106,7 +106,7 @@ def _images(path: str) -> Iterator[tuple[int, int, int]]:
                 if matched is None:
                     continue
                 if matched[1] != key:
-                    yield from _sample(path, key, image, label)
+                    yield from _check_sample(path, key, image, label)
                     key, image, label = matched[1], None, None
                 if member.offset_data + member.size > length:
                     raise tarfile.ReadError(f"it ends within {member.name}")
@@ -117,7 +117,7 @@ def _images(path: str) -> Iterator[tuple[int, int, int]]:
                 elif matched[2] == "cls":
                     file = tar.extractfile(member)
                     label = b"" if file is None else file.read()
-            yield from _sample(path, key, image, label)
+            yield from _check_sample(path, key, image, label)
             _check_end(tar)
     except (tarfile.TarError, OSError) as error:
         raise UserError(f"the shard {path} cannot be read as a tar file without compression: {error}. Copy it again") from None
@@ -134,7 +134,7 @@ def _check_end(tar: tarfile.TarFile) -> None:
         raise tarfile.ReadError(f"the header at byte {tar.offset:,} is damaged")
 
 
-def _sample(path: str, key: str, image: tuple[int, int] | None, label: bytes | None) -> Iterator[tuple[int, int, int]]:
+def _check_sample(path: str, key: str, image: tuple[int, int] | None, label: bytes | None) -> Iterator[tuple[int, int, int]]:
     """Yield an image, or nothing if these files are no image, or raise an error if its label is missing or wrong."""
     if image is None and label is None:
         return

@@ -69,9 +69,9 @@ def load(path: Path) -> TrainedNetwork:
     if folder.finished and (result := folder.result()).get("diverged"):
         raise UserError(f"{path} has no trained network. {describe_divergence(result, settings.as_dict())}")
     if missing := next((name for name in (MODEL, network_info.FILE) if not folder.has(name)), None):
-        raise UserError(_without(missing, folder, settings))
+        raise UserError(_explain_missing(missing, folder, settings))
     info = read_network_info(folder)
-    network, sample = _new(settings, info)
+    network, sample = _unconverted_network(settings, info)
     try:
         if settings.activation in UNITS:
             load_into(network, path / MODEL)
@@ -89,7 +89,7 @@ def load(path: Path) -> TrainedNetwork:
     return TrainedNetwork(path, settings, network.float().eval(), info)
 
 
-def _new(settings: Settings, info: NetworkInfo) -> tuple[nn.Module, Any]:
+def _unconverted_network(settings: Settings, info: NetworkInfo) -> tuple[nn.Module, Any]:
     """Return the network as it was before its conversion, and a sample to convert it with."""
     classes, channels = len(info.classes), info.shape[0]
     if find(settings.recipe).detects:
@@ -97,7 +97,7 @@ def _new(settings: Settings, info: NetworkInfo) -> tuple[nn.Module, Any]:
     return networks.from_recipe(settings, classes, channels), networks.sample(settings, channels)
 
 
-def _without(missing: str, folder: RunFolder, settings: Settings) -> str:
+def _explain_missing(missing: str, folder: RunFolder, settings: Settings) -> str:
     path = folder.path
     if (path / _MODEL_OF_FORMAT_1).exists():
         return (

@@ -66,7 +66,7 @@ class Processes:
 
 
 @contextmanager
-def joined(device: str | None) -> Iterator[Processes]:
+def join_process_group(device: str | None) -> Iterator[Processes]:
     """Join the process group if torchrun started this process, and leave it at the end."""
     chosen = _device(device)
     rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

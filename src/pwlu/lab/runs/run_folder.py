@@ -116,11 +116,11 @@ class RunFolder:
 
     def check_format(self) -> None:
         """Raise an error if a later version wrote the folder in a format that this version does not know."""
-        stamp = self._stamp()
+        stamp = self._raw_environment()
         if isinstance(found := stamp.get("format", 1), int) and found > FORMAT:
             raise UserError(later_version(str(self.path), stamp.get("pwlu"), (found, FORMAT)))
 
-    def _stamp(self) -> dict[str, Any]:
+    def _raw_environment(self) -> dict[str, Any]:
         """Return environment.json unchecked; empty if it cannot be read."""
         path = self.path / "environment.json"
         try:
@@ -160,7 +160,7 @@ class RunFolder:
 
     def unreadable(self, what: str, remedy: str = _AGAIN) -> UserError:
         """Return an error that says what is wrong with a file of the run. If a later version wrote it, say that instead."""
-        written_by = self._stamp().get("pwlu")
+        written_by = self._raw_environment().get("pwlu")
         if _release(written_by) > _release(__version__):
             return UserError(f"{later_version(str(self.path), written_by)}. ({what})")
         return UserError(f"{what}. {remedy}")
@@ -262,7 +262,7 @@ class RunFolder:
         found = []
         for number, line in enumerate([*lines, end], start=1):
             try:
-                found.append(_row(line))
+                found.append(_parse_row(line))
             except ValueError as error:
                 if number <= len(lines) or not isinstance(error, json.JSONDecodeError):
                     raise self.unreadable(
@@ -314,7 +314,7 @@ class RunFolder:
             raise UserError(f"the checkpoint {found[-1]} is damaged: {error}. Remove or rename it") from None
 
 
-def _row(line: bytes) -> dict[str, Any]:
+def _parse_row(line: bytes) -> dict[str, Any]:
     row = parse_json(line)
     numbers = isinstance(row, dict) and all(value is None or isinstance(value, (int, float)) for value in row.values())
     if not numbers or not isinstance(row.get("step"), int) or row["step"] < 1:

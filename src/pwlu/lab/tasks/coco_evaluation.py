@@ -96,7 +96,7 @@ def _ground_truth(part: Annotations) -> Any:
         for index, (category, box, area, crowd) in enumerate(objects[here], start=here.start):
             row = {"id": index + 1, "image_id": number, "category_id": category, "bbox": box, "area": area, "iscrowd": crowd}
             annotations.append(row | ({"segmentation": part.code(image, index)} if part.with_masks else {}))
-    return _indexed(part, annotations)
+    return _make_coco(part, annotations)
 
 
 def _coco_detections(part: Annotations, rows: list[dict[str, Any]], kind: str) -> Any:
@@ -104,10 +104,10 @@ def _coco_detections(part: Annotations, rows: list[dict[str, Any]], kind: str) -
     for number, row in enumerate(rows, start=1):
         area = math.prod(row["bbox"][2:]) if kind == "box" else float(rle.area(row["segmentation"]))
         annotations.append(row | {"id": number, "area": area, "iscrowd": 0})
-    return _indexed(part, annotations)
+    return _make_coco(part, annotations)
 
 
-def _indexed(part: Annotations, annotations: list[dict[str, Any]]) -> Any:
+def _make_coco(part: Annotations, annotations: list[dict[str, Any]]) -> Any:
     coco = COCO()
     sizes = part.sizes.tolist()
     coco.dataset = {

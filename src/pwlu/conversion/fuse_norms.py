@@ -172,7 +172,7 @@ def _check(site: NormSite, modules: dict[str, nn.Module]) -> None:
     elif hooked := [name for name in (site.norm, *site.units) if has_hooks(modules[name])]:
         site.reason = f"{hooked[0]} has hooks"
     elif any(type(modules[name]) is not PWLU for name in site.units):
-        site.reason = "the unit is of a subclass of PWLU"
+        site.reason = "the unit is an instance of a subclass of PWLU"
 
 
 def unfuse_norms_(model: nn.Module) -> list[str]:

@@ -27,7 +27,10 @@ def finish(onnx: Any, file: Path, opset: int, metadata: Mapping[str, str]) -> di
         model.opset_import.remove(imported)
     nodes = list(_nodes(model.graph))
     if foreign := sorted({f"{node.domain}::{node.op_type}" for node in nodes if node.domain not in ("", "ai.onnx")}):
-        raise RuntimeError(f"export_onnx: the model needs operators that are not part of ONNX: {', '.join(foreign)}")
+        raise RuntimeError(
+            f"export_onnx: the model needs operators that are not part of ONNX: {', '.join(foreign)}. Replace the layers that "
+            "use them"
+        )
     found = {(o.domain or "ai.onnx"): o.version for o in model.opset_import}
     if found.get("ai.onnx") != opset:
         raise RuntimeError(f"export_onnx: torch wrote opset {found.get('ai.onnx')} instead of {opset}. Choose another opset")

@@ -188,7 +188,7 @@ def _check(units: dict[str, PWLU], found: dict[str, Measured]) -> None:
     for name, unit in units.items():
         if isinstance(unit, DynamicPWLU):
             raise TypeError(
-                f"regrid_: {name or 'the model'} is a DynamicPWLU, whose directions have no outer slopes and would change. "
+                f"regrid_: {name or 'the model'} is a DynamicPWLU, whose directions cannot be fitted between new bounds. "
                 "Pass the parts of the model that have other PWLUs"
             )
     if early := [name for name, unit in units.items() if unit.phase == 1]:

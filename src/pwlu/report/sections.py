@@ -97,9 +97,9 @@ def alignment(aligned: Alignment, names: Iterable[str]) -> str:
     words = (
         f"<p>The median IOU of the bounds of a function and the middle 90 % of its inputs is "
         f"<strong>{statistics.median(aligned.iou):.2f}</strong>. {100 * share:.2f} % of all inputs lie outside the bounds; "
-        "every input counts once, so layers with large feature maps weigh most. "
-        f"The dotted line at {HEALTHY:.2f} is the IOU of normally distributed inputs with bounds at {_REALIGNED}, where "
-        "realignment puts them.</p>"
+        "every input counts once, so layers with large feature maps have the most weight. "
+        f"The dotted line at {HEALTHY:.2f} is the IOU of normally distributed inputs with the bounds {_REALIGNED}, which "
+        "realignment sets.</p>"
     )
     if aligned.unreached:
         words += f"<p>No input reached {escape(', '.join(aligned.unreached))}.</p>"

@@ -138,7 +138,8 @@ def make_comparison(runs: Sequence[RunData], baseline: Sequence[RunData]) -> Com
             ours = (first.config if name == "recipe" else first.result).get(name)
             if known.get(name) not in (None, ours) and ours is not None:
                 raise UserError(
-                    f"{run.path} cannot be compared with {first.path}: {name.replace('_', ' ')} {known[name]}, not {ours}"
+                    f"{run.path} cannot be compared with {first.path}: {name.replace('_', ' ')} {known[name]}, not {ours}. "
+                    "Leave out one of them"
                 )
     metric = next((name for name in TITLES for run in (*runs, *baseline) if run.result.get(name) is not None), None)
     if metric is None:

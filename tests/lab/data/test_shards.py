@@ -264,5 +264,5 @@ def test_other_classes_in_test_shards(tmp_path):
     patterns = write_shards(tmp_path)
     few, many = (shard(tmp_path / f"{label}.tar", ("a.jpg", jpeg()), ("a.cls", b"%d" % label)) for label in (1, 3))
     assert task([patterns[0], few]).data.classes == ["0", "1", "2"]
-    with pytest.raises(UserError, match="have different classes: 3 in one of them only"):
+    with pytest.raises(UserError, match="must have the same classes, but only one of them has 3"):
         task([patterns[0], many])

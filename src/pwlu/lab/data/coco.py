@@ -142,8 +142,8 @@ def load(root: Path, with_masks: bool) -> tuple[Annotations, Annotations]:
     if train.classes != test.classes:
         different = sorted(str(c) for c in set(train.classes.items()) ^ set(test.classes.items()))
         raise UserError(
-            f"the annotation files for training and for validation under {root} have different categories: "
-            f"{', '.join(different[:5])} in one of them only"
+            f"the annotation files for training and for validation under {root} must have the same categories, but only one of "
+            f"them has {', '.join(different[:5])}"
         )
     for name, part in (("train", train), ("val", test)):
         if not any((part.folder / file).is_file() for file in part.names):

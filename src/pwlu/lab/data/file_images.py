@@ -155,7 +155,9 @@ def _check_classes(settings: Settings, train: Source, test: Source) -> None:
         places = (
             (settings.data, settings.test_data) if settings.test_data else (f"{settings.data}/train", f"{settings.data}/val")
         )
-        raise UserError(f"{places[0]} and {places[1]} have different classes: {', '.join(different[:5])} in one of them only")
+        raise UserError(
+            f"{places[0]} and {places[1]} must have the same classes, but only one of them has {', '.join(different[:5])}"
+        )
 
 
 def _training_transform(pixels: int, augmentation: str) -> Any:

@@ -104,7 +104,7 @@ def _adapt(model: nn.Module, channels: int, small: bool) -> nn.Module:
         for convolution in [c for c in convolutions if c.stride == (2, 2)][:2]:
             convolution.stride = (1, 1)
     if channels != 3:
-        raise ValueError(f"this network is for images with 3 channels, not {channels}")
+        raise ValueError(f"this network needs images with 3 channels, not {channels}. Use a ResNet, which accepts any number")
     return model
 
 

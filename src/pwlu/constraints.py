@@ -237,11 +237,11 @@ def constrained(weight: Tensor, intervals: int, constraint: Constraint | None) -
 @torch.no_grad()
 def project_(units: Iterable[Any]) -> None:
     """Project the weights of constrained units in place: one computation for all units of the same N and constraint."""
-    alike = defaultdict(list)
+    groups = defaultdict(list)
     for unit in units:
         weight = unit._parameters["weight"]
-        alike[unit.intervals, unit.constraint, weight.device, weight.dtype].append(weight)
-    for (intervals, constraint, device, _), parameters in alike.items():
+        groups[unit.intervals, unit.constraint, weight.device, weight.dtype].append(weight)
+    for (intervals, constraint, device, _), parameters in groups.items():
         weights = [full_values(parameter) for parameter in parameters]
         lengths = tuple(weight.shape[0] for weight in weights)
         indices = reference.parameter_indices(lengths, intervals, device)

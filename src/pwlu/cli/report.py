@@ -58,17 +58,17 @@ def run(options: argparse.Namespace) -> int:
         if output.is_dir():
             raise UserError(f"-o must be a file, not the folder {output}. Write -o {output / NAME}")
         runs, baseline = ([read_run_data(path) for path in paths] for paths in (options.runs, options.baseline))
-        beside = make_comparison(runs, baseline) if len(runs) > 1 or baseline else None
-        content = page(runs[0], beside).encode()
+        comparison = make_comparison(runs, baseline) if len(runs) > 1 or baseline else None
+        content = page(runs[0], comparison).encode()
         files.write(output, content)
     except (UserError, OSError) as error:
         print(f"pwlu report: {error}", file=sys.stderr)
         return 2
     for note in (*runs[0].notes, *(note for other in (*runs[1:], *baseline) for note in other.damaged)):
         print(note, file=sys.stderr)
-    if beside is not None and beside.baseline is not None:
-        print(beside.verdict())
+    if comparison is not None and comparison.baseline is not None:
+        print(comparison.verdict())
     print(f"{output}: {len(content) / 1e6:.2f} MB. Open it in a browser")
-    if beside is None and runs[0].functions:
+    if comparison is None and runs[0].functions:
         print("To see the gain over ReLU, train the same recipe with --act relu and add --baseline RUN")
     return 0

@@ -55,13 +55,13 @@ def fit(
     """
     left, right, heights, left_slope, right_slope = parameters
     scale = heights.amax(1) - heights.amin(1)
-    nothing = torch.zeros_like(scale)
+    zeros = torch.zeros_like(scale)
     if not all(p.isfinite().all() for p in parameters):
-        return Fit("kept", (), nothing, scale, "its parameters are not finite")
+        return Fit("kept", (), zeros, scale, "its parameters are not finite")
     allowed = tolerance * scale
     if replace and (right > left).all():  # with crossed bounds, the function is discontinuous at B_L
         x = _evaluation_points(parameters)
-        x = torch.cat([x, nothing[:, None].clamp(x[:, :1], x[:, -1:])], 1)  # simple activations bend at 0
+        x = torch.cat([x, zeros[:, None].clamp(x[:, :1], x[:, -1:])], 1)  # simple activations bend at 0
         y = _function(x, parameters)
         for became, lines in _simple_fits(x, y, parameters, allowed):
             stored = tuple(p.to(dtype).double() for p in lines)
@@ -90,7 +90,7 @@ def fit(
     return Fit(
         "kept",
         (),
-        nothing,
+        zeros,
         scale,
         "fewer intervals exceed the tolerance" if heights.shape[1] > 2 else "it has only one interval",
     )
@@ -138,7 +138,7 @@ def _fit_intervals(
     replace them, because interpolation satisfies every constraint.
     """
     left, right, heights, left_slope, right_slope = parameters
-    closed = right <= left  # nothing lies between the bounds: only the first and last height matter
+    closed = right <= left  # no point lies between the bounds: only the first and last height matter
     new = left, right, torch.cat([heights[:, :1].expand(-1, intervals), heights[:, -1:]], 1)
     error = torch.where(closed, torch.zeros_like(left), torch.full_like(left, torch.inf))
     for bounds in ((left, right), _trim_bounds(parameters, allowed)):

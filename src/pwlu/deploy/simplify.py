@@ -264,12 +264,12 @@ def _fit_knots(unit: NonUniformPWLU, tolerance: float) -> Fit:
     weight = unit.weight.detach().to("cpu", torch.float64)
     old = nonuniform_reference.unpack_knots(nonuniform_reference.to_knots(weight, unit.intervals), unit.intervals)
     scale = old.heights.amax(1) - old.heights.amin(1)
-    nothing = torch.zeros_like(scale)
+    zeros = torch.zeros_like(scale)
     if not weight.isfinite().all() or not (old.knots.diff(dim=1) > 0).all():
-        return Fit("kept", (), nothing, scale, "its parameters are not finite, or an interval is empty")
+        return Fit("kept", (), zeros, scale, "its parameters are not finite, or an interval is empty")
     new = keep_fewest_knots(old, tolerance * scale)
     if new.knots.shape == old.knots.shape:
-        return Fit("kept", (), nothing, scale, "fewer knots exceed the tolerance")
+        return Fit("kept", (), zeros, scale, "fewer knots exceed the tolerance")
     blocks = (new.knots[:, 0], new.knots.diff(dim=1).log(), new.heights, new.left_slope, new.right_slope)
     stored = tuple(block.to(unit.weight.dtype).double() for block in blocks)
     found = nonuniform_reference.Knots(nonuniform_reference.knots_of(stored[0], stored[1]), *stored[2:])

@@ -117,22 +117,22 @@ class _Group(NamedTuple):
 def share_gradients_(rule: SharedRule, units: Iterable[PWLU], optimizer: Optimizer) -> list[_Group]:
     """Share the gradients of units, in place. Return what :func:`smooth_` needs after the optimizer's step."""
     group_index = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    alike: dict[Any, list[PWLU]] = defaultdict(list)
+    units_by_key: dict[Any, list[PWLU]] = defaultdict(list)
     for unit in units:
         weight: Any = unit._parameters["weight"]  # TwoPhase has checked that it is a parameter
         if weight.requires_grad and weight.grad is not None:
-            alike[unit.intervals, weight.device, weight.dtype, group_index[id(weight)], is_sharded(weight)].append(unit)
+            key = unit.intervals, weight.device, weight.dtype, group_index[id(weight)], is_sharded(weight)
+            units_by_key[key].append(unit)
     groups = []
-    for key, together in alike.items():
-        _, device, _, number, _ = key
-        weights: list[Any] = [unit._parameters["weight"] for unit in together]
+    for (_, device, _, number, _), members in units_by_key.items():
+        weights: list[Any] = [unit._parameters["weight"] for unit in members]
         gradients = [weight.grad for weight in weights]
-        table = table_of(together)
+        table = table_of(members)
         with torch.autocast(device.type, enabled=False):
             before = table.read(weights)
             d = interval(before)
             share = d * (table.mean(d.square()) + _TINY).rsqrt()[table.layer]
-            factors = _gradient_factors(together, table)
+            factors = _gradient_factors(members, table)
             gradient = shared(table.read(gradients), share, table, rule.sharing, factors)
             table.write(gradients, gradient)
         groups.append(_Group(weights, table, optimizer.param_groups[number], before, gradient, share, factors))

@@ -28,7 +28,7 @@ def plot_improvements(
         rows: mean, standard deviation and number of runs, by group and label:
             ``{"cifar100/resnet18": {"ReLU": (77.8, 0.2, 3), "PWLU": (78.9, 0.1, 3)}, ...}``.
         baseline: label of the baseline, which every group must contain. Default: ``"ReLU"``.
-        paper: published improvements by group and label, drawn beside ours as open diamonds.
+        paper: published gains by group and label, which open diamonds show.
         paper_name: legend entry of the diamonds. It should name the publication and the data set.
 
     Returns:

@@ -218,7 +218,7 @@ def broken(path, how):
         ("no label", r"a\.tar has b without b\.cls\. Each image needs a file b\.cls right before or after it"),
         ("no image", r"a\.tar has b\.cls without an image"),
         ("a name", r"a\.cls in .*a\.tar must hold the number of a class, such as 7, not b'dog'"),
-        ("twice", r"a\.tar has two images named a\. Each needs a name of its own"),
+        ("twice", r"a\.tar has two images named a\. Give each image a different name"),
         ("empty", r"a\.tar: no images\. Expected NAME\.jpg and NAME\.cls in each tar file"),
         ("cut", r"a\.tar cannot be read as a tar file without compression: "),
         (
@@ -244,7 +244,7 @@ def test_bad_arguments(tmp_path):
         (patterns[0], patterns[1], 2): "--holdout 2 measures on training images: leave out --test-data or --holdout",
         (folder, patterns[1], 0): f"--test-data is for shards, but --data {folder} is a folder",
         (patterns[0].replace("002", "004"), None, 3): "2 of 5 shards do not exist, the first is ",
-        (patterns[0].replace("000..002", "2..0"), None, 3): "{2..0} of shards must begin with the smaller number: {0..2}",
+        (patterns[0].replace("000..002", "2..0"), None, 3): "{2..0} of shards must begin with the smaller number. Write {0..2}",
         (
             patterns[0].replace("{000..002}", "*"),
             None,

@@ -1,4 +1,4 @@
-"""The results of the paper, to print beside ours."""
+"""The results of the paper. Tables show them together with ours."""
 
 # Top-1 accuracy on ImageNet in percent, by our names of network and method (pwlu.lab.recipes.experiment.method). From the
 # paper's table of activations, and its tables of bounds and of the number of intervals, which have two or three networks.

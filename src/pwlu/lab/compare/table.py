@@ -98,7 +98,7 @@ class Table:
         self.measured = [row for row in self.rows if row.runs]
         self.baseline = next((row for row in self.measured if row.title == BASELINE), None)
         ious = {row.title: iou for row in self.measured if (iou := row.iou) is not None}
-        self.ious = ious if len(ious) > 1 else {}  # a column with one value compares nothing
+        self.ious = ious if len(ious) > 1 else {}  # leave out the column if only one row has a value
 
     def gain(self, row: Row, metric: str | None = None) -> tuple[float, float | None] | None:
         """Return the mean minus the mean of ReLU, and its standard error sqrt(s^2/n + s_0^2/n_0); None for ReLU itself.

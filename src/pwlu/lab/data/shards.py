@@ -73,7 +73,7 @@ def expand(pattern: str) -> list[str]:
         return [pattern]
     first, last = found.groups()
     if int(first) > int(last):
-        raise UserError(f"the range {found[0]} of shards must begin with the smaller number: {{{last}..{first}}}")
+        raise UserError(f"the range {found[0]} of shards must begin with the smaller number. Write {{{last}..{first}}}")
     before, after = pattern[: found.start()], pattern[found.end() :]
     return [path for number in range(int(first), int(last) + 1) for path in expand(f"{before}{number:0{len(first)}}{after}")]
 
@@ -112,7 +112,7 @@ def _read_headers(path: str) -> Iterator[tuple[int, int, int]]:
                     raise tarfile.ReadError(f"it ends within {member.name}")
                 if f".{matched[2].lower()}" in IMG_EXTENSIONS:
                     if image is not None:
-                        raise UserError(f"{path} has two images named {key}. Each needs a name of its own")
+                        raise UserError(f"{path} has two images named {key}. Give each image a different name")
                     image = member.offset_data, member.size
                 elif matched[2] == "cls":
                     file = tar.extractfile(member)
@@ -135,7 +135,7 @@ def _check_end(tar: tarfile.TarFile) -> None:
 
 
 def _check_sample(path: str, key: str, image: tuple[int, int] | None, label: bytes | None) -> Iterator[tuple[int, int, int]]:
-    """Yield an image, or nothing if these files are no image, or raise an error if its label is missing or wrong."""
+    """Yield the image of a sample, or nothing if it has neither image nor label. Raise UserError if only one is there."""
     if image is None and label is None:
         return
     if image is None or label is None:

@@ -1,4 +1,4 @@
-"""Time a trained network beside the same network with ReLU: in PyTorch, compiled, and in ONNX Runtime."""
+"""Compare the speed of a trained network with that of ReLU: in PyTorch, under torch.compile, and in ONNX Runtime."""
 
 import copy
 import tempfile
@@ -54,7 +54,7 @@ class Contender:
 
 
 def with_relu(trained: TrainedNetwork) -> nn.Module:
-    """Return a copy with the same weights and with ReLU in place of every activation that the run put in.
+    """Return a copy with the same weights, in which ReLU replaces every activation that the run inserted.
 
     The ReLUs work in place, as in published networks. Otherwise the comparison would make ReLU look too slow. If the network
     calls a function such as F.relu, it may use the input again. So these ReLUs are not in place.

@@ -30,7 +30,7 @@ def paste(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
     """Resize masks (N, 1, M, M) to their boxes (N, 4), in images of size (height, width). Return (N, 1, height, width).
 
     Bilinear interpolation of a mask is R mask C^T. A row of R (height, M) has the weights of the mask's rows in one row of the
-    image; C (width, M) has those of its columns.
+    image. A row of C (width, M) has the weights of the mask's columns in one column of the image.
     """
     with torch.autocast(masks.device.type, enabled=False):
         masks, scale = expand_masks(masks.float(), padding=1)

@@ -70,7 +70,7 @@ def new_folder(root: Path, name: str) -> Path:
 class RunFolder:
     """Reads and writes the files of one run. A file is complete or does not exist.
 
-    A path without config.json may be that of a line in runs.jsonl: then settings, metrics and results are read from there.
+    A path without config.json may stand for a line of runs.jsonl. Settings, metrics and results are then read from that line.
     """
 
     def __init__(self, path: Path) -> None:

@@ -132,7 +132,7 @@ class Trainer:
             self.average.load_state_dict(state["average"])
 
     def serialised(self) -> bytes:
-        """Return the contents of a safetensors file: that of :func:`pwlu.save` if there are PWLUs, else the weights only."""
+        """Return the contents of a safetensors file: as :func:`pwlu.save` writes it, or with the weights only."""
         return serialise(self.measured) if self.units else tensors_to_bytes(self.measured.state_dict())
 
     def functions(self) -> dict[str, dict[str, Tensor]]:
@@ -151,7 +151,7 @@ def _fuse_norms(network: nn.Module, sample: Any, settings: Settings, device: str
         return "off"
     try:
         fuse_norms_(network, sample)
-    except ValueError as error:  # nothing to fuse
+    except ValueError as error:  # no norm can be fused
         if settings.fuse_norms == "on":
             raise UserError(f"--fuse-norms on: {error}") from None
         return "off"

@@ -11,7 +11,7 @@ from typing import Any
 
 from pwlu.lab.compare import ray_task
 from pwlu.lab.compare.job import Job
-from pwlu.lab.compare.subprocesses import TIMEOUT, Ended
+from pwlu.lab.compare.subprocesses import TIMEOUT, Outcome
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import UserError
 from pwlu.text import counted, install
@@ -82,10 +82,10 @@ class RayPool:
         task = self.train.options(scheduling_strategy=strategy, name="pwlu train").remote(job, self.gpus, self.cores)
         self.tasks[task], self.groups[task] = job, group
 
-    def wait(self) -> list[tuple[Job, Ended]]:
-        """Wait a moment, and return the runs that have ended."""
+    def wait(self) -> list[tuple[Job, Outcome]]:
+        """Wait for a fraction of a second, and return the runs that have ended."""
         ready, _ = self.ray.wait(list(self.tasks), timeout=0.2)
-        found = [(self.tasks.pop(task), ray_task.ended(self.ray, task)) for task in ready]
+        found = [(self.tasks.pop(task), ray_task.task_outcome(self.ray, task)) for task in ready]
         self._release(ready)
         return found
 

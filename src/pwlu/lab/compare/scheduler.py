@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pwlu.lab.compare.job import Job, find_existing
-from pwlu.lab.compare.subprocesses import Ended
+from pwlu.lab.compare.subprocesses import Outcome
 from pwlu.lab.recipes.experiment import label
 from pwlu.lab.recipes.metrics import format_metrics
 from pwlu.lab.recipes.settings import Settings, UserError
@@ -34,7 +34,7 @@ class Pool(Protocol):
     def start(self, job: Job) -> None:
         """Start a run."""
 
-    def wait(self) -> list[tuple[Job, Ended]]:
+    def wait(self) -> list[tuple[Job, Outcome]]:
         """Wait for a fraction of a second, and return the runs that have ended."""
 
     def close(self) -> None:
@@ -83,24 +83,24 @@ class Scheduler:
             while self.waiting or self.pool.running:
                 while self.waiting and self.pool.running < self.pool.slots:
                     self.pool.start(self.waiting.popleft())
-                for job, ended in self.pool.wait():
-                    self._ended(job, ended)
+                for job, outcome in self.pool.wait():
+                    self._handle(job, outcome)
         finally:
             self.pool.close()
             self.progress.close()
         return self.failures
 
-    def _ended(self, job: Job, ended: Ended) -> None:
+    def _handle(self, job: Job, outcome: Outcome) -> None:
         run = find_existing(job.runs).get(job.settings)
         if run is not None and run.result is not None:
             self._finished(run)
-        elif ended.died and self._try_again(job.settings, 0 if run is None else run.epochs):
-            self.progress.say(f"{title(job.settings)}: died and will be tried again. {ended.why.splitlines()[0]}")
+        elif outcome.died and self._try_again(job.settings, 0 if run is None else run.epochs):
+            self.progress.say(f"{title(job.settings)}: died and will be tried again. {outcome.why.splitlines()[0]}")
             self.waiting.append(dataclasses.replace(job, patience=PATIENCE))
         else:
-            self.failures.append(Failure(job.settings, ended.why))
+            self.failures.append(Failure(job.settings, outcome.why))
             self._report(f"{title(job.settings)}: failed")
-            self._stop_if_repeated(ended.output)
+            self._stop_if_repeated(outcome.output)
 
     def _try_again(self, settings: Settings, epochs: int) -> bool:
         """Return whether to try a run again that died. Give up if it dies repeatedly without finishing another epoch."""

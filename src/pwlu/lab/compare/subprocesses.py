@@ -23,8 +23,8 @@ _RUN_MODULE = (  # like python -m MODULE
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How the processes of a run ended. The run itself may be unfinished.
+class Outcome:
+    """The outcome of the processes of a run. The run itself may be unfinished.
 
     Attributes:
         why: the message if the run is not finished.
@@ -39,7 +39,7 @@ class Ended:
     succeeded: bool = False
 
 
-BUSY = Ended("another process is training it")
+BUSY = Outcome("another process is training it")
 
 
 def end_with_parent() -> None:
@@ -88,13 +88,13 @@ class Child:
             self.process.stdin.close()
         return status
 
-    def ended(self) -> Ended | None:
+    def outcome(self) -> Outcome | None:
         """Return how the child ended, or None while it runs."""
         status = self.status()
         if status is None:
             return None
         output = self.last_lines()
-        return Ended(f"exit status {status}, {self.log}:\n{output}", output, died=status < 0, succeeded=status == 0)
+        return Outcome(f"exit status {status}, {self.log}:\n{output}", output, died=status < 0, succeeded=status == 0)
 
     def last_lines(self, count: int = 12) -> str:
         """Return the last lines of the output."""
@@ -150,13 +150,13 @@ class LocalPool(Generic[T]):
         """Start a child."""
         self.children.append((job, job.start(side_by_side=self.slots)))
 
-    def wait(self) -> list[tuple[T, Ended]]:
+    def wait(self) -> list[tuple[T, Outcome]]:
         """Wait for a fraction of a second, and return the jobs that have ended."""
         if all(child is not None and child.status() is None for _, child in self.children):
             time.sleep(0.1)
-        ended = [(job, BUSY if child is None else child.ended()) for job, child in self.children]
-        self.children = [pair for pair, (_, how) in zip(self.children, ended, strict=True) if how is None]
-        return [(job, how) for job, how in ended if how is not None]
+        outcomes = [(job, BUSY if child is None else child.outcome()) for job, child in self.children]
+        self.children = [pair for pair, (_, outcome) in zip(self.children, outcomes, strict=True) if outcome is None]
+        return [(job, outcome) for job, outcome in outcomes if outcome is not None]
 
     def close(self) -> None:
         """End all children."""

@@ -1,10 +1,11 @@
-"""Constraints on the shape of PWLUs, and the projection that makes them hold. :func:`pwlu.constrain_` sets them.
+"""Constraints on the shape of PWLUs, and the projection that enforces them. :func:`pwlu.constrain_` sets them.
 
 Let s_0 = K_L, s_{i+1} = (Y_{i+1} - Y_i)/d and s_{N+1} = K_R be the N + 2 slopes of a function. The projection takes these
-steps, in this order. No step breaks what an earlier one has established:
+steps, in this order. No step violates the constraint of an earlier step:
 
 1. odd: B_R = (B_R - B_L)/2, B_L = -B_R, Y_k = (Y_k - Y_{N-k})/2, and every s_j becomes (s_j + s_{N+1-j})/2. All constraints
-   need B_L < B_R, because a function with crossed bounds is discontinuous. So this step moves bounds apart that are too close.
+   need B_L < B_R, because a function with crossed bounds is discontinuous. So under any constraint, this step moves bounds
+   apart that are too close.
 2. convex: isotonic regression of the slopes, min sum (t_j - s_j)^2 with t_0 <= ... <= t_{N+1}. If the function is odd too, all
    slopes become their mean, because only a straight line is both.
 3. lipschitz, monotone: clip the slopes to [-L, L], or [0, L]. Then Y_k = Y_0 + d (s_1 + ... + s_k). Y_0 is chosen so that the

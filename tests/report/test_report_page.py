@@ -404,7 +404,7 @@ def test_a_run_that_diverged(run, functions, capsys):
         ("model", r"config\.json does not hold the settings of a run: it names no recipe"),
     ],
 )
-def test_what_is_no_run(tmp_path, capsys, kind, complaint):
+def test_paths_without_a_run(tmp_path, capsys, kind, complaint):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()

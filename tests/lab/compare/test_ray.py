@@ -95,7 +95,7 @@ def test_nodes_that_differ(there, text):
         ray_pool._compare("gpu7", HERE, HERE | there, Path("/shared/runs"))
 
 
-def test_what_a_node_says_of_itself(tmp_path):
+def test_inspect_node(tmp_path):
     """Sent as code, it needs no pwlu."""
     found = ray_pool._as_code()(str(tmp_path / "token"))
     assert not found["shared"]
@@ -121,7 +121,7 @@ def test_a_node_with_other_sources(tmp_path):
 
 
 @pytest.mark.slow
-def test_stopped_by_hand_and_a_node_dies(tmp_path):
+def test_keyboard_interrupt_and_a_node_that_dies(tmp_path):
     """Nothing is lost: the same bits as on this machine alone."""
     ray, alone = tmp_path / "ray", tmp_path / "alone"
     ray.mkdir()

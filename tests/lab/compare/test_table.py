@@ -110,7 +110,7 @@ def test_names_of_tables():
         (RESNET, "relu,pwlu", {"epochs": 2}, "Phase I must be shorter than training: --realign-epochs is 2, --epochs is 2"),
     ],
 )
-def test_what_cannot_be_compared(recipe, what, changes, text):
+def test_arguments_that_give_no_comparison(recipe, what, changes, text):
     with pytest.raises(UserError, match=text):
         comparison(recipe, what, changes)
 
@@ -198,7 +198,7 @@ def test_one_run_has_no_deviation(tmp_path):
     assert "`digits` with `--epochs 60`; 60 epochs" in text
 
 
-def test_what_is_missing_or_went_wrong_is_said(tmp_path):
+def test_missing_and_diverged_runs_are_shown(tmp_path):
     example_run(tmp_path / "a", 70.0, activation="relu", environment={"side_by_side": 4})
     example_run(tmp_path / "b", 71.0, activation="swish", environment={"side_by_side": 2, "device": "Another"})
     for seed in (0, 1):
@@ -215,7 +215,7 @@ def test_what_is_missing_or_went_wrong_is_said(tmp_path):
     assert made(tmp_path, "swish,pwlu").gain(made(tmp_path, "swish,pwlu").rows[0]) is None  # there is no ReLU in it
 
 
-def test_runs_that_shared_the_device_alike(tmp_path):
+def test_caption_if_all_runs_shared_the_device(tmp_path):
     example_run(tmp_path / "a", 70.0, activation="relu", environment={"side_by_side": 4})
     text = made(tmp_path).markdown()
     assert "; 4 runs shared the device at a time; " in text
@@ -329,7 +329,7 @@ def test_a_page(three, capsys):
         (None, "cannot be read"),
     ],
 )
-def test_pages_that_ask_for_what_there_is_not(tmp_path, capsys, page, text):
+def test_invalid_markers(tmp_path, capsys, page, text):
     path = tmp_path / "page.md"
     if page is not None:
         path.write_text(page)

@@ -47,7 +47,7 @@ def test_rows(tried):
     ]
 
 
-def test_settings_that_are_asked_for_are_not_repeated(tried):
+def test_selected_settings_are_not_repeated_in_rows(tried):
     lines = made(tried, [MOBILE], holdout=5000, curvature=0.5).splitlines()
     assert lines[2:4] == ["| PWLU | 1.00 (diverged) |  | 0.50 |", ""]
     assert made(tried, [MOBILE], holdout=1) == "not measured yet"
@@ -81,7 +81,7 @@ def test_in_a_page(tried, capsys):
         (": digits epoch=3", "line 1: 'epoch=3' does not name a setting. Did you mean epochs=...?"),
     ],
 )
-def test_pages_that_ask_for_what_there_is_not(tmp_path, capsys, words, text):
+def test_invalid_markers(tmp_path, capsys, words, text):
     page = tmp_path / "page.md"
     page.write_text(f"<!-- runs{words} -->\n<!-- end of table -->")
     assert main(["compare", "--document", str(page), "--results", str(tmp_path)]) == 2

@@ -73,7 +73,7 @@ def epochs_of(task, epochs=2):
 
 
 @pytest.mark.parametrize("source", ["folder", "shards"])
-def test_workers_and_processes_change_no_draw(tmp_path, source):
+def test_workers_and_processes_do_not_change_random_numbers(tmp_path, source):
     """0, 1 and 2 workers, and 1 and 2 processes: the same bits in every step, and every image once per epoch."""
     patterns = write_shards(tmp_path)
     if source == "folder":
@@ -146,7 +146,7 @@ def test_few_open_files(tmp_path, monkeypatch):
     assert shards._open.cache_info().currsize == 1
 
 
-def test_a_run_of_shards_goes_on(tmp_path, capsys):
+def test_a_stopped_run_continues_with_shards(tmp_path, capsys):
     patterns = write_shards(tmp_path)
     sizes = ("--pixels", 32, "--width", 0.125, "--batch", 4, "--epochs", 1, "--act", "relu", "--workers", 0)
     assert train("imagenette/resnet18", "--data", patterns[0], "--holdout", 3, "--runs", tmp_path / "runs", *sizes) == 0
@@ -163,7 +163,7 @@ def test_a_run_of_shards_goes_on(tmp_path, capsys):
     assert RunFolder(run).json("result.json")["measured_images"] == 6
 
 
-def test_members_that_are_no_samples(tmp_path):
+def test_members_that_are_not_samples(tmp_path):
     """Other files, folders, a picture of labels, names of any length, and folders within the shard."""
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w") as tar:

@@ -93,7 +93,7 @@ def changed(**changes):
         (changed(recipe="digit"), "Did you mean digits, "),
     ],
 )
-def test_what_is_no_run(tmp_path, capsys, content, text):
+def test_paths_without_a_run(tmp_path, capsys, content, text):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     assert train("--resume", tmp_path) == 2

@@ -196,7 +196,7 @@ def test_json_of_another_kind(tmp_path, content):
         RunFolder(tmp_path / "environment.json").json("config.json")
 
 
-def test_runs_near_what_is_no_run(tmp_path):
+def test_runs_nearby_are_suggested(tmp_path):
     """In the folder itself, or down to where results/ has them; beside what is absent, no further than the next folder."""
     deep = tmp_path / "results" / "cifar100" / "resnet18" / "pwlu-seed0"
     shallow = tmp_path / "results" / "digits" / "relu-seed0"

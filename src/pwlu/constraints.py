@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from pwlu import reference
 from pwlu.sharding import full_values, write_parameter
 
-_LARGEST_TABLE = 2**23  # elements of the largest temporary tensor of isotonic
+_LARGEST_TABLE = 2**23  # the number of elements of the largest temporary tensor in isotonic
 
 
 class Constraint(NamedTuple):
@@ -78,7 +78,7 @@ def isotonic(values: Tensor) -> Tensor:
     """
     length = values.shape[1]
     index = torch.arange(length, device=values.device)
-    count = index - index[:, None] + 1  # [i, k]: the number of elements from i to k
+    count = index - index[:, None] + 1  # count[i, k]: the number of elements from i to k
     parts = []
     for rows in values.split(max(1, _LARGEST_TABLE // length**2)):
         sums = rows.cumsum(1)
@@ -131,7 +131,7 @@ def satisfies(rows: Tensor, constraint: Constraint) -> Tensor:
         holds &= (f.left == -f.right) & (f.left_slope == f.right_slope)
         holds &= (f.heights == -f.heights.flip(1)).all(1, keepdim=True)
     if constraint.lipschitz is not None:
-        limit = constraint.lipschitz * (1 + 4 * torch.finfo(slopes.dtype).eps)  # the rounding of this comparison
+        limit = constraint.lipschitz * (1 + 4 * torch.finfo(slopes.dtype).eps)  # allow for the rounding of this comparison
         outer = torch.maximum(f.left_slope.abs(), f.right_slope.abs())
         holds &= (rises.abs() <= limit * f.step).all(1, keepdim=True) & (outer <= limit)
     if constraint.monotone:
@@ -172,7 +172,7 @@ def project(rows: Tensor, constraint: Constraint) -> Tensor:
     heights = torch.cat([torch.zeros_like(mean), (slopes[:, 1:-1] * f.step).cumsum(1)], 1)
     heights = heights - heights.mean(1, keepdim=True) + mean
     if constraint.monotone:
-        heights = heights.cummax(1).values  # a GPU sums in another order, which may round a flat stretch downwards
+        heights = heights.cummax(1).values  # on a GPU, rounding in cumsum may make a constant part decrease
     if constraint.odd:
         heights = (heights - heights.flip(1)) / 2
     outer = slopes[:, :1], slopes[:, -1:]

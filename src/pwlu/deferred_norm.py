@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from pwlu import checks, norm_ops, reference
 
-_functional, _autograd = cast("Any", F), cast("Any", torch._C._autograd)  # Any: they have undeclared private names
+_functional, _autograd = cast("Any", F), cast("Any", torch._C._autograd)  # Any: private names are undeclared
 
 
 def plain_forward(norm: Any, x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class Deferred:
         self._value: Tensor | None = None
         self._statistics_updated = [False]  # whether this batch has updated the running statistics; a list, shared with sums
 
-    # For the PWLU that gets this object.
+    # Methods for the PWLU that gets this object.
 
     def activate(self, unit: Any) -> Tensor:
         """Return the output of a unit: norm, addition and function in one pass if possible, else separately."""
@@ -196,7 +196,7 @@ class Deferred:
         # are sharded.
         if not self._uses_batch_statistics() or torch.compiler.is_compiling() or hasattr(type(gamma), "full_tensor"):
             return self.value(), nullcontext()
-        recording = self.norm.recorder is not None  # may run on fake tensors, which must not get into a cache
+        recording = self.norm.recorder is not None  # the model may run on fake tensors, which must not be cached
         weight = (_identity.__wrapped__ if recording else _identity)(x.shape[1], reference.compute_dtype(x), x.device)
         value, norm = self._act(None, weight, 1, None)
         hooked = _autograd._top_saved_tensors_default_hooks(False) is not None  # for example by gradient checkpointing
@@ -246,7 +246,7 @@ class Deferred:
                 "pwlu.unfuse_norms_(model)"
             )
 
-    # For all other code.
+    # Methods for all other code.
 
     def value(self) -> Tensor:
         """Return the tensor that this object represents; compute it on the first call."""

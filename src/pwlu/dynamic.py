@@ -169,7 +169,7 @@ def apply(x: Tensor, blocks: reference.Blocks, directions: Tensor, coefficients:
     )
     weight = reference.pack(left, right, heights.flatten(0, 1), left_slope, right_slope)
     intervals = heights.shape[2] - 1
-    if torch.compiler.is_exporting():  # other runtimes do not have our operators
+    if torch.compiler.is_exporting():  # other runtimes do not have the operators of pwlu
         return per_sample(x, rows[1], channel_dim, lambda z: reference.forward(z, *reference.unpack(weight, intervals), 0))
     if not x.shape[0]:  # the operator needs at least one function
         return ops.forward(x, reference.pack(*blocks), intervals, channel_dim)

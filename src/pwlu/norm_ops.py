@@ -246,7 +246,7 @@ def _over_processes(group: "dist.ProcessGroup", x: Tensor, state: NormState) -> 
     mean = (counts * means).sum(0) / count
     m2 = (squares + counts * (means - mean).square()).sum(0)
     total = int(count[0])
-    norm = dispatch.follow_batch(state._replace(pool=None), total, mean, m2)  # each process observes its own z
+    norm = dispatch.follow_batch(state._replace(pool=None), total, mean, m2)  # each process adds its own z to its pool
     return norm.to(own.dtype), total
 
 

@@ -22,7 +22,7 @@ from pwlu.module import PWLU, require_units, unwrapped
 from pwlu.text import columns, counted, parse_json
 
 BARS = 32
-HEALTHY = 0.548  # IOU of normal inputs with bounds at mu +- 3 sigma, where realignment puts them: 2 * 1.645 / 6
+HEALTHY = 0.548  # IOU of normal inputs with the bounds mu +- 3 sigma, which realignment sets: 2 * 1.645 / 6
 _ACCEPTED = (
     "A batch must be an input of the model: a tensor, a tuple of arguments, or a dictionary of keyword arguments. It may also "
     "be a list of inputs and labels from a loader. If your loader yields something else, select the inputs: "

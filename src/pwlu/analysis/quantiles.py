@@ -40,7 +40,7 @@ class QuantileSketch:
         self.width = torch.where(usable, width, torch.full_like(width, 2))
         # the last column counts non-finite inputs
         self.counts = torch.zeros(channels, BINS + 1, dtype=torch.int32, device=left.device)
-        self.added = 0  # elements per channel, at most
+        self.added = 0  # an upper bound on the number of elements per channel
 
     @property
     def channels(self) -> int:
@@ -59,7 +59,7 @@ class QuantileSketch:
         self._widen()
         if self.channels == 1:
             x, channel_dim = x.reshape(-1), 0
-        elements = 2**18 if x.device.type == "cpu" else 2**22  # per step: to fit the CPU's cache, or to bound memory on a GPU
+        elements = 2**18 if x.device.type == "cpu" else 2**22  # per step: fits a CPU's cache, limits memory on a GPU
         whole = self.channels > 1 and channel_dim % x.ndim == 0
         for part in (x,) if whole else x.split(max(1, elements * len(x) // max(1, x.numel()))):
             index = self._bins(part, channel_dim).reshape(-1)
@@ -85,7 +85,7 @@ class QuantileSketch:
         """Return the distribution of the inputs so far."""
         step = torch.arange(_HALF + 1, dtype=torch.float64, device="cpu")
         place = 2 ** (step // _PER_OCTAVE) * (1 + step % _PER_OCTAVE / _PER_OCTAVE) / 2
-        edges = torch.cat([1 - place[1:].flip(0), place])  # of v + 1/2: the distance from B_L in units of W
+        edges = torch.cat([1 - place[1:].flip(0), place])  # edges of v + 1/2, which is the distance from B_L in units of W
         left, width = (t.to("cpu", torch.float64)[:, None] for t in (self.left, self.width))
         return Distribution((left + width * edges).expand(self.channels, -1), self.counts.cpu())
 

@@ -228,7 +228,7 @@ class _Inputs(NamedTuple):
 
 def _describe_unit(name: str, curves: Curves, seen: UnitAlignment | None) -> UnitShapes:
     inputs = _inputs(curves, seen)
-    has_spread = inputs.p95 > inputs.p5  # else there are no inputs, or all are equal
+    has_spread = inputs.p95 > inputs.p5  # if not, there are no inputs, or all are equal
     low, high = torch.where(has_spread, inputs.p5, curves.left), torch.where(has_spread, inputs.p95, curves.right)
     between = curves.right - curves.left
     input_width = torch.where(has_spread, inputs.p95 - inputs.p5, between.abs().nanmedian())
@@ -247,10 +247,10 @@ def _numbers(x: Tensor, y: Tensor) -> Iterator[Tensor]:
     step = y.diff(dim=1)
     rises, falls = step.clamp(min=0), -step.clamp(max=0)
 
-    def share(number: Tensor) -> Tensor:  # of the range; 0 for a constant function
+    def share(number: Tensor) -> Tensor:  # relative to the range; 0 for a constant function
         return torch.where(scale == 0, 0.0, number / scale)
 
-    def distance(g: Tensor) -> tuple[Tensor, Tensor]:  # to the least-squares b + a g, and a
+    def distance(g: Tensor) -> tuple[Tensor, Tensor]:  # the distance to the least-squares b + a g, and a
         g = g - g.mean()
         a = (y @ g) / (g @ g)
         return share((y - y.mean(1, keepdim=True) - a[:, None] * g).abs().amax(1)), a

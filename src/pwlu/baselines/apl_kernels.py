@@ -157,7 +157,7 @@ def _forward(
     period = tl.cast(channels, tl.int64) * inner
     at, exists = _tile(program // groups, start, columns, across, outer, period, TILE_ROWS, TILE_COLUMNS)
     value = tl.load(x + at, mask=exists, other=0).to(WIDE)
-    result = tl.maximum(value, 0.0)  # this is 0 for NaN; the hinges below give NaN again
+    result = tl.maximum(value, 0.0)  # this is 0 for NaN, but the hinges below make it NaN again
     for s in tl.static_range(S):
         result += slope[s] * tl.where(value > offset[s], 0.0, offset[s] - value)
     tl.store(y + at, result.to(y.dtype.element_ty), mask=exists)

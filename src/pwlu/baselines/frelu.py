@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from pwlu.baselines.arguments import check_channels_and_dim
 
-_MAX_GROUPS, _MIN_CHANNELS = 32, 8  # of group norm, as in detection heads with 256 channels
+_MAX_GROUPS, _MIN_CHANNELS = 32, 8  # limits for group norm: 32 groups of 8, as in detection heads with 256 channels
 
 
 class FReLU(nn.Module):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pwlu.lab.inference.benchmark import Contender
     from pwlu.lab.inference.trained_network import TrainedNetwork
 
-BATCH = {"cpu": 8}  # 64 on other devices: fewer images would not keep them busy
+BATCH = {"cpu": 8}  # other devices get 64, because fewer images would not keep them busy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

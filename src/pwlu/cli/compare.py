@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the recipes, what to compare, a flag for each setting, and the folders."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.allow_abbrev = False  # otherwise --seed would mean --seeds
+    parser.allow_abbrev = False  # otherwise argparse would accept --seed for --seeds
     parser.description = (
         "Train recipes with several activations and seeds, and write a table, CSV files and a chart of the results.\n"
         "You can stop and restart the command at any time: it keeps finished runs and continues interrupted ones."

@@ -37,7 +37,7 @@ class Edit(NamedTuple):
     method: str
     end: tuple[int, int]
     child: str
-    on_tensor: bool  # x.relu() rather than F.relu(x)
+    on_tensor: bool  # whether the call is x.relu() rather than F.relu(x)
     digest: str  # hash of the method's source, to notice later edits
 
 
@@ -305,5 +305,5 @@ def _copy_metadata(new: FunctionType, old: FunctionType) -> FunctionType:
 def _cell_holds(cell: CellType, inner: FunctionType) -> bool:
     try:
         return undecorated(cell.cell_contents) is inner
-    except ValueError:  # empty
+    except ValueError:  # the cell is empty
         return False

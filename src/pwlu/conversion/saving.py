@@ -171,7 +171,7 @@ def _describe_unit(name: str, unit: PWLU, edit: rewrite.Edit | None) -> dict[str
 def _initial_blocks(unit: PWLU) -> reference.Blocks:
     if isinstance(unit, NonUniformPWLU):
         return unit.initial_blocks()
-    return reference.unpack(unit.initial_weight(), unit.intervals)  # with the constraint
+    return reference.unpack(unit.initial_weight(), unit.intervals)  # initial_weight() applies the constraint
 
 
 class _Lines:

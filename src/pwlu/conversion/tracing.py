@@ -164,7 +164,7 @@ class Recorder(TorchFunctionMode):
 def _storage(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage()._cdata
-    except NotImplementedError:  # such as a sparse tensor
+    except NotImplementedError:  # for example, a sparse tensor
         return id(tensor)
 
 

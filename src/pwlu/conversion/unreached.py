@@ -38,7 +38,7 @@ def _unreached_calls(model: nn.Module, calls: list[Call], rules: Rules) -> Itera
     """Yield a site for every ``F.relu(...)`` or ``torch.relu(...)`` in the model's methods, once per class."""
     sites = {call.module for call in calls}
     reached = {(call.location.filename, call.location.end) for call in calls}
-    reached |= {place for module in model.modules() for place in rewritten_places(type(module))}  # earlier conversions
+    reached |= {place for module in model.modules() for place in rewritten_places(type(module))}  # from earlier conversions
     seen: set[type] = set()
     for name, module in model.named_modules():
         cls = original_class(type(module))

@@ -39,7 +39,7 @@ class FusedPWLU(nn.Module):
             raise RuntimeError(
                 "a fused PWLU is for inference: call model.eval() first. To train, use the model from before pwlu.fuse_."
             )
-        buffers: dict[str, Any] = self._buffers  # attribute access would cost microseconds
+        buffers: dict[str, Any] = self._buffers  # attribute access on modules takes microseconds
         tables = (buffers["left"], buffers["inv_step"], buffers["slopes"], buffers["offsets"])
         if torch.jit.is_tracing():
             with warnings.catch_warnings():  # about table sizes that become constants, as they should
@@ -96,7 +96,7 @@ def _is_traced(x: Tensor) -> bool:
     """
     if is_compiled():
         return not (torch.is_grad_enabled() and x.requires_grad)
-    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None  # such as make_fx
+    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None  # for example under make_fx
 
 
 @torch.no_grad()

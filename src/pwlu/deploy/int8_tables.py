@@ -229,7 +229,7 @@ def _apply_plan(model: fx.GraphModule, plan: _Plan) -> None:
     graph, owner = model.graph, _owner(plan.call)
     with graph.inserting_before(plan.call):
         starts, table = _constant(model, owner, "starts", plan.starts), _constant(model, owner, "table", plan.table)
-        # One 32-bit index: in a compiled network, two indices cost a tenth more time, and 64 bits a sixth.
+        # Use one 32-bit index: in a compiled network, two indices take a tenth more time, and 64-bit indices a sixth.
         number = graph.call_function(torch.ops.aten.to.dtype, (plan.source, torch.int32))
         place = graph.call_function(torch.ops.aten.add.Tensor, (number, starts))
         look_up = graph.call_function(torch.ops.aten.index.Tensor, (table, [place]))

@@ -23,7 +23,7 @@ from pwlu.deploy.onnx_units import UnitsCheck, calls_of, check_units
 from pwlu.module import require_model, units_of
 from pwlu.text import counted, install
 
-_OLDEST_OPSET = 18  # torch's default; ONNX Runtime reads it since 1.14
+_OLDEST_OPSET = 18  # torch's default opset; ONNX Runtime reads it since 1.14
 _LARGEST_FILE = 2**31 - 2**24  # the limit of protobuf; the weights of larger models are in a second file
 
 _ELEMENT_TYPES = {torch.float32: 1, torch.float16: 10, torch.float64: 11, torch.bfloat16: 16}  # the numbers of types in ONNX
@@ -240,7 +240,7 @@ def _write(model: nn.Module, inputs: Inputs, file: Path, opset: int, dynamic_bat
             warnings.filterwarnings("ignore", "# ONNX model has different number of inputs", UserWarning)
             warnings.filterwarnings(
                 "ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning
-            )  # torch 2.11 causes it itself
+            )  # torch 2.11 causes this warning itself
             program = torch.onnx.export(
                 model,
                 inputs.args,

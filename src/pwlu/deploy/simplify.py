@@ -182,7 +182,7 @@ def simplify_(
         )
     units = _check_model("simplify_", model, (PWLU, NonUniformPWLU))
     chosen = {name: unit for name, unit in units.items() if where is None or where(name, unit)}
-    fits = {name: _fit(unit, tolerance, replace) for name, unit in chosen.items()}  # before any change
+    fits = {name: _fit(unit, tolerance, replace) for name, unit in chosen.items()}  # fit all units before the model changes
     if not fits:
         raise ValueError(
             f"simplify_: where must return True for at least one PWLU, but it returned False for all of "
@@ -295,7 +295,7 @@ def _apply_fit(name: str, unit: PWLU, plan: Fit) -> Simplified:
             left, right, heights = plan.parameters
             _set_parameters(unit, left, right, heights)
         start = find_initial_function(unit.init)
-        with contextlib.suppress(ValueError):  # too few intervals for its kinks
+        with contextlib.suppress(ValueError):  # the unit may have too few intervals for the kinks
             unit.bounds = fit_bounds(unit.bounds, unit.intervals, start.kinks, start.name)
     elif plan.became in SIMPLE:
         _turn_into(unit, _build_module(unit, plan))
@@ -316,7 +316,7 @@ def _set_parameters(unit: PWLU, left: Tensor, right: Tensor, heights: Tensor) ->
 def _set_weight(unit: PWLU, weight: Tensor, intervals: int) -> None:
     unit.weight = nn.Parameter(weight.to(unit.weight), unit.weight.requires_grad)
     unit.intervals = intervals
-    unit.scale_gradients()  # its length has changed
+    unit.scale_gradients()  # reset the factors, because the length of the weight has changed
 
 
 def _build_module(unit: PWLU, plan: Fit) -> nn.Module:

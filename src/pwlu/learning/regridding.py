@@ -17,7 +17,7 @@ from pwlu.sharding import full_values, write_parameter
 from pwlu.text import abbreviate
 
 _POINTS = 8  # per interval; functions are compared at these points
-_DEVIATIONS = 2 * 1.6448536269514722  # between the 5 % and 95 % quantiles of a normal distribution
+_DEVIATIONS = 2 * 1.6448536269514722  # distance of the 5 % and 95 % quantiles of a normal distribution, in sigma
 
 
 class Measured(Protocol):
@@ -161,7 +161,7 @@ def _new_bounds(unit: PWLU, old: Tensor, measured: Measured | None) -> tuple[Ten
         return left, right, torch.zeros_like(left, dtype=torch.bool)
     p5, p95, count = (torch.tensor(list(each), dtype=torch.float64) for each in (measured.p5, measured.p95, measured.count))
     mean, sigma = (p5 + p95) / 2, (p95 - p5) / _DEVIATIONS
-    if unit.channels == 1 and len(mean) > 1:  # one function for all channels: the moments of the mixture
+    if unit.channels == 1 and len(mean) > 1:  # one function for all channels: use the moments of all inputs together
         share, mean, sigma = count / count.sum(), mean.nan_to_num(), sigma.nan_to_num()
         centre = (share * mean).sum(0, keepdim=True)
         sigma = (share * (sigma.square() + (mean - centre).square())).sum(0, keepdim=True).sqrt()

@@ -109,7 +109,7 @@ class _Group(NamedTuple):
     before: Tensor  # the table of the weights
     gradient: Tensor  # the table of the shared gradients
     share: Tensor  # w, (F, 1)
-    factors: Tensor | None  # those of scale_gradients, (F, N + 5)
+    factors: Tensor | None  # the factors of scale_gradients, (F, N + 5)
 
 
 @torch.compiler.disable  # it reads cached tables
@@ -164,9 +164,9 @@ def smooth_(rule: SharedRule, groups: Iterable[_Group], optimizer: Optimizer) ->
             bent = bends(now, d)
             rate = _rate(rule, group, optimizer, now, bent)
             change = implicit_change(bent, group.share, table, rule, rate)
-            change[:, SLOPES].div_(d).nan_to_num_(0.0, 0.0, 0.0)  # without an interval, slopes stay as they are
+            change[:, SLOPES].div_(d).nan_to_num_(0.0, 0.0, 0.0)  # if d is 0, the slopes do not change
             if group.factors is not None:
-                change = change * group.factors.clamp(max=1)  # a frozen entry stays; more than 1 would not be stable
+                change = change * group.factors.clamp(max=1)  # a frozen entry does not change; factors above 1 are unstable
             table.write(group.weights, now - change)
 
 

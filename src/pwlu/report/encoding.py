@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-_NOT_FINITE = {torch.uint8: 255, torch.uint16: 65535}  # one above the highest level
+_NOT_FINITE = {torch.uint8: 255, torch.uint16: 65535}  # the code of non-finite values, one above the highest level
 
 
 def to_bytes(values: Tensor) -> bytes:

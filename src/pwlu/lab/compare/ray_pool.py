@@ -180,7 +180,7 @@ def inspect_node(token: str) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             return "missing"
 
-    spec = importlib.util.find_spec("pwlu")  # does not import it
+    spec = importlib.util.find_spec("pwlu")  # find_spec does not import pwlu
     sources = hashlib.sha256()
     if spec is not None and spec.origin is not None:
         folder = pathlib.Path(spec.origin).parent

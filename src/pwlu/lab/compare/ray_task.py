@@ -45,7 +45,7 @@ def task_outcome(ray: Any, task: Any) -> Outcome:
         found: Outcome = ray.get(task)
     except ray.exceptions.RayTaskError as error:  # raised by the task itself
         return Outcome(str(error), str(error))
-    except ray.exceptions.RayError as error:  # the node or the worker process is gone
+    except ray.exceptions.RayError as error:  # the node or the worker process was lost
         return Outcome(f"{type(error).__name__}: {error}", died=True)
     return found
 

@@ -73,7 +73,7 @@ class Scheduler:
         self.waiting, self.pool, self.results = deque(jobs), pool, results
         self.failures: list[Failure] = []
         self.failed_outputs: set[str] = set()
-        self.deaths: dict[Settings, tuple[int, int]] = {}  # how often a run died in a row, and its epochs then
+        self.deaths: dict[Settings, tuple[int, int]] = {}  # consecutive deaths of a run, and its epochs at the last one
         self.count, self.total = total - len(jobs), total
         self.progress = Progress("runs", total, done=self.count, unit="run")
 

@@ -77,7 +77,7 @@ class Child:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment,
-            start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the child and all that it started
+            start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the child and its descendants
         )
         log.close()
 

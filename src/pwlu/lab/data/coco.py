@@ -27,7 +27,7 @@ NO_AREA = "without a box of positive area in the image"
 NO_MASK = "without a mask"
 _MIN_SIDE = 0.01  # pixels; a smaller box becomes a point in float32 when it is scaled with its image
 _MAX_AREA = 1e10  # pixels; COCO's evaluator ignores larger objects
-_MAX_PIXELS = 2**20  # per side; no image has more, and the product of two such numbers does not overflow
+_MAX_PIXELS = 2**20  # the longest side allowed; the product of two such numbers does not overflow
 _MAX_ASPECT = 100  # longer side / shorter side; scaled to 64 x 107 pixels, a narrower image could lose its shorter side
 
 

@@ -97,7 +97,7 @@ class DetectionImages:
     def __init__(self, part: Annotations, first_label: int, flip: bool, device: torch.device, workers: int) -> None:
         self.part, self.flip, self.device = part, flip, device
         self.data = _DetectionDataset(part, first_label)
-        self.requests: list[list[tuple[int, bool]]] = []  # the loader reads it when an iteration starts
+        self.requests: list[list[tuple[int, bool]]] = []  # the loader reads this list when an iteration starts
         self.loader = DataLoader(
             self.data,
             batch_sampler=self.requests,
@@ -141,6 +141,6 @@ class DetectionImages:
         for name, value in target.items():
             moved[name] = value.to(self.device, non_blocking=pinned)
         if "runs" in target:
-            pixels = int(target["runs"][1].sum())  # on the CPU, because reading it from the device would synchronise
+            pixels = int(target["runs"][1].sum())  # sum on the CPU, because reading a number from the device would synchronise
             moved["masks"] = decode_runs(moved.pop("runs"), pixels, len(target["boxes"]), *image.shape[1:])
         return *(_flip(image, moved) if flipped else (image, moved)), readable

@@ -69,7 +69,7 @@ class FileImages:
     def __init__(self, files: _FileDataset, device: torch.device, workers: int) -> None:
         self.files, self.device, self.workers = files, device, workers
         self.mean, self.std = (torch.tensor(v, device=device)[:, None, None] * 255 for v in (MEAN, STD))
-        self.requests: list[list[tuple[int, tuple[int, ...] | None]]] = []  # the loader reads it when an iteration starts
+        self.requests: list[list[tuple[int, tuple[int, ...] | None]]] = []  # the loader reads it at the start of an iteration
         self.loader = DataLoader(
             files,
             batch_sampler=self.requests,

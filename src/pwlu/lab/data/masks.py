@@ -23,7 +23,7 @@ def run_lengths(segmentation: Any, height: int, width: int) -> dict[str, Any] | 
     """Return a mask in any of COCO's formats as compressed run lengths; None if it is invalid or has another size."""
     try:
         if isinstance(segmentation, list):
-            polygons = [polygon for polygon in segmentation if len(polygon) >= 6]  # three points
+            polygons = [polygon for polygon in segmentation if len(polygon) >= 6]  # at least three points
             near = all(_within(polygon, _MAX_REACH * max(height, width)) for polygon in polygons)
             return rle.merge(rle.frPyObjects(polygons, height, width)) if polygons and near else None
         if segmentation["size"] != [height, width]:

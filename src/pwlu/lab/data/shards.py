@@ -16,7 +16,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from pwlu.lab.recipes.settings import UserError
 
-OPEN_FILES = 128  # per process; systems allow about 1,000
+OPEN_FILES = 128  # the most files that a process keeps open; systems allow about 1,000
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)")
 
@@ -44,7 +44,7 @@ class Shards:
         rows = [(shard, *image) for shard, path in enumerate(self.paths) for image in _read_headers(path)]
         if not rows:
             raise UserError(f"{pattern}: no images. Expected NAME.jpg and NAME.cls in each tar file, as WebDataset writes them")
-        # Arrays, because each worker process gets a copy: 1.3 million tuples would take long to send.
+        # Store arrays: each worker process gets a copy, and sending 1.3 million tuples would take long.
         self.shards, self.offsets, self.sizes, self.labels = np.array(rows, dtype=np.int64).T.copy()
         self.classes = [str(number) for number in range(int(self.labels.max()) + 1)]
 

@@ -23,7 +23,7 @@ from pwlu.deploy.onnx_forms import FASTEST
 from pwlu.module import units_of
 from pwlu.text import install
 
-OPSET = 18  # the oldest that torch writes without a conversion
+OPSET = 18  # the oldest opset that torch writes without a conversion
 METADATA = "metadata.json"  # extra file in a .pt2
 _TORCH_2_11_WARNINGS = r"`isinstance\(treespec, LeafSpec\)`|The given buffer is not writable"  # caused by torch itself
 
@@ -72,7 +72,7 @@ def write_pt2(network: nn.Module, sample: Tensor, path: Path, metadata: Mapping[
     written = copy.deepcopy(network)
     if units_of(written):
         fuse_(written)
-    content = io.BytesIO()  # given a path, torch aborts the process on a full disk
+    content = io.BytesIO()  # not a path: torch aborts the process if it writes to a full disk
     with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", _TORCH_2_11_WARNINGS)
         folded = fold_batch_norm_(written, sample)
@@ -98,7 +98,7 @@ def fold_batch_norm_(model: nn.Module, sample: Tensor) -> int:
         if norm.target != torch.ops.aten.batch_norm.default or norm.args[0].target != torch.ops.aten.conv2d.default:
             continue
         convolution = norm.args[0]
-        weights = (convolution.args[1], norm.args[1])  # used only once each: a layer may run on several maps
+        weights = (convolution.args[1], norm.args[1])  # each must be used once: a layer may run on several maps
         if len(convolution.users) > 1 or any(weight is None or len(weight.users) > 1 for weight in weights):
             continue
         names = [parameters[weight.name].rpartition(".")[0] for weight in weights]

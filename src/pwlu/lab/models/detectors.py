@@ -21,7 +21,7 @@ from pwlu.lab.models.mask_pasting import Transform
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import Settings
 
-SIZES = (32, 64, 128, 256, 512)  # of anchors, in pixels of the resized image, from the finest level to the coarsest
+SIZES = (32, 64, 128, 256, 512)  # the sizes of anchors in pixels of the resized image, from the finest level to the coarsest
 RATIOS = (0.5, 1.0, 2.0)
 
 

@@ -106,6 +106,6 @@ def _device(name: str | None) -> torch.device:
         return torch.device("cuda", number)
     try:
         torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, ImportError):  # the error depends on the device
+    except (RuntimeError, AssertionError, ImportError):  # the type of the error depends on the device
         raise UserError(f"--device {name}: torch {torch.__version__} cannot use it here. Write --device cpu") from None
     return device

@@ -39,7 +39,7 @@ from pwlu.learning.shared_rule import PAPER
 from pwlu.text import parse_json
 from pwlu.version import __version__, later_version
 
-FORMAT = 2  # of run folders. Folders without a number in environment.json have format 1, with model.pt
+FORMAT = 2  # the format of run folders. Folders without a number in environment.json have format 1, with model.pt
 _AGAIN = "Copy it again from where it was trained, or train again"
 _OPTIONAL = ("norm_weight_decay", "channels_last", "device", "test_data", "workers")  # settings of a run that may be None
 _KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {  # type of a setting -> its name in errors, and what JSON may hold

@@ -13,7 +13,7 @@ from pwlu.lab.runs.divergence import describe_divergence
 from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.plotting.functions import plot_functions
 
-_SAME_SCALE = 3  # layers; up to this many are drawn in one row with the same axes
+_SAME_SCALE = 3  # up to this many layers are drawn in one row with the same axes
 
 
 def write_report(

@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="train these recipes; pwlu train --help lists them")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--acts", metavar="NAMES", help="compare these activations, separated by commas: relu,swish,pwlu (default: --preset)"
+        "--acts",
+        metavar="NAMES",
+        help="compare these activations, separated by commas: relu,swish,pwlu (default: those of --preset)",
     )
     what.add_argument(
         "--preset", metavar="NAME", help=f"run a prepared comparison: {', '.join(PRESETS)} (default: activations)"

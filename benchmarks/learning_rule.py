@@ -29,7 +29,7 @@ def trained(name: str, kind: str, device: str) -> tuple[nn.Module, torch.optim.O
     """Return a network in Phase II, and its optimizer."""
     torch.manual_seed(0)
     settings = catalog.settings(f"cifar100/{name}")
-    model = networks.of_recipe(settings, 100, 3)
+    model = networks.from_recipe(settings, 100, 3)
     pwlu.convert_(model, networks.sample(settings, 3), init="relu")
     layout = torch.channels_last if device == "cuda" else torch.contiguous_format
     model = model.to(device, memory_format=layout).train()  # type: ignore[call-overload]

@@ -14,7 +14,7 @@ from rule_learner import Bank, Learner, Rule
 from pwlu import NonUniformPWLU, alignment, baselines
 from pwlu.initial_functions import find_initial_function
 from pwlu.lab.recipes import catalog
-from pwlu.lab.runs.processes import joined
+from pwlu.lab.runs.processes import join_process_group
 from pwlu.lab.tasks.classification import Classification
 from pwlu.lab.training.trainer import Trainer
 
@@ -77,7 +77,7 @@ def train(spec: dict[str, Any], data: Path, device: str | None, deadline: float,
     torch.set_num_threads(1)
     began = time.time()
     rule, changes = parse(spec["rule"])
-    with joined(device) as processes:
+    with join_process_group(device) as processes:
         cuda = processes.device.type == "cuda"
         settings = catalog.settings(
             f"cifar100/{spec['network']}",

@@ -11,7 +11,7 @@ from torch import nn
 import pwlu
 from pwlu import files
 from pwlu.cli import main
-from pwlu.lab.inference import shipping
+from pwlu.lab.inference import exporting
 
 LEFT = 8192  # bytes on the small disk
 
@@ -106,10 +106,10 @@ EXPORT = """
 import sys, torch
 from pathlib import Path
 from torch import nn
-from pwlu.lab.inference import shipping
+from pwlu.lab.inference import exporting
 network = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3), nn.ReLU()).eval()
 try:
-    shipping.write_pt2(network, torch.randn(2, 3, 8, 8), Path(sys.argv[1]), {})
+    exporting.write_pt2(network, torch.randn(2, 3, 8, 8), Path(sys.argv[1]), {})
 except OSError as error:
     sys.exit(str(error))
 """
@@ -127,6 +127,6 @@ def test_pt2_on_a_full_disk(disk, processes):
 def test_onnx_on_a_full_disk(disk, units):
     network = nn.Sequential(nn.Conv2d(3, 64, 3), pwlu.PWLU(64) if units else nn.ReLU()).eval()
     with pytest.raises(files.CannotWrite, match="no space left on the disk for ") as caught:
-        shipping.write_onnx(network, torch.randn(2, 3, 8, 8), disk / "model.onnx", {})
+        exporting.write_onnx(network, torch.randn(2, 3, 8, 8), disk / "model.onnx", {})
     assert "dynamic_batch" not in str(caught.value)
     assert names(disk) == ["filler"]

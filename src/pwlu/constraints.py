@@ -1,22 +1,23 @@
-"""Constraints on the shape of PWLUs, and the projection that makes them hold. :func:`pwlu.constrain_` sets them.
+"""Constraints on the shape of PWLUs, and the projection that enforces them. :func:`pwlu.constrain_` sets them.
 
 Let s_0 = K_L, s_{i+1} = (Y_{i+1} - Y_i)/d and s_{N+1} = K_R be the N + 2 slopes of a function. The projection takes these
-steps, in this order. No step breaks what an earlier one has established:
+steps, in this order. No step violates the constraint of an earlier step:
 
 1. odd: B_R = (B_R - B_L)/2, B_L = -B_R, Y_k = (Y_k - Y_{N-k})/2, and every s_j becomes (s_j + s_{N+1-j})/2. All constraints
-   need B_L < B_R, because a function whose bounds have crossed jumps: bounds that are too close move apart.
+   need B_L < B_R, because a function with crossed bounds is discontinuous. So under any constraint, this step moves bounds
+   apart that are too close.
 2. convex: isotonic regression of the slopes, min sum (t_j - s_j)^2 with t_0 <= ... <= t_{N+1}. If the function is odd too, all
    slopes become their mean, because only a straight line is both.
-3. lipschitz, monotone: clip the slopes to [-L, L], or [0, L]. Then Y_k = Y_0 + d (s_1 + ... + s_k), with the mean of the
-   heights as before.
+3. lipschitz, monotone: clip the slopes to [-L, L], or [0, L]. Then Y_k = Y_0 + d (s_1 + ... + s_k). Y_0 is chosen so that the
+   mean of the heights does not change.
 4. range: clip the heights to [a, b]; K_L = K_R = 0.
 
-A function that satisfies its constraints does not change by a single bit. A function with parameters that are not finite stays
-as it is, so that divergence remains visible.
+The projection keeps every bit of a function that satisfies its constraints. It also keeps a function with parameters that are
+not finite, so that divergence remains visible.
 
-The computation runs in float64. The stored function, with its parameters as they are, is L-Lipschitz, monotone, odd and in
-range exactly: L is reduced by more than the rounding of the heights can add. It is convex up to the rounding of the heights.
-The forward pass adds its own rounding: see docs/constraints.md.
+The computation runs in float64. The function that the stored parameters describe is exactly L-Lipschitz, monotone, odd and in
+range. For this, the projection reduces L by more than the rounding of the heights can add. The function is convex up to the
+rounding of the heights. The forward pass adds its own rounding: see docs/constraints.md.
 """
 
 import functools
@@ -33,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from pwlu import reference
 from pwlu.sharding import full_values, write_parameter
 
-_LARGEST_TABLE = 2**23  # elements of the largest temporary tensor of isotonic
+_LARGEST_TABLE = 2**23  # the number of elements of the largest temporary tensor in isotonic
 
 
 class Constraint(NamedTuple):
@@ -52,7 +53,7 @@ class Constraint(NamedTuple):
         return ", ".join(words)
 
     def limits(self, dtype: torch.dtype) -> tuple[float, float]:
-        """Return the smallest and largest height allowed, as numbers of this dtype: those next to a and b inside the range."""
+        """Return the smallest and the largest number of this dtype in the range; -inf and inf if there is no range."""
         if self.range is None:
             return -float("inf"), float("inf")
         low, high = self.range
@@ -63,7 +64,7 @@ class Constraint(NamedTuple):
 
 
 def _round_down(number: float, dtype: torch.dtype) -> float:
-    """Return a number of this dtype next to the given one, and not above it."""
+    """Return a number of this dtype that is close to the given number and not above it."""
     info = torch.finfo(dtype)
     rounded = torch.tensor(number, dtype=dtype, device="cpu").item()
     lower = number - abs(number) * info.eps - info.smallest_normal * info.eps  # more than one unit in the last place
@@ -73,11 +74,11 @@ def _round_down(number: float, dtype: torch.dtype) -> float:
 def isotonic(values: Tensor) -> Tensor:
     """Return the isotonic regression of each row: the nondecreasing rows with the smallest sum of squared differences.
 
-    This is what pooling adjacent violators computes, as a formula: t_j = max_{i <= j} min_{k >= j} mean(s_i, ..., s_k).
+    The formula is t_j = max_{i <= j} min_{k >= j} mean(s_i, ..., s_k). The algorithm "pool adjacent violators" gives the same.
     """
     length = values.shape[1]
-    place = torch.arange(length, device=values.device)
-    count = place - place[:, None] + 1  # [i, k]: how many from i to k
+    index = torch.arange(length, device=values.device)
+    count = index - index[:, None] + 1  # count[i, k]: the number of elements from i to k
     parts = []
     for rows in values.split(max(1, _LARGEST_TABLE // length**2)):
         sums = rows.cumsum(1)
@@ -130,7 +131,7 @@ def satisfies(rows: Tensor, constraint: Constraint) -> Tensor:
         holds &= (f.left == -f.right) & (f.left_slope == f.right_slope)
         holds &= (f.heights == -f.heights.flip(1)).all(1, keepdim=True)
     if constraint.lipschitz is not None:
-        limit = constraint.lipschitz * (1 + 4 * torch.finfo(slopes.dtype).eps)  # the rounding of this comparison
+        limit = constraint.lipschitz * (1 + 4 * torch.finfo(slopes.dtype).eps)  # allow for the rounding of this comparison
         outer = torch.maximum(f.left_slope.abs(), f.right_slope.abs())
         holds &= (rises.abs() <= limit * f.step).all(1, keepdim=True) & (outer <= limit)
     if constraint.monotone:
@@ -171,7 +172,7 @@ def project(rows: Tensor, constraint: Constraint) -> Tensor:
     heights = torch.cat([torch.zeros_like(mean), (slopes[:, 1:-1] * f.step).cumsum(1)], 1)
     heights = heights - heights.mean(1, keepdim=True) + mean
     if constraint.monotone:
-        heights = heights.cummax(1).values  # a GPU sums in another order, which may round a flat stretch downwards
+        heights = heights.cummax(1).values  # on a GPU, rounding in cumsum may make a constant part decrease
     if constraint.odd:
         heights = (heights - heights.flip(1)) / 2
     outer = slopes[:, :1], slopes[:, -1:]
@@ -188,7 +189,7 @@ def _open_bounds(f: _Rows, dtype: torch.dtype) -> _Rows:
     least = _least_width(f, dtype)
     closed = f.right - f.left < least
     centre = (f.left + f.right) / 2
-    # Rounding may take a quarter of this width, and no more.
+    # Rounding reduces the new width by at most a quarter.
     left, right = (torch.where(closed, centre + sign * least, bound) for sign, bound in ((-1, f.left), (1, f.right)))
     return f._replace(left=left.to(dtype).to(left.dtype), right=right.to(dtype).to(right.dtype))
 
@@ -196,7 +197,7 @@ def _open_bounds(f: _Rows, dtype: torch.dtype) -> _Rows:
 def _clip(slopes: Tensor, f: _Rows, mean: Tensor, constraint: Constraint, dtype: torch.dtype) -> Tensor:
     low, high = 0.0 if constraint.monotone else -torch.inf, torch.full_like(mean, torch.finfo(dtype).max)
     if constraint.lipschitz is not None:
-        # No height is further than L W from their mean. Rounding moves each by at most this much:
+        # With W = B_R - B_L, no height is further than L W from the mean. So `rounding` bounds the rounding error of a height.
         number, width = f.heights.shape[1] - 1, f.right - f.left
         unit, computed = torch.finfo(dtype).eps / 2, torch.finfo(slopes.dtype).eps / 2
         rounding = (unit + 4 * number * computed) * (mean.abs() + constraint.lipschitz * width)
@@ -209,7 +210,7 @@ def _clip(slopes: Tensor, f: _Rows, mean: Tensor, constraint: Constraint, dtype:
 
 
 def symmetric(rows: Tensor) -> Tensor:
-    """Return nearly the same functions with bounds -h and h, for h = max(|B_L|, |B_R|). Symmetric bounds stay as they are."""
+    """Resample functions between the bounds -h and h, for h = max(|B_L|, |B_R|). Symmetric bounds stay as they are."""
     f, intervals = _split(rows), rows.shape[1] - 5
     right = torch.maximum(f.left.abs(), f.right.abs())
     knots = right * torch.linspace(-1, 1, intervals + 1, dtype=right.dtype, device=right.device)
@@ -221,10 +222,10 @@ def symmetric(rows: Tensor) -> Tensor:
 
 
 def constrained(weight: Tensor, intervals: int, constraint: Constraint | None) -> Tensor:
-    """Return a weight whose functions satisfy a constraint, for a function that is not between two steps of an optimizer.
+    """Return a weight whose functions satisfy a constraint. Call this outside of training steps, such as after realignment.
 
-    If it must be odd, the bounds become symmetric first, and the function stays nearly the same. :func:`project` averages
-    bounds and heights instead, as an orthogonal projection does. Resampling at every step would smooth the function away.
+    For ``odd``, it first resamples the functions between symmetric bounds, which nearly keeps them. :func:`project` averages
+    bounds and heights instead. It runs after every optimizer step, where repeated resampling would smooth the functions.
     """
     if constraint is None:
         return weight
@@ -237,11 +238,11 @@ def constrained(weight: Tensor, intervals: int, constraint: Constraint | None) -
 @torch.no_grad()
 def project_(units: Iterable[Any]) -> None:
     """Project the weights of constrained units in place: one computation for all units of the same N and constraint."""
-    alike = defaultdict(list)
+    groups = defaultdict(list)
     for unit in units:
         weight = unit._parameters["weight"]
-        alike[unit.intervals, unit.constraint, weight.device, weight.dtype].append(weight)
-    for (intervals, constraint, device, _), parameters in alike.items():
+        groups[unit.intervals, unit.constraint, weight.device, weight.dtype].append(weight)
+    for (intervals, constraint, device, _), parameters in groups.items():
         weights = [full_values(parameter) for parameter in parameters]
         lengths = tuple(weight.shape[0] for weight in weights)
         indices = reference.parameter_indices(lengths, intervals, device)
@@ -267,5 +268,5 @@ def _watch_optimizers() -> None:
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     units = {id(unit._parameters.get("weight")): unit for unit in _CONSTRAINED if getattr(unit, "constraint", None) is not None}
-    if units:  # in the order of the optimizer, which is that of all ranks: sharded weights are gathered
+    if units:  # all ranks use the optimizer's order, because project_ all-gathers sharded weights
         project_(units[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in units)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from pwlu import checks, norm_ops, reference
 
-_functional, _autograd = cast("Any", F), cast("Any", torch._C._autograd)  # Any: they have undeclared private names
+_functional, _autograd = cast("Any", F), cast("Any", torch._C._autograd)  # Any: private names are undeclared
 
 
 def plain_forward(norm: Any, x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def deferring(original: Any) -> type[Any]:
 
 
 def _can_defer(norm: Any, x: Any) -> bool:
-    """Return whether only a PWLU can see the output of a norm: no hook, no tracer, no transform."""
+    """Return whether a norm may return a Deferred: no hook, tracer or transform would see it instead of a tensor."""
     if norm.recorder is not None:
         return True
     if type(x) is not Tensor or x.dtype not in checks.FLOATS or has_hooks(norm):
@@ -107,8 +107,8 @@ def is_compiled() -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether the module has forward or backward hooks."""
-    of = module.__dict__
-    return bool(of["_forward_hooks"] or of["_forward_pre_hooks"] or of["_backward_hooks"] or of["_backward_pre_hooks"])
+    own = module.__dict__  # attribute access on modules is slow
+    return bool(own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"])
 
 
 def _version(tensor: Tensor) -> int:
@@ -128,7 +128,7 @@ class Deferred:
         self._value: Tensor | None = None
         self._statistics_updated = [False]  # whether this batch has updated the running statistics; a list, shared with sums
 
-    # For the PWLU that gets this object.
+    # Methods for the PWLU that gets this object.
 
     def activate(self, unit: Any) -> Tensor:
         """Return the output of a unit: norm, addition and function in one pass if possible, else separately."""
@@ -141,7 +141,7 @@ class Deferred:
             self._note(f"{type(unit).__name__} ({why})")
             return unit(self.value())
         if self.norm.recorder is not None:
-            self.norm.recorder.paired(self, unit)
+            self.norm.recorder.record_pair(self, unit)
         if unit.channels != channels:
             blocks = reference.unpack(weight, unit.intervals)
             weight = reference.pack(*(block.expand(channels, *block.shape[1:]) for block in blocks))
@@ -151,8 +151,8 @@ class Deferred:
         with hooks:
             return self._act(residual, weight, unit.intervals, statistics.pool if observes else None)[0]
 
-    def computed_for(self, what: str) -> Tensor:
-        """Return the value, for a unit that cannot run in one pass with a norm."""
+    def value_for(self, what: str) -> Tensor:
+        """Return the value for a user that cannot run in one pass with a norm. `what` describes the user in the report."""
         self._note(what)
         return self.value()
 
@@ -179,8 +179,8 @@ class Deferred:
         state = (parameters["weight"], parameters["bias"], mean, variance, batches, factor, norm.eps, batch, pool)
         group = _group(norm) if batch else None
         act = norm_ops.norm_act if group is None else functools.partial(norm_ops.norm_act_of_processes, group)
-        y, of_norm = act(x, residual, weight, intervals, *state)
-        return y, of_norm
+        y, norm_vectors = act(x, residual, weight, intervals, *state)
+        return y, norm_vectors
 
     def _uses_batch_statistics(self) -> bool:
         return bool(self.norm.training or self.norm._buffers["running_mean"] is None)
@@ -188,24 +188,24 @@ class Deferred:
     def _residual_value(self) -> tuple[Tensor, Any]:
         """Return the output of this norm, to be added to the output of another norm, and a context for that operator.
 
-        Inside the context, autograd does not save the output. The backward pass computes it again from x, which the derivative
-        of this norm saves anyway. The same kernel computes it both times, so the bits are the same.
+        Inside the context, autograd does not save the output. The backward pass recomputes it from x, which the backward pass
+        of this norm needs anyway. The same kernel computes it both times, so the bits are the same.
         """
         x, version, gamma = self.x, _version(self.x), self.norm._parameters["weight"]
         # Save the output as usual in evaluation, under torch.compile (which decides itself what to save), and if parameters
         # are sharded.
         if not self._uses_batch_statistics() or torch.compiler.is_compiling() or hasattr(type(gamma), "full_tensor"):
             return self.value(), nullcontext()
-        recording = self.norm.recorder is not None  # may run on fake tensors, which must not get into a cache
+        recording = self.norm.recorder is not None  # the model may run on fake tensors, which must not be cached
         weight = (_identity.__wrapped__ if recording else _identity)(x.shape[1], reference.compute_dtype(x), x.device)
         value, norm = self._act(None, weight, 1, None)
         hooked = _autograd._top_saved_tensors_default_hooks(False) is not None  # for example by gradient checkpointing
         if recording or hooked or not _autograd._saved_tensors_hooks_is_enabled():
             return value, nullcontext()
-        place = id(value)
+        value_id = id(value)
 
         def pack(saved: Tensor) -> Any:
-            return None if id(saved) == place else (saved, _version(saved))
+            return None if id(saved) == value_id else (saved, _version(saved))
 
         def unpack(packed: Any) -> Tensor:
             tensor, known = packed or (x, version)
@@ -246,7 +246,7 @@ class Deferred:
                 "pwlu.unfuse_norms_(model)"
             )
 
-    # For all other code.
+    # Methods for all other code.
 
     def value(self) -> Tensor:
         """Return the tensor that this object represents; compute it on the first call."""
@@ -272,7 +272,7 @@ class Deferred:
 
     def _note(self, what: str) -> None:
         if self.norm.recorder is not None:
-            self.norm.recorder.used(self, what)
+            self.norm.recorder.record_use(self, what)
             if isinstance(self.residual, Deferred):
                 self.residual._note(what)
 

@@ -28,8 +28,8 @@ class DynamicPWLU(PWLU):
     :meth:`direction_heights`; and the four of ``squeeze``. In Phase I of :class:`pwlu.TwoPhase`, none of them changes. At
     realignment, the directions are reset to 0.
 
-    The operators of PWLU run with one function per sample and channel. In memory with the channels last, this copies the input,
-    the output and their gradients.
+    The operators of PWLU run with one function per sample and channel. In the channels_last memory format, this copies the
+    input, the output and their gradients.
 
     Args:
         channels: the number of functions C, as for :class:`PWLU`. Default: 1, one function for all channels.
@@ -38,8 +38,9 @@ class DynamicPWLU(PWLU):
         directions: the number of directions M. Default: 2.
         reduction: the hidden layer has the size F / reduction, at least 4. Default: 8.
         mixing: ``"channel"`` for separate coefficients per channel, ``"layer"`` for common ones. Default: ``"channel"``.
-        features: the number of channels F of the input. Default: None, the number of functions C. Pass it with ``channels=1``
-            to share Y and D among the channels of the input. Without it, the network then sees only the mean over all channels.
+        features: the number of channels F of the input. Default: None, the number of functions C. With ``channels=1``, pass
+            ``features``: the channels then share Y and D but have their own coefficients. Without ``features``, the network
+            sees only the mean over all channels.
         init: the initial function, as for :class:`PWLU`. Default: ``"relu"``.
         channel_dim: the channel dimension of the input. Default: 1, for images (B, C, H, W); use -1 for sequences (B, T, C).
         device: the device of the parameters.
@@ -104,10 +105,11 @@ class DynamicPWLU(PWLU):
 
     def coefficients(self, x: Tensor) -> Tensor:
         """Return the coefficients a(x), (B, M, R) in the compute dtype, with R = 1 for ``mixing="layer"``, else F."""
-        return self._coefficients(x, still=False)
+        return self._coefficients(x, in_phase_one=False)
 
-    def _coefficients(self, x: Tensor, still: bool) -> Tensor:
-        return self.squeeze(x, still).tanh().unflatten(1, (self.directions, -1))
+    def _coefficients(self, x: Tensor, in_phase_one: bool) -> Tensor:
+        """Return the coefficients. In Phase I, the parameters of the network are constants."""
+        return self.squeeze(x, in_phase_one).tanh().unflatten(1, (self.directions, -1))
 
     @torch.no_grad()
     def forget_directions(self, channels: Tensor) -> None:
@@ -118,17 +120,17 @@ class DynamicPWLU(PWLU):
     def forward(self, x: Tensor) -> Tensor:
         """Return y."""
         if not isinstance(x, Tensor) and isinstance(x, Deferred):
-            x = x.computed_for("DynamicPWLU (its heights depend on the sample)")
+            x = x.value_for("DynamicPWLU (its heights depend on the sample)")
         statistics: Any = self._modules["statistics"]
-        still = statistics.phase == 1 and self.training
-        coefficients = self._coefficients(x, still)
+        in_phase_one = statistics.phase == 1 and self.training
+        coefficients = self._coefficients(x, in_phase_one)
         weight, directions = self.effective_weight(), self.direction_heights()
-        if still:
+        if in_phase_one:
             checks.check_channels(x, self.channels, self.channel_dim)
             ops.moments(x, self.channel_dim, statistics.pool)
             # The gradients are exactly 0, not None: DistributedDataParallel waits for them.
-            nothing = torch.cat([p.reshape(-1)[:0] for p in self.parameters()]).sum()
-            weight, directions = weight.detach() + nothing, directions.detach()
+            zero = torch.cat([p.reshape(-1)[:0] for p in self.parameters()]).sum()
+            weight, directions = weight.detach() + zero, directions.detach()
         return apply(x, reference.unpack(weight, self.intervals), directions, coefficients, self.channel_dim)
 
     def extra_repr(self) -> str:
@@ -141,13 +143,16 @@ class DynamicPWLU(PWLU):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
         _, _, missing, *_ = rest
-        if any(key.startswith(prefix) for key in state_dict):  # the network does not report its keys: see _UnitSqueeze
+        if any(key.startswith(prefix) for key in state_dict):  # _UnitSqueeze does not report missing keys itself
             names = [f"{prefix}squeeze.{name}" for name, _ in self.squeeze.named_parameters()]
             missing += [name for name in names if name not in state_dict]
 
 
 class _UnitSqueeze(Squeeze):
-    """The network of a DynamicPWLU. It keeps its parameters if a state dict from before the conversion has none of them."""
+    """The network of a DynamicPWLU. It keeps its parameters unless the state dict has all of them.
+
+    So a state dict from before the conversion loads with ``strict=True``.
+    """
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if all(prefix + name in state_dict for name, _ in self.named_parameters()):
@@ -164,7 +169,7 @@ def apply(x: Tensor, blocks: reference.Blocks, directions: Tensor, coefficients:
     )
     weight = reference.pack(left, right, heights.flatten(0, 1), left_slope, right_slope)
     intervals = heights.shape[2] - 1
-    if torch.compiler.is_exporting():  # other runtimes do not have our operators
+    if torch.compiler.is_exporting():  # other runtimes do not have the operators of pwlu
         return per_sample(x, rows[1], channel_dim, lambda z: reference.forward(z, *reference.unpack(weight, intervals), 0))
     if not x.shape[0]:  # the operator needs at least one function
         return ops.forward(x, reference.pack(*blocks), intervals, channel_dim)
@@ -172,9 +177,9 @@ def apply(x: Tensor, blocks: reference.Blocks, directions: Tensor, coefficients:
 
 
 def per_sample(x: Tensor, channels: int, channel_dim: int, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply a function with the samples and channels of x folded into dimension 0; return its result in the layout of x.
+    """Apply a function to x with its samples and channels folded into dimension 0; return the result in the layout of x.
 
-    If there is one function per sample, or the channels follow the samples in memory, this copies nothing.
+    This copies nothing if there is one function per sample, or if the channels are in dimension 1 of a contiguous x.
     """
     if channels == 1:
         return function(x)

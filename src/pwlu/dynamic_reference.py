@@ -77,10 +77,10 @@ def forward(
     coefficients: Tensor,
     channel_dim: int,
 ) -> Tensor:
-    """Compute y, one sample after the other, for given coefficients (B, M, R)."""
-    dim = channel_dim % x.ndim - 1  # of one sample
-    of_samples = mix(heights, directions, coefficients)
-    rows = of_samples.shape[1]
+    """Compute y for given coefficients (B, M, R), one sample after another."""
+    dim = channel_dim % x.ndim - 1  # the channel dimension of a single sample
+    sample_heights = mix(heights, directions, coefficients)
+    rows = sample_heights.shape[1]
     left, right, left_slope, right_slope = (t.expand(rows) for t in (left, right, left_slope, right_slope))
-    samples = zip(x, of_samples, strict=True)
+    samples = zip(x, sample_heights, strict=True)
     return torch.stack([reference.forward(each, left, right, y, left_slope, right_slope, dim) for each, y in samples])

@@ -12,7 +12,7 @@ from pwlu.initial_functions import InitialFunction, find_initial_function
 from pwlu.module import PWLU, block_view
 from pwlu.sharding import gathered
 
-_MAX_INTERVALS = 512  # of to_uniform
+_MAX_INTERVALS = 512  # the most intervals that to_uniform tries
 
 
 class ToUniform(NamedTuple):
@@ -20,8 +20,8 @@ class ToUniform(NamedTuple):
 
     Attributes:
         unit: the :class:`pwlu.PWLU`.
-        error: the largest difference of the two functions, over all channels.
-        relative: the largest difference relative to the range max Y - min Y of its channel.
+        error: the largest absolute difference between the two functions, over all channels.
+        relative: the largest difference divided by the range max Y - min Y of its channel.
     """
 
     unit: PWLU
@@ -42,8 +42,8 @@ class NonUniformPWLU(PWLU):
 
     The module has one parameter, ``weight`` (C (2N + 4),). Its blocks are views of it: ``left`` (C,), which is b_0;
     ``log_widths`` (C, N), which are w; ``heights`` (C, N+1), ``left_slope`` (C,) and ``right_slope`` (C,). Read and write them
-    as those of :class:`PWLU`. ``knots`` (C, N+1) and ``right`` (C,) are computed. A new unit has equally spaced knots and
-    equals a PWLU. So does a unit after realignment.
+    as those of :class:`PWLU`. ``knots`` (C, N+1) and ``right`` (C,) are computed from them. A new unit has equally spaced knots
+    and equals a PWLU. So does a unit right after realignment.
 
     Args:
         channels: the number of functions C, as for :class:`PWLU`. Default: 1, one function for all elements.
@@ -82,13 +82,13 @@ class NonUniformPWLU(PWLU):
 
     @property
     def knots(self) -> Tensor:
-        """The knots (C, N+1), computed from ``left`` and ``log_widths`` in the compute dtype."""
+        """Return the knots (C, N+1), computed from ``left`` and ``log_widths`` in the compute dtype."""
         blocks = self.blocks()
         return nonuniform_reference.knots_of(blocks.left, blocks.log_widths)
 
     @property
     def right(self) -> Tensor:
-        """The last knot (C,), computed from ``left`` and ``log_widths``."""
+        """Return the last knots (C,), computed from ``left`` and ``log_widths``."""
         return self.knots[:, -1]
 
     def initial_weight(self) -> Tensor:
@@ -116,12 +116,12 @@ class NonUniformPWLU(PWLU):
         self._scale_blocks(left=left, log_widths=log_widths, heights=heights, left_slope=left_slope, right_slope=right_slope)
 
     def start_between(self, left: Tensor, right: Tensor, kept: Tensor) -> nonuniform_reference.Blocks:
-        """Return the blocks of the initial function between new bounds, in float64 on the CPU.
+        """Return the blocks of the initial function between new bounds, in float64 on the CPU. Realignment uses them.
 
         Args:
             left: the first knots (C,).
             right: the last knots (C,).
-            kept: a mask (C, N) of widths that stay as they are.
+            kept: a mask (C, N). Intervals that it marks keep their present widths.
         """
         old = self.log_widths.detach().to("cpu", torch.float64)
         widths = torch.where(kept, old, ((right - left) / self.intervals).log()[:, None])
@@ -135,7 +135,7 @@ class NonUniformPWLU(PWLU):
     def forward(self, x: Tensor) -> Tensor:
         """Return y."""
         if not isinstance(x, Tensor) and isinstance(x, Deferred):
-            x = x.computed_for("NonUniformPWLU (its knots are not equally spaced)")
+            x = x.value_for("NonUniformPWLU (its knots are not equally spaced)")
         if not isinstance(x, Tensor):
             checks.check_input(x)
         weight = self.effective_weight()
@@ -151,16 +151,16 @@ class NonUniformPWLU(PWLU):
     @classmethod
     @torch.no_grad()
     def from_uniform(cls, unit: PWLU) -> "NonUniformPWLU":
-        """Return a non-uniform PWLU with the functions of a PWLU, up to the rounding of the knots.
+        """Return a non-uniform PWLU with the functions and input statistics of a PWLU.
 
-        The statistics of the input are copied too.
+        The functions are equal up to the rounding of the knots.
 
         Args:
             unit: the PWLU. Its bounds must not have crossed.
 
         Raises:
             TypeError: if it is not a PWLU.
-            ValueError: if bounds have crossed, because then there are no positive widths.
+            ValueError: if bounds have crossed, because a crossed interval has no positive width.
 
         Example::
 
@@ -188,7 +188,8 @@ class NonUniformPWLU(PWLU):
     def to_uniform(self, tolerance: float = 1e-3) -> ToUniform:
         """Return a PWLU with nearly the same functions, with as few intervals as the tolerance allows.
 
-        The PWLU has the same first and last knot and interpolates the functions, so the error is 0 outside of them.
+        The PWLU has the same first and last knot, and the same outer slopes. In between, it interpolates the functions at its
+        own knots. So the error is 0 left of the first and right of the last knot.
 
         Args:
             tolerance: the largest error, as a share of the range max Y - min Y of the channel. Default: 1e-3.

@@ -3,7 +3,7 @@
     nonuniform_forward(x, weight, intervals, channel_dim) -> y
     nonuniform_backward(grad, x, weight, intervals, channel_dim, need_input, need_weight) -> gradients of x and of weight
 
-``weight`` is a knot weight, as ``nonuniform_reference.pack_knots`` returns it. All else is as in ``ops.py``.
+``weight`` is a knot weight, as ``nonuniform_reference.pack_knots`` returns it. The other arguments are those of ``ops.py``.
 """
 
 from typing import Any
@@ -62,7 +62,7 @@ def _autograd_forward(x: Tensor, weight: Tensor, intervals: int, channel_dim: in
 
 
 def _autograd_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Use the reference implementation, which is differentiable, for second derivatives."""
+    """Run the reference implementation, which is differentiable, if a second derivative is needed. Else run the kernel."""
     if transform_is_active() or wanted(grad, x, weight):
         return dispatch.plain_nonuniform_backward(grad, x, weight, *rest)
     return below_autograd(backward, grad, x, weight, *rest)

@@ -7,16 +7,16 @@ slopes K_L and K_R::
     b_i <= x < b_{i+1}    y = (x - b_i) K_i + Y_i,   K_i = (Y_{i+1} - Y_i)/(b_{i+1} - b_i)
     x >= b_N              y = (x - b_N) K_R + Y_N
 
-The segment of x is the number of knots that are not greater than x, minus 1. It is found by comparisons alone, so kernels and
-this file agree on every element. NaN is in segment -1, because all comparisons are false. An interval whose knots coincide is
-empty.
+The segment of x is the number of knots that are not greater than x, minus 1. Only comparisons determine it, without rounding,
+so the kernels and this file find the same segment for every element. NaN is in segment -1, because all comparisons are false.
+No x lies in an interval whose knots coincide.
 
 The parameters are b_0 (``left``) and the logarithms of the widths (``log_widths``)::
 
     b_k = b_0 + sum over j < k of exp(w_j)
 
-So the knots are in order for all values of the parameters. The exponential was chosen because a step of the optimizer then
-multiplies a width, whatever the scale of the inputs: f(c x) needs the same w up to a constant. Softplus has such steps for
+So the knots are in order for all values of the parameters. With the exponential, a step of the optimizer multiplies a width
+by a factor, so it suits inputs of any scale: f and f(c x) have the same w up to a constant. With softplus, this would hold for
 narrow intervals only.
 
 Shapes: ``left``, ``left_slope``, ``right_slope`` are (C,), ``log_widths`` is (C, N), ``knots`` and ``heights`` are (C, N+1).
@@ -51,7 +51,7 @@ class Knots(NamedTuple):
 
 
 def size(intervals: int) -> int:
-    """Return the number of parameters per channel: 2N + 4, for a weight and for a knot weight."""
+    """Return the number of elements per channel, 2N + 4. It is the same for a weight and for a knot weight."""
     return 2 * intervals + 4
 
 
@@ -86,7 +86,7 @@ def unpack_knots(weight: Tensor, intervals: int) -> Knots:
 
 
 def to_knots(weight: Tensor, intervals: int) -> Tensor:
-    """Return the knot weight of a weight, in the compute dtype. Autograd passes through."""
+    """Convert a weight to a knot weight, in the compute dtype. The conversion is differentiable."""
     left, log_widths, heights, left_slope, right_slope = unpack(weight, intervals)
     knots = knots_of(left, log_widths)
     return pack_knots(knots, heights.to(knots.dtype), left_slope.to(knots.dtype), right_slope.to(knots.dtype))
@@ -101,7 +101,7 @@ def segments(x: Tensor, knots: Tensor, channel_dim: int) -> Tensor:
 
 
 def widths_of(knots: Tensor) -> Tensor:
-    """Return the widths (C, N); 1 for empty intervals, which have no elements."""
+    """Return the widths (C, N), with 1 in place of 0. No element lies in an interval of width 0, so 1 only avoids 0/0."""
     widths = knots.diff(dim=1)
     return torch.where(widths > 0, widths, torch.ones_like(widths))
 

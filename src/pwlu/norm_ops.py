@@ -3,7 +3,7 @@
 They compute y = PWLU(z) with z = gamma (x - m)/sqrt(v + eps) + beta (+ residual)::
 
     normalization(x, state...) -> norm                              update the state; one pass over x
-    norm_of(x, gamma, beta, mean, variance, eps) -> norm            change nothing; no pass if mean and variance are given
+    norm_of(x, gamma, beta, mean, variance, eps) -> norm            no update; no pass over x if mean and variance are given
     norm_forward(x, residual, norm, weight, intervals) -> y         one pass
     norm_observe(x, residual, norm, weight, intervals, pool) -> y   the same, and add the moments of z to the pool
     norm_backward(grad, x, residual, norm, weight, intervals) -> gradient of z, sums of the norm, gradient of the weight
@@ -61,7 +61,7 @@ def _fake_normalization(x: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(4, x.shape[1], dtype=reference.compute_dtype(x))
 
 
-def _fake_of(x: Tensor, gamma: Tensor | None, beta: Tensor | None, *statistics: Any) -> Tensor:
+def _fake_norm_of(x: Tensor, gamma: Tensor | None, beta: Tensor | None, *statistics: Any) -> Tensor:
     return _fake_normalization(x, *_constant(gamma, beta, *statistics))
 
 
@@ -92,7 +92,7 @@ def _constant(gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None, va
     return NormState(gamma, beta, mean, variance, None, 0.0, eps, mean is None, None)
 
 
-def _of(x: Tensor, *rest: Any) -> Tensor:
+def _norm_of(x: Tensor, *rest: Any) -> Tensor:
     return dispatch.normalization(x, *_constant(*rest))
 
 
@@ -224,11 +224,12 @@ def differentiable_backward(
     """
     mean, variance = (None, None) if training else (norm[0], norm[1].square().reciprocal() - eps)
     with torch.enable_grad():
-        # Use aliases, to get partial derivatives even if x depends on the residual.
+        # Use views of the tensors, to get partial derivatives even if x depends on the residual.
         tensors = [None if t is None else t.view_as(t) for t in (x, residual, weight, gamma, beta)]
-        one, added, packed, of_gamma, of_beta = tensors
-        assert one is not None and packed is not None  # noqa: PT018
-        y = reference.norm_act(one, added, of_gamma, of_beta, mean, variance, eps, *reference.unpack(packed, intervals))
+        x_view, residual_view, weight_view, gamma_view, beta_view = tensors
+        assert x_view is not None and weight_view is not None  # noqa: PT018
+        blocks = reference.unpack(weight_view, intervals)
+        y = reference.norm_act(x_view, residual_view, gamma_view, beta_view, mean, variance, eps, *blocks)
         inputs = [t for t in tensors if t is not None and t.requires_grad]
         found = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
     return [next(found) if t is not None and t.requires_grad else x.new_empty(0) for t in tensors]
@@ -245,7 +246,7 @@ def _over_processes(group: "dist.ProcessGroup", x: Tensor, state: NormState) -> 
     mean = (counts * means).sum(0) / count
     m2 = (squares + counts * (means - mean).square()).sum(0)
     total = int(count[0])
-    norm = dispatch.follow_batch(state._replace(pool=None), total, mean, m2)  # each process observes its own z
+    norm = dispatch.follow_batch(state._replace(pool=None), total, mean, m2)  # each process adds its own z to its pool
     return norm.to(own.dtype), total
 
 
@@ -274,7 +275,7 @@ def _refuse(name: str) -> Any:
 
 _IMPLEMENTATIONS: dict[str, Sequence[Any]] = {
     "normalization": (_normalization_once, _fake_normalization, _refuse("normalization")),
-    "norm_of": (_of, _fake_of, _refuse("norm_of")),
+    "norm_of": (_norm_of, _fake_norm_of, _refuse("norm_of")),
     "norm_forward": (_forward, _fake_forward, _refuse("norm_forward")),
     "norm_observe": (_observe_once, _fake_forward, _refuse("norm_observe")),
     "norm_backward": (dispatch.norm_backward, _fake_backward, _refuse("norm_backward")),

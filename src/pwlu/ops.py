@@ -199,12 +199,12 @@ def _observe_batched(x: Tensor, weight: Tensor, intervals: int, channel_dim: int
 
 def _moments_batched(info: Any, in_dims: Sequence[int | None], x: Tensor, channel_dim: int, pool: Tensor) -> tuple[None, None]:
     """Implement torch.vmap: count the batch of inputs as one input, unless each has its own pool."""
-    of_x, _, of_pool = in_dims
-    if of_pool is not None:
+    x_dim, _, pool_dim = in_dims
+    if pool_dim is not None:
         for i in range(info.batch_size):
-            moments(x if of_x is None else x.select(of_x, i), channel_dim, pool.select(of_pool, i))
+            moments(x if x_dim is None else x.select(x_dim, i), channel_dim, pool.select(pool_dim, i))
     else:
-        moments(x if of_x is None else x.movedim(of_x, 0), channel_dim + (channel_dim >= 0 and of_x is not None), pool)
+        moments(x if x_dim is None else x.movedim(x_dim, 0), channel_dim + (channel_dim >= 0 and x_dim is not None), pool)
     return None, None
 
 

@@ -215,14 +215,14 @@ def partials(
     share = position / width * intervals  # (x - B_i)/d
     k = torch.arange(intervals + 1, device=x.device)
     i, share_k = piece.segment.unsqueeze(-1), share.unsqueeze(-1)
-    of_heights = torch.where(
+    height_partials = torch.where(
         inside.unsqueeze(-1), (k == i) * (1 - share_k) + (k == i + 1) * share_k, (k == i.clamp(0)).to(x.dtype)
     )
     return {
         "x": piece.slope + zero,
         "left": torch.where(at_left, -piece.slope, torch.where(inside, piece.slope * (x - b_r) / width, zero)),
         "right": torch.where(at_right, -piece.slope, torch.where(inside, piece.slope * (b_l - x) / width, zero)),
-        "heights": of_heights,
+        "heights": height_partials,
         "left_slope": torch.where(at_left, position, zero),
         "right_slope": torch.where(at_right, position, zero),
     }
@@ -401,9 +401,9 @@ def norm_sums(grad_z: Tensor, x: Tensor, norm: Tensor) -> Tensor:
     wide = torch.float32 if x.device.type == "mps" else torch.float64  # float32 loses too much over many small terms
     others = [d for d in range(x.ndim) if d != 1]
     centred = x.to(norm.dtype) - along(norm[0], x, 1)
-    of_g = grad_z.sum(others, dtype=wide).to(norm.dtype)
-    of_centred = (grad_z.to(wide) * centred).sum(others).to(norm.dtype)
-    return torch.stack([of_g, of_centred, of_centred * norm[1]])
+    sum_g = grad_z.sum(others, dtype=wide).to(norm.dtype)
+    sum_g_centred = (grad_z.to(wide) * centred).sum(others).to(norm.dtype)
+    return torch.stack([sum_g, sum_g_centred, sum_g_centred * norm[1]])
 
 
 def norm_input(grad_z: Tensor, x: Tensor, norm: Tensor, sums: Tensor | None, count: float) -> Tensor:
@@ -415,8 +415,8 @@ def norm_input(grad_z: Tensor, x: Tensor, norm: Tensor, sums: Tensor | None, cou
     mean, inv_std, scale, _ = (along(row, x, 1) for row in norm)
     grad_z = grad_z.to(norm.dtype)
     if sums is not None:
-        of_g, of_centred = (along(row / count, x, 1) for row in sums[:2])
-        grad_z = grad_z - of_g - (x.to(norm.dtype) - mean) * (of_centred * inv_std * inv_std)
+        mean_g, mean_g_centred = (along(row / count, x, 1) for row in sums[:2])
+        grad_z = grad_z - mean_g - (x.to(norm.dtype) - mean) * (mean_g_centred * inv_std * inv_std)
     return (scale * grad_z).to(x.dtype)
 
 

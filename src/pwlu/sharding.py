@@ -12,12 +12,12 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def gathered(parameter: Tensor) -> Tensor:
-    """Return the full tensor of a parameter that may be sharded by fully_shard. The gathering is differentiable."""
+    """Return the full tensor of a parameter that fully_shard may have sharded. The all-gather is differentiable."""
     return parameter.full_tensor() if is_sharded(parameter) else parameter  # type: ignore[attr-defined]
 
 
 def full_values(parameter: Tensor) -> Tensor:
-    """Return the full values of a parameter that may be sharded, detached from autograd."""
+    """Return the full values of a parameter that fully_shard may have sharded, detached from autograd."""
     return gathered(parameter.detach())
 
 

@@ -11,11 +11,12 @@ class Squeeze(nn.Module):
 
     See :mod:`pwlu.dynamic_reference`. The computation runs in float32 (float64 for float64), also under autocast.
 
-    The parameters are ``first`` (H, F), ``first_bias`` (H,), ``second`` (O, H) and ``second_bias`` (O,). The weights start
-    normal, with variances 2/F and 1/H, so that outputs are about as large as the means. The biases start at 0.
+    The parameters are ``first`` (H, F), ``first_bias`` (H,), ``second`` (O, H) and ``second_bias`` (O,). The weights are
+    initialized from normal distributions with variances 2/F and 1/H, so that outputs are about as large as the means. The
+    biases start at 0.
 
     Args:
-        features: the number of channels F of the input. 1: take the mean over all elements of a sample.
+        features: the number of channels F of the input. With 1, p is the mean over all elements of a sample.
         hidden: the size H of the hidden layer.
         outputs: the number of outputs O.
         channel_dim: the channel dimension of the input.
@@ -48,11 +49,11 @@ class Squeeze(nn.Module):
         nn.init.zeros_(self.first_bias)
         nn.init.zeros_(self.second_bias)
 
-    def forward(self, x: Tensor, still: bool = False) -> Tensor:
-        """Return the outputs (B, O) in the compute dtype. `still`: treat the parameters as constants."""
+    def forward(self, x: Tensor, detach_parameters: bool = False) -> Tensor:
+        """Return the outputs (B, O) in the compute dtype. `detach_parameters`: treat the parameters as constants."""
         check_samples(x, self.features, self.channel_dim)
         parameters: tuple[Tensor, ...] = (self.first, self.first_bias, self.second, self.second_bias)
-        if still:
+        if detach_parameters:
             parameters = tuple(p.detach() for p in parameters)
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
@@ -69,7 +70,7 @@ class Squeeze(nn.Module):
 
 
 def function_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that describe functions: all parameters of an activation except those of its Squeeze."""
+    """Return the parameters that describe the function of an activation: all except those of its Squeeze networks."""
     others = {id(p) for child in module.modules() if isinstance(child, Squeeze) for p in child.parameters()}
     return [p for p in module.parameters() if id(p) not in others]
 
@@ -91,7 +92,7 @@ def check_samples(x: Tensor, features: int, channel_dim: int) -> None:
 
 
 def along_samples(values: Tensor, x: Tensor, channel_dim: int) -> Tensor:
-    """Reshape (B, R) so that it broadcasts against x. R is 1 or the number of channels."""
+    """Reshape values (B, R) so that they broadcast against x. R is 1 or the number of channels."""
     shape = [x.shape[0], *[1] * (x.ndim - 1)]
     if values.shape[1] > 1:
         shape[channel_dim] = values.shape[1]

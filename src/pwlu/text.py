@@ -47,8 +47,8 @@ def install(*extras: str) -> str:
     return f"pip install '.[{','.join(extras)}]' in the folder of pwlu's sources"
 
 
-def parsed(text: str | bytes) -> Any:
-    """Parse JSON strictly; raise ValueError if a number is not finite, or a text is not valid UTF-8."""
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON strictly; raise ValueError if a number is not finite, or the text is not valid UTF-8."""
     try:
         text = text if isinstance(text, str) else text.decode()  # json would guess other encodings
         content = json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=_finite_int)

@@ -462,13 +462,13 @@ def fused():
             small(),
             [[3, IMAGES]],
             {},
-            r"a batch is of type list\. A batch must be what .*\(batch\['image'\] for batch in loader\)",
+            r"a batch is of type list\. A batch must be an input .*\(batch\['image'\] for batch in loader\)",
         ),
         (
             small(),
             [IMAGES.numpy()],
             {},
-            "a batch is of type ndarray. A batch must be what the model is called with: a tensor, a tuple",
+            "a batch is of type ndarray. A batch must be an input of the model: a tensor, a tuple",
         ),
         (
             small(),

@@ -192,7 +192,7 @@ def test_gradcheck(name):
 
 
 @pytest.mark.parametrize("name", ["apl", "pau"])
-def test_gradients_that_nobody_wants(name):
+def test_gradients_that_are_not_needed(name):
     act, x = GRADIENTS[name](), torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
     expected = torch.autograd.grad(act(x).square().sum(), [x, *act.parameters()])
     for i, wanted in enumerate([x, *act.parameters()]):
@@ -219,7 +219,7 @@ def saved(act, x):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_kept_for_backward(dtype):
+def test_tensors_saved_for_backward(dtype):
     x = torch.randn(2, 8, 16, 16).to(dtype).requires_grad_()
     size = x.untyped_storage().nbytes()
     for act in (nn.ReLU(), PReLU(8).to(dtype), APL(8), APL(8, 5), PAU(), pwlu.PWLU(8)):

@@ -169,7 +169,7 @@ def test_views(name, device):
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ["apl", "pau"])
-def test_gradients_that_nobody_wants(name, device):
+def test_gradients_that_are_not_needed(name, device):
     act, x = (apl(5) if name == "apl" else pau()).to(device), torch.randn(2, 5, 3, device=device, requires_grad=True)
     tensors = [x, *act.parameters()]
     expected = torch.autograd.grad(act(x).square().sum(), tensors)
@@ -236,7 +236,7 @@ def test_transforms(name, device):
     torch.testing.assert_close(found, torch.autograd.grad(act(x).square().sum(), x)[0])
 
 
-def test_not_for_fakes():
+def test_fake_tensors_do_not_use_kernels():
     with FakeTensorMode():
         x, act = torch.empty(2, 5, 4, device="cuda"), APL(5, device="cuda")
         assert not fused.can_use_kernels(x, act.slopes, act.offsets)

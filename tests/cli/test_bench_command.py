@@ -13,7 +13,7 @@ from trained_helpers import folder_of
 
 from pwlu.cli import main
 from pwlu.lab.inference import benchmark
-from pwlu.lab.inference.benchmark import measured, with_relu
+from pwlu.lab.inference.benchmark import measure, with_relu
 from pwlu.lab.inference.timing import interleaved, percentiles
 from pwlu.lab.inference.trained_network import load
 from pwlu.module import PWLU
@@ -62,7 +62,7 @@ def test_one_table(run, capsys):
 
 @pytest.mark.slow
 def test_compiled(run):
-    found, _ = measured(load(run), CPU, batch=2, rounds=1, compiled=True)
+    found, _ = measure(load(run), CPU, batch=2, rounds=1, compiled=True)
     names = [contender.name for contender in found]
     assert names[:5] == PLAIN + COMPILED
     assert all(contender.times for contender in found[:5]), [contender.why for contender in found]
@@ -155,7 +155,7 @@ def test_more_mistakes(run, tmp_path, monkeypatch, capsys):
     assert main(["bench", str(run), "--rounds", "0"]) == 2
     assert "--rounds must be at least 1, not 0" in capsys.readouterr().err
     assert main(["bench", str(run), "--device", "tpu"]) == 2
-    assert "--device tpu: torch knows no such device" in capsys.readouterr().err
+    assert "--device tpu: torch has no such device" in capsys.readouterr().err
     assert bench(tmp_path / "nowhere") == 2
     assert f"pwlu bench: there is no folder {tmp_path / 'nowhere'}" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "pwlu.lab.inference.trained_network", None)
@@ -177,7 +177,7 @@ def test_a_bar_on_a_terminal(run, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert bench(run, "--no-compile") == 0
     printed = capsys.readouterr().err
-    for bar in ("made ready: 100%", "timed: 100%", "3/3"):
+    for bar in ("prepared: 100%", "timed: 100%", "3/3"):
         assert bar in printed
 
 

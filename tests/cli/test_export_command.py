@@ -12,13 +12,13 @@ from torch.nn import functional as F
 from trained_helpers import folder_of
 
 from pwlu.cli import main
-from pwlu.lab.inference import shipping
-from pwlu.lab.inference.shipping import fold_batch_norm_
+from pwlu.lab.inference import exporting
+from pwlu.lab.inference.exporting import fold_batch_norm_
 from pwlu.lab.inference.trained_network import load
 from pwlu.lab.recipes.settings import UserError
 
 onnx, onnxruntime, _ = (pytest.importorskip(package) for package in ("onnx", "onnxruntime", "onnxscript"))
-fuse_ = shipping.fuse_
+fuse_ = exporting.fuse_
 
 
 def export(*arguments):
@@ -131,7 +131,7 @@ def detector(tmp_path):
 def test_a_detector_is_refused(detector, tmp_path, capsys):
     assert export(detector, tmp_path / "model.onnx") == 2
     printed = capsys.readouterr().err
-    assert "torch.export cannot trace torchvision's detectors past the suppression of overlapping boxes" in printed
+    assert "torch.export cannot trace a whole detector of torchvision, because non-maximum suppression" in printed
     assert "which has 18 of the 26 activations" in printed
     assert not (tmp_path / "model.onnx").exists()
 
@@ -146,7 +146,7 @@ def test_the_backbone_of_a_detector(detector, tmp_path, capsys):
     x = backbone.sample(3)
     with torch.no_grad():
         expected = list(backbone.network(x).values())
-    for found, wanted in zip(shipping.session(tmp_path / "model.onnx")(x), expected, strict=True):
+    for found, wanted in zip(exporting.session(tmp_path / "model.onnx")(x), expected, strict=True):
         torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
 
 
@@ -195,7 +195,7 @@ def test_a_wrong_file_does_not_appear(suffix, run, tmp_path, monkeypatch, capsys
     """An existing file stays as it was."""
     file = tmp_path / f"model{suffix}"
     file.write_text("of yesterday")
-    for module in ("lab.inference.shipping", "deploy.onnx_export"):
+    for module in ("lab.inference.exporting", "deploy.onnx_export"):
         monkeypatch.setattr(f"pwlu.{module}.fuse_", lambda m: (fuse_(m), m.get_submodule("11").bias.data.add_(1e-3)))
     assert export(run, file) == 2
     assert "rounding explains" in capsys.readouterr().err
@@ -205,10 +205,10 @@ def test_a_wrong_file_does_not_appear(suffix, run, tmp_path, monkeypatch, capsys
 
 def test_a_wrong_file_without_pwlus_does_not_appear(tmp_path, monkeypatch):
     model, file = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU()).eval(), tmp_path / "model.onnx"
-    session = shipping.session
-    monkeypatch.setattr(shipping, "session", lambda path: lambda x: [y + np.float32(1e-3) for y in session(path)(x)])
+    session = exporting.session
+    monkeypatch.setattr(exporting, "session", lambda path: lambda x: [y + np.float32(1e-3) for y in session(path)(x)])
     with pytest.raises(RuntimeError, match="the exported network differs from the original by"):
-        shipping.write_onnx(model, torch.randn(2, 1, 5, 5), file, {})
+        exporting.write_onnx(model, torch.randn(2, 1, 5, 5), file, {})
     assert not list(tmp_path.iterdir())
 
 
@@ -248,7 +248,7 @@ def test_missing_packages(act, package, run, tmp_path, monkeypatch, capsys):
         text = capsys.readouterr().err
     else:
         with pytest.raises(ImportError) as caught:
-            shipping.write_onnx(nn.Sequential(nn.ReLU()).eval(), torch.randn(2, 3), tmp_path / "model.onnx", {})
+            exporting.write_onnx(nn.Sequential(nn.ReLU()).eval(), torch.randn(2, 3), tmp_path / "model.onnx", {})
         text = str(caught.value)
     assert "needs onnx, onnxscript and onnxruntime" in text
     assert "pip install '.[onnx]'" in text

@@ -143,7 +143,7 @@ def test_unknown_recipe(capsys, name, nearest):
         (["--act", "rleu"], "--act rleu: activation: 'rleu' is not known. Write one of relu, "),
         (["--init", "rleu"], "init 'rleu' is not known"),
         (["--act", "frelu", "--granularity", "layer"], "--act frelu: convert_: to='frelu' needs granularity='channel'"),
-        (["--device", "tpu"], "--device tpu: torch knows no such device. Write cpu or cuda"),
+        (["--device", "tpu"], "--device tpu: torch has no such device. Write cpu or cuda"),
         (["--device", "meta"], f"--device meta: torch {torch.__version__} cannot use it here. Write --device cpu"),
         (["--resume", "nowhere"], "nowhere is not a run folder: it has no config.json"),
     ],

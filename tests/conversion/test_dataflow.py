@@ -171,7 +171,7 @@ def test_activations_that_are_written_out_in_between(function, kind):
     report = pwlu.convert_(Between(a=conv(), b=conv(4, 5)), IMAGES)
     assert [(site.kind, site.action) for site in report] == [(kind, "impossible"), ("relu", "converted")]
     assert report.sites[0].reason == (
-        f"it is written out by hand: call F.{kind}, or pass its module's class in kinds if that does nothing else"
+        f"it is written as a formula: call F.{kind}, or pass the class of its module in kinds if it computes only that"
     )
 
 
@@ -213,7 +213,7 @@ def test_gated_linear_units_are_marked(act, layers):
     model = SwiGLU(gate=nn.Linear(3, width), up=up, down=nn.Linear(8, 3), act=act)
     report = pwlu.convert_(nn.Sequential(model, nn.Linear(3, 5), nn.ReLU()), torch.randn(2, 7, 3))
     assert [(site.glu, site.action) for site in report] == [(True, "converted"), (False, "converted")]
-    assert "GLU: it multiplies another path" in str(report)
+    assert "GLU: its output is multiplied with another path" in str(report)
     with pytest.raises(ValueError, match="where returned False; GLU"):
         pwlu.convert_(
             SwiGLU(gate=nn.Linear(3, width), up=up, down=nn.Linear(8, 3), act=act),

@@ -107,7 +107,7 @@ APART = {
 
 
 @pytest.mark.parametrize(("way", "added"), FUSED.items())
-def test_what_is_fused(way, added):
+def test_norms_that_are_fused(way, added):
     fused, plain, report = pair(Block(way))
     assert [(s.norm, s.units, s.added, s.reason) for s in report] == [
         ("1.bn1", ["1.act1"], False, ""),
@@ -120,7 +120,7 @@ def test_what_is_fused(way, added):
 
 
 @pytest.mark.parametrize(("way", "reason"), APART.items())
-def test_what_is_left_alone(way, reason):
+def test_norms_that_are_not_fused(way, reason):
     fused, plain, report = pair(Block(way))
     assert [s.fused for s in report] == [True, False]
     assert reason in report.sites[1].reason
@@ -131,7 +131,7 @@ def test_what_is_left_alone(way, reason):
 
 
 @pytest.mark.parametrize("way", [*FUSED, *APART])
-def test_a_model_stays_right_whatever_becomes_of_an_output(way):
+def test_results_are_right_for_any_use_of_an_output(way):
     """Every norm is deferred here, as if the sample had not shown these uses."""
     fused, plain, _ = pair(Block())
     fused[1].way = plain[1].way = way
@@ -243,7 +243,7 @@ def test_two_norms(options):
             assert_same(fused, plain, seed)
 
 
-def test_no_output_of_two_norms_is_held(monkeypatch):
+def test_outputs_of_two_added_norms_are_not_saved(monkeypatch):
     fused, _, _ = pair(Two())
     made, act = [], norm_ops.norm_act
 
@@ -264,7 +264,7 @@ def test_no_output_of_two_norms_is_held(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_computed_again_is_the_same_to_the_last_bit(dtype):
+def test_recomputed_outputs_have_the_same_bits(dtype):
     for shape in ((4, 5, 20, 20), (300, 40)):
         x = 3 * torch.randn(shape).to(dtype)
         weight = deferred_norm._identity(shape[1], reference.compute_dtype(x), x.device)
@@ -351,7 +351,7 @@ def test_the_state_dict_and_everything_else_stay_as_they_are():
     assert_same(fused, plain)
 
 
-def test_taken_back():
+def test_unfuse_norms():
     fused, plain, _ = pair(Block())
     assert pwlu.unfuse_norms_(fused) == ["1.bn1", "1.bn2"]
     assert pwlu.unfuse_norms_(fused) == []
@@ -373,7 +373,7 @@ def test_copies_and_pickles_are_fused_with_their_own_units(tmp_path):
         assert_same(other, copy.deepcopy(plain))
 
 
-def test_again_is_no_error_and_finds_the_same():
+def test_fusing_twice_gives_the_same_report():
     fused, _, report = pair(Block())
     again = pwlu.fuse_norms_(fused, sample().double())
     assert again.sites == report.sites
@@ -588,7 +588,7 @@ def test_double_backward_and_transforms():
         torch.testing.assert_close(one, other)
 
 
-def test_what_needs_the_plain_form_takes_it():
+def test_separate_computation_where_it_is_needed():
     fused, plain, _ = pair(Block())
     fused, plain, x = fused.float().eval(), plain.float().eval(), sample()
     found, expected = (torch.export.export(m, (x,)) for m in (fused, plain))

@@ -354,9 +354,9 @@ def without_source():
             "it is called by Twice, which would run a new child as one more layer",
         ),
         (Impossible("child", Unseen(a=(act := nn.ReLU()), acts=[act])), "the model does not call it by its registered name"),
-        (Impossible("child", Sometimes()), "it does not always apply the same activation"),
+        (Impossible("child", Sometimes()), "its module does not always apply the same activation"),
         (Impossible("child", without_source()), "the source <nowhere> cannot be read"),
-        (Impossible("child", fx.symbolic_trace(Forms("function").eval())), "it is in a torch.fx graph: .*"),
+        (Impossible("child", fx.symbolic_trace(Forms("function").eval())), "its call is in a torch.fx graph: .*"),
     ],
 )
 def test_what_is_not_possible(model, reason):

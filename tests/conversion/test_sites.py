@@ -77,7 +77,7 @@ def test_a_list_of_activations():
     report = pwlu.convert_(model(4, True), IMAGES)
     assert [site.name for site in report.converted] == ["acts.0", "acts.1"]
     assert [site.reason for site in report.of("skipped")] == [
-        f"shares acts.{n}: the calls cannot be told apart" for n in (0, 1)
+        f"shares acts.{n}, because the calls cannot be rewritten separately" for n in (0, 1)
     ]
 
 
@@ -95,7 +95,7 @@ def test_modes():
         ("selu", (), "unreached"),
     ]
     assert "in train mode only" in str(report)
-    assert "the sample reaches it in neither training nor evaluation mode" in str(report)
+    assert "the sample does not reach it, in training or in evaluation mode" in str(report)
 
 
 def test_calls_that_do_not_happen_are_listed():
@@ -296,7 +296,7 @@ def test_slopes_given_to_a_function():
             return F.relu(F.prelu(self.conv(x), self.slopes))
 
     model = Given(conv=conv(), slopes=nn.Parameter(torch.ones(4)))
-    assert reasons(model, kinds=("prelu", "relu")) == ["its slopes are passed to a function: use nn.PReLU"]
+    assert reasons(model, kinds=("prelu", "relu")) == ["it is F.prelu, whose slopes belong to no module: use nn.PReLU"]
 
 
 class SiLU(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 
 import pwlu
 from pwlu import nonuniform_reference
-from pwlu.deploy.fewest_knots import fewest_knots, least_errors, simplified
+from pwlu.deploy.fewest_knots import fewest_knots, keep_fewest_knots, least_errors
 from pwlu.nonuniform_reference import Knots
 
 
@@ -46,11 +46,11 @@ def test_no_choice_of_knots_is_better(seed):
             fewest = next(k for k, error in enumerate(exact, 2) if error <= allowed)
             limit = torch.tensor([allowed], dtype=torch.float64)
             assert int(fewest_knots(one, limit)) == fewest
-            new = simplified(one, limit)
+            new = keep_fewest_knots(one, limit)
             assert new.knots.shape[1] == fewest
             x = torch.linspace(-9, 9, 4001, dtype=torch.float64)[None]
             assert float((apply(new, x) - apply(one, x)).abs().max()) <= allowed + 1e-12
-    new = simplified(of, torch.full((3,), 0.2, dtype=torch.float64))  # one number of knots for all channels
+    new = keep_fewest_knots(of, torch.full((3,), 0.2, dtype=torch.float64))  # one number of knots for all channels
     x = torch.linspace(-9, 9, 4001, dtype=torch.float64).expand(3, -1)
     assert float((apply(new, x) - apply(of, x)).abs().max()) <= 0.2 + 1e-12
     assert (new.knots.diff(dim=1) > 0).all()

@@ -133,7 +133,7 @@ def test_every_combination_holds(constraint, dtype):
         assert not torch.stack([k_l, k_r]).any()
 
 
-def test_what_holds_does_not_change():
+def test_satisfied_constraints_change_nothing():
     act = pwlu.PWLU(3)
     before = act.weight.detach().clone()
     pwlu.constrain_(act, lipschitz=1.0, monotone=True, convex=True)  # ReLU

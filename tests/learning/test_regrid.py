@@ -135,7 +135,7 @@ def test_one_function_for_several_channels_gets_the_moments_of_all():
     assert unit.right.item() == pytest.approx(3 * sigma)
 
 
-def test_what_stays():
+def test_functions_that_are_not_moved():
     model = nn.Sequential(random_unit(), random_unit(), random_unit(), random_unit(1))
     model[1].requires_grad_(False)
     model[2].scale_gradients(left=0.0)

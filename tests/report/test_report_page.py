@@ -302,7 +302,7 @@ AGAIN = "Copy it again from where it was trained, or train again. It is left out
             "config.json",
             '{"recipe": "digits", "activation": 5}',
             [
-                f"PATH does not hold the settings of a run: activation must be a text, not 5. {AGAIN}",
+                f"PATH does not hold the settings of a run: activation must be a string, not 5. {AGAIN}",
                 "The settings are unknown.",
             ],
         ),
@@ -391,20 +391,20 @@ def test_a_run_that_diverged(run, functions, capsys):
     [
         (
             "absent",
-            r"there is no folder .*absent\. pwlu train makes a run: a folder with config\.json and metrics\.jsonl",
+            r"there is no folder .*absent\. pwlu train creates run folders, with config\.json and metrics\.jsonl",
         ),
-        ("runs/third", r"there is no folder .*third\. There is .*runs.first, .*runs.second$"),
-        ("file", r"file is a file\. Write the folder of a run\. pwlu train makes a run"),
-        ("empty", r"empty is not a run folder: it has no config\.json, but nothing\. pwlu train makes a run"),
-        ("other", r"other is not a run folder: it has no config\.json, but a, b, c, d, e, \.\.\.\. pwlu train makes"),
+        ("runs/third", r"there is no folder .*third\. Runs nearby: .*runs.first, .*runs.second$"),
+        ("file", r"file is a file\. Write the folder of a run\. pwlu train creates run folders"),
+        ("empty", r"empty is not a run folder: it has no config\.json and is empty\. pwlu train creates run folders"),
+        ("other", r"other is not a run folder: it has no config\.json, only a, b, c, d, e, \.\.\.\. pwlu train creates"),
         (
             "runs",
-            r"runs is not a run folder: it has no config\.json, but first, second\. There is .*runs.first, .*runs.second$",
+            r"runs is not a run folder: it has no config\.json, only first, second\. Runs nearby: .*runs.first, .*runs.second$",
         ),
         ("model", r"config\.json does not hold the settings of a run: it names no recipe"),
     ],
 )
-def test_what_is_no_run(tmp_path, capsys, kind, complaint):
+def test_paths_without_a_run(tmp_path, capsys, kind, complaint):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()

@@ -114,7 +114,7 @@ def test_runs_that_diverged(runs, capsys):
     assert headline(html).startswith("The training diverged")
 
 
-def test_what_cannot_be_compared(runs, capsys, tmp_path):
+def test_runs_that_cannot_be_compared(runs, capsys, tmp_path):
     ours, base = runs(98.0), runs(97.0, "relu")
     other = runs(97.0, "relu", seed=1, recipe="cifar100/resnet18")
     assert f"{other} cannot be compared with {ours}: recipe cifar100/resnet18, not digits" in refused(

@@ -1,4 +1,4 @@
-"""Measure alignment: how well the bounds of every PWLU fit its inputs."""
+"""Measure how well the bounds of every PWLU fit its inputs: the alignment."""
 
 import inspect
 import json
@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_map_only
 from pwlu import reference
 from pwlu.analysis.quantiles import QuantileSketch
 from pwlu.module import PWLU, require_units, unwrapped
-from pwlu.text import columns, counted, parsed
+from pwlu.text import columns, counted, parse_json
 
 BARS = 32
-HEALTHY = 0.548  # IOU of normal inputs with bounds at mu +- 3 sigma, where realignment puts them: 2 * 1.645 / 6
+HEALTHY = 0.548  # IOU of normal inputs with the bounds mu +- 3 sigma, which realignment sets: 2 * 1.645 / 6
 _ACCEPTED = (
-    "A batch must be what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments; or a "
-    "list of inputs and labels from a loader. If your loader yields something else, select the inputs: "
+    "A batch must be an input of the model: a tensor, a tuple of arguments, or a dictionary of keyword arguments. It may also "
+    "be a list of inputs and labels from a loader. If your loader yields something else, select the inputs: "
     "pwlu.alignment(model, (batch['image'] for batch in loader))."
 )
 
@@ -34,7 +34,7 @@ _ACCEPTED = (
 class UnitAlignment:
     """The alignment of one PWLU. Every list has one entry per channel of its input.
 
-    All channels of a layer-wise unit have the same bounds.
+    If one function serves the whole layer, all channels have the same bounds.
 
     Attributes:
         name: full name of the unit.
@@ -114,7 +114,7 @@ class Alignment:
     def from_json(cls, text: str) -> "Alignment":
         """Return the alignment that :meth:`to_json` wrote; null becomes NaN."""
         try:
-            values = parsed(text)
+            values = parse_json(text)
             units = [UnitAlignment(**{key: _null_to_nan(value) for key, value in unit.items()}) for unit in values.pop("units")]
             for unit in units:
                 _check_unit(unit)
@@ -144,21 +144,22 @@ def alignment(model: nn.Module, batches: Iterable[Any], *, limit: int | None = N
 
         IOU = |[B_L, B_R] ∩ [p5, p95]| / |[B_L, B_R] ∪ [p5, p95]|
 
-    Here p5 and p95 are the 5 % and 95 % quantiles of the input over all batches. 1 is a perfect fit, 0 is none. Normally
-    distributed inputs score 0.55 if the bounds are at mu +- 3 sigma, where realignment puts them.
+    Here p5 and p95 are the 5 % and 95 % quantiles of the input over all batches. 1 means a perfect fit, 0 no overlap. Normally
+    distributed inputs have an IOU of 0.55 with the bounds mu +- 3 sigma, which realignment sets.
 
-    The model runs in evaluation mode without gradients, and is left unchanged. Inputs are counted batch by batch, in bounded
+    The model runs in evaluation mode without gradients, and does not change. Inputs are counted batch by batch, in bounded
     memory; the error of the IOU is at most 1/128 (see :mod:`pwlu.analysis.quantiles`).
 
-    The shared bounds of a layer-wise unit are compared with each channel of its input, along its ``channel_dim``. If its
-    calls differ in the number of channels, they count as one channel. The inputs of all calls of a unit are pooled.
+    The inputs of all calls of a unit are counted together. If a unit has one function for the layer, its bounds are compared
+    with each channel of the input, along ``channel_dim``. If its calls differ in the number of channels, all inputs count as
+    one channel.
 
     Args:
         model: a model with PWLUs.
-        batches: a loader, or an iterable of what the model is called with: tensors, tuples of arguments, or dictionaries of
-            keyword arguments. If a batch is a list, such as inputs and labels, the model gets as many entries as its forward
-            requires; if it is a tuple, as many as its forward accepts. Tensors on the CPU move to the model's device. Each
-            batch is used once, so a generator works.
+        batches: a loader, or an iterable of inputs of the model: tensors, tuples of arguments, or dictionaries of keyword
+            arguments. From a list, such as inputs and labels, the model gets as many entries as its forward requires. From a
+            tuple, it gets as many as its forward accepts. Tensors on the CPU are moved to the model's device. Each batch is
+            used once, so a generator works.
         limit: largest number of batches to use. Default: all of them.
         histogram: whether to keep a small histogram of each channel's inputs for figures. Default: True.
 
@@ -178,7 +179,7 @@ def alignment(model: nn.Module, batches: Iterable[Any], *, limit: int | None = N
     units = require_units("alignment", model)
     _check(batches, limit)
     counters = {name: _InputCounter(unit) for name, unit in units.items()}
-    required, taken = _positional(model)
+    required, taken = _count_positional(model)
     device = next(iter(units.values())).weight.device
     number = 0
     with _counting_inputs(model, counters.values()):
@@ -198,7 +199,7 @@ def alignment(model: nn.Module, batches: Iterable[Any], *, limit: int | None = N
 
 
 def without_histograms(aligned: Alignment) -> Alignment:
-    """Return the alignment without histograms, in a quarter of the space."""
+    """Return the alignment without histograms, which take three quarters of its space."""
     return replace(aligned, units=[replace(unit, low=[], high=[], histogram=[]) for unit in aligned])
 
 
@@ -234,7 +235,7 @@ def _counting_inputs(model: nn.Module, counters: Iterable[_InputCounter]) -> Ite
     modes = {module: module.training for module in model.modules()}
     handles = []
     try:
-        for module in modes:  # not eval(), which some models override to do more than we could undo
+        for module in modes:  # do not call eval(): some models override it, and we could not undo what it does
             module.training = False
         for counter in counters:
             handles.append(counter.unit.register_forward_hook(counter, with_kwargs=True))
@@ -248,7 +249,7 @@ def _counting_inputs(model: nn.Module, counters: Iterable[_InputCounter]) -> Ite
 
 
 def _force_eager() -> AbstractContextManager[Any]:
-    """Run compiled models in eager mode: they do not see new hooks. Without dynamo imported, nothing is compiled."""
+    """Run compiled models in eager mode, because compiled code ignores new hooks. If dynamo is not imported, do nothing."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -288,7 +289,7 @@ def _arguments(batch: Any, required: int, taken: int | None) -> tuple[tuple[Any,
     return batch[:taken] if isinstance(batch, tuple) else (batch,), {}
 
 
-def _positional(model: nn.Module) -> tuple[int, int | None]:
+def _count_positional(model: nn.Module) -> tuple[int, int | None]:
     """Return the number of positional arguments that forward requires (at least 1) and accepts (None: any number)."""
     parameters = inspect.signature(unwrapped(model).forward).parameters.values()  # wrappers accept any arguments
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

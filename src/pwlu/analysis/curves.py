@@ -1,4 +1,4 @@
-"""Learned functions as points, from a model or from saved parameters."""
+"""Compute points of learned functions, from a model or from saved parameters."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -35,10 +35,10 @@ class Curves(NamedTuple):
         return reference.forward(x, left, right, heights, left_slope, right_slope, channel_dim=0)
 
     def points(self, channel: int, low: float, high: float) -> tuple[Tensor, Tensor]:
-        """Return x and y of one function at its knots and at low and high. Straight lines between them are exact."""
+        """Return x and y of one function at its knots, low and high. The function is exactly linear between these points."""
         left, right = self.left[channel, None], self.right[channel, None]
         places = torch.linspace(0, 1, self.heights.shape[1], dtype=torch.float64, device="cpu")[1:-1]
-        # If the bounds have crossed, the function jumps at B_L.
+        # A function with crossed bounds is discontinuous at B_L, so add the point just before.
         just_before = torch.nextafter(left, torch.full_like(left, -torch.inf))
         ends = torch.tensor([low, high], dtype=torch.float64, device="cpu")
         x = torch.cat([ends, just_before, left, left + (right - left) * places, right]).sort().values

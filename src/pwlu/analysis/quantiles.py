@@ -1,15 +1,16 @@
-"""Quantiles of a stream of inputs per channel, in one pass and bounded memory: a histogram whose bins follow the bounds.
+"""Compute quantiles of a stream of inputs per channel, in one pass and bounded memory, by a histogram with fixed bins.
 
-An input x has the position v = (x - B_L)/W - 1/2 with W = B_R - B_L, so the bounds are at -1/2 and 1/2. The edges of the bins
-are at |v| + 1/2 = 2^e (1 + k/256)/2: 512 equal bins between the bounds; outside, the width doubles every 256 bins. Hence:
+With W = B_R - B_L, an input x has the position v = (x - B_L)/W - 1/2. So the bounds are at -1/2 and 1/2. The edges of the bins
+are at |v| + 1/2 = 2^e (1 + k/256)/2. These are 512 equal bins between the bounds. Outside, the width doubles every 256 bins.
+Hence:
 
-- A bin is W/512 wide inside and at most (W/2 + |x - centre|)/256 outside. A quantile is taken from the bin of the exact
+- A bin is W/512 wide inside and at most (W/2 + |x - centre|)/256 outside. The computed quantile lies in the bin of the exact
   quantile, so its error is at most the width of that bin.
-- Both bounds are edges, and the union in IOU([B_L, B_R], [p5, p95]) is at least W. So an end inside adds an error of at most
-  1/512 and an end outside 1/256: 1/128 in all. With many inputs the error is much smaller, because positions within a bin
-  are interpolated.
+- Both bounds are edges, and the union in IOU([B_L, B_R], [p5, p95]) is at least W. So p5 and p95 each add an error of at most
+  1/512 inside the bounds and 1/256 outside: 1/128 in all. With many inputs the error is much smaller, because positions
+  within a bin are interpolated.
 
-The range is neither chosen beforehand nor grown later. Inputs more than 2047.5 W from the centre count as lying there.
+The range of the bins is fixed. An input more than 2047.5 W from the centre is counted at that distance.
 """
 
 import torch
@@ -27,19 +28,19 @@ _MOST_COUNTED = 2**31 - 1
 
 
 class QuantileSketch:
-    """Counts of the inputs of C channels, in bins that follow the bounds (C,), or the shared bounds (1,) of a layer.
+    """Counts of the inputs of C channels. The bins depend on the bounds, (C,) or (1,) if all channels share them.
 
     Adding inputs does not synchronise with the device. Memory: 24 kB per channel.
     """
 
     def __init__(self, left: Tensor, right: Tensor, channels: int) -> None:
         width = right - left
-        usable = (width > 0) & width.isfinite()  # else nothing lies between the bounds: centre the bins on B_L with W = 2
+        usable = (width > 0) & width.isfinite()  # for other bounds, centre the bins on B_L and set W = 2
         self.left = torch.where(usable, left, left.nan_to_num(0.0, 0.0, 0.0) - 1)
         self.width = torch.where(usable, width, torch.full_like(width, 2))
         # the last column counts non-finite inputs
         self.counts = torch.zeros(channels, BINS + 1, dtype=torch.int32, device=left.device)
-        self.added = 0  # elements per channel, at most
+        self.added = 0  # an upper bound on the number of elements per channel
 
     @property
     def channels(self) -> int:
@@ -47,7 +48,7 @@ class QuantileSketch:
         return self.counts.shape[0]
 
     def pool(self) -> None:
-        """Merge all channels into one, for past and future inputs. The bounds must be shared."""
+        """Merge all channels into one, for past and future inputs. All channels must have the same bounds."""
         self.added *= self.channels
         self._widen()
         self.counts = self.counts.sum(0, keepdim=True, dtype=self.counts.dtype)
@@ -58,7 +59,7 @@ class QuantileSketch:
         self._widen()
         if self.channels == 1:
             x, channel_dim = x.reshape(-1), 0
-        elements = 2**18 if x.device.type == "cpu" else 2**22  # per step: to fit the CPU's cache, or to bound memory on a GPU
+        elements = 2**18 if x.device.type == "cpu" else 2**22  # per step: fits a CPU's cache, limits memory on a GPU
         whole = self.channels > 1 and channel_dim % x.ndim == 0
         for part in (x,) if whole else x.split(max(1, elements * len(x) // max(1, x.numel()))):
             index = self._bins(part, channel_dim).reshape(-1)
@@ -84,7 +85,7 @@ class QuantileSketch:
         """Return the distribution of the inputs so far."""
         step = torch.arange(_HALF + 1, dtype=torch.float64, device="cpu")
         place = 2 ** (step // _PER_OCTAVE) * (1 + step % _PER_OCTAVE / _PER_OCTAVE) / 2
-        edges = torch.cat([1 - place[1:].flip(0), place])  # of v + 1/2: the distance from B_L in units of W
+        edges = torch.cat([1 - place[1:].flip(0), place])  # edges of v + 1/2, which is the distance from B_L in units of W
         left, width = (t.to("cpu", torch.float64)[:, None] for t in (self.left, self.width))
         return Distribution((left + width * edges).expand(self.channels, -1), self.counts.cpu())
 
@@ -100,7 +101,7 @@ class Distribution:
 
     def quantile(self, share: float) -> Tensor:
         """Return the ceil(share * n)-th smallest of n inputs, to within its bin; NaN for a channel without inputs."""
-        rank, bin_ = self._find(share)
+        rank, bin_ = self._rank_and_bin(share)
         low, high = self.edges.gather(1, bin_), self.edges.gather(1, bin_ + 1)
         part = (rank - self.below.gather(1, bin_) - 0.5) / self.counts.gather(1, bin_)
         return torch.where(self.total > 0, (low + (high - low) * part)[:, 0], torch.nan)
@@ -112,8 +113,8 @@ class Distribution:
 
     def histogram(self, bars: int, tail: float = 0.001) -> tuple[Tensor, Tensor, Tensor]:
         """Return low and high (C,), with at most a share `tail` beyond either, and shares (C, bars) in between."""
-        low = self.edges.gather(1, self._find(tail)[1])
-        high = self.edges.gather(1, self._find(1 - tail)[1] + 1)
+        low = self.edges.gather(1, self._rank_and_bin(tail)[1])
+        high = self.edges.gather(1, self._rank_and_bin(1 - tail)[1] + 1)
         ends = low + (high - low) * torch.linspace(0, 1, bars + 1, dtype=torch.float64, device="cpu")
         bin_ = (torch.searchsorted(self.edges, ends, right=True) - 1).clamp(0, self.counts.shape[1] - 1)
         start, stop = self.edges.gather(1, bin_), self.edges.gather(1, bin_ + 1)
@@ -121,7 +122,7 @@ class Distribution:
         low, high = (torch.where(self.total > 0, end[:, 0], torch.nan) for end in (low, high))
         return low, high, below.diff(dim=1) / self.total[:, None]
 
-    def _find(self, share: float) -> tuple[Tensor, Tensor]:
+    def _rank_and_bin(self, share: float) -> tuple[Tensor, Tensor]:
         """Return the rank of the quantile, counted from 1, and its bin, both (C, 1)."""
         rank = (share * self.total.double()).ceil().long().clamp(min=1)[:, None]
         return rank, torch.searchsorted(self.below, rank).clamp(max=self.counts.shape[1]) - 1

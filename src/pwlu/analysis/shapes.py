@@ -30,7 +30,7 @@ COLLAPSED = 0.05
 
 
 class ShapeClass(NamedTuple):
-    """A class of shapes: its label, the number of :class:`UnitShapes` that decides, and the condition on that number."""
+    """A class of shapes: its label, the deciding attribute of :class:`UnitShapes`, and the condition on its value."""
 
     words: str
     column: str
@@ -63,9 +63,9 @@ class UnitShapes:
     - ``bend``: max |f - line|/R with the least-squares line. *linear*: at most 0.05.
     - ``relu_distance``: max |f - g|/R with the least-squares g(x) = b + a max(0, x - k), a > 0. k is the best of 17 points in
       the middle half of [low, high]. It is infinite if no a is positive. *relu_like*: at most 0.1.
-    - ``v``: how far f falls and rises again, (min(f(low), f(high)) - min f - wrong)/R. Here wrong sums all rises of f before
-      its minimum and all falls after it. It is 1 for |x| around 0. It is at most 0 for a function that is monotone or
-      oscillates. *v_shaped*: at least 0.2.
+    - ``v``: how far f falls and then rises again, (min(f(low), f(high)) - min f - w)/R. Here w is the sum of all rises of f
+      before its minimum and of all falls after it. ``v`` is 1 for |x| around 0. It is at most 0 for a function that is monotone
+      or oscillates. *v_shaped*: at least 0.2.
     - ``back``: the smaller of the sum of all rises and the sum of all falls, divided by R; 0 if f is monotone.
       *non_monotone*: at least 0.1.
     - ``left_end``, ``right_end``: the mean |f'| over the first and the last eighth, relative to the mean over everything,
@@ -77,7 +77,7 @@ class UnitShapes:
     - ``outside``: fraction of the inputs outside the bounds.
     - ``empty``: fraction of the intervals without inputs, according to the histograms of the alignment.
 
-    ``constraint`` names the constraints of the unit (:func:`pwlu.constrain_`), and says if a function violates them.
+    ``constraint`` names the constraints of the unit (:func:`pwlu.constrain_`), and states how many functions violate them.
     """
 
     name: str
@@ -102,16 +102,16 @@ class UnitShapes:
 
     def members(self, shape: str) -> list[bool]:
         """Return, per channel, whether it belongs to a class of ``CLASSES``; False if that is unknown."""
-        numbers, has = self._deciding(shape)
+        numbers, has = self._values_and_condition(shape)
         return [has(number) for number in numbers]
 
     def share(self, shape: str) -> float:
         """Return the fraction of the channels in a class, among those where it is known; NaN if there are none."""
-        numbers, has = self._deciding(shape)
+        numbers, has = self._values_and_condition(shape)
         known = [has(number) for number in numbers if not math.isnan(number)]
         return sum(known) / len(known) if known else math.nan
 
-    def _deciding(self, shape: str) -> tuple[list[float], Callable[[float], bool]]:
+    def _values_and_condition(self, shape: str) -> tuple[list[float], Callable[[float], bool]]:
         if shape not in CLASSES:
             raise ValueError(f"{shape!r} is not a class of shapes. Choose from {', '.join(CLASSES)}")
         return getattr(self, CLASSES[shape].column), CLASSES[shape].has
@@ -179,13 +179,13 @@ def describe(model: nn.Module | Mapping[str, Mapping[str, Any]], alignment: Alig
     """Classify every function of every PWLU by its shape: linear, ReLU-like, V-shaped, flat at its ends, and more.
 
     :class:`~pwlu.analysis.shapes.UnitShapes` has the formulas and the thresholds. According to the paper, V shapes are
-    frequent, and the functions of the first layer are close to linear. ``print(pwlu.describe(model))`` shows whether that
-    holds for your model.
+    frequent, and the functions of the first layer are close to linear. ``print(pwlu.describe(model))`` shows the shares of all
+    shapes in your model.
 
     Args:
         model: a model with PWLUs, or their parameters by name, as for :func:`pwlu.plot_functions`.
-        alignment: result of :func:`pwlu.alignment`. With it, functions are examined where their inputs are. Without it, they
-            are examined between their bounds, including parts without inputs that training did not reach.
+        alignment: result of :func:`pwlu.alignment`. With it, functions are examined over the range of their inputs. Without it,
+            they are examined between their bounds, including parts without inputs, which did not learn.
 
     Returns:
         The numbers and classes of every unit.
@@ -213,8 +213,8 @@ def _constraint(unit: Any) -> str:
         return ""
     weight = full_values(unit.weight)
     rows = weight[reference.parameter_indices((weight.shape[0],), unit.intervals, weight.device)]
-    broken = int((~satisfies(rows, unit.constraint)).sum())
-    return f"{unit.constraint}" + (f" (violated by {broken} of {len(rows)} functions)" if broken else "")
+    violating = int((~satisfies(rows, unit.constraint)).sum())
+    return f"{unit.constraint}" + (f" (violated by {violating} of {len(rows)} functions)" if violating else "")
 
 
 class _Inputs(NamedTuple):
@@ -228,7 +228,7 @@ class _Inputs(NamedTuple):
 
 def _describe_unit(name: str, curves: Curves, seen: UnitAlignment | None) -> UnitShapes:
     inputs = _inputs(curves, seen)
-    has_spread = inputs.p95 > inputs.p5  # else there are no inputs, or all are equal
+    has_spread = inputs.p95 > inputs.p5  # if not, there are no inputs, or all are equal
     low, high = torch.where(has_spread, inputs.p5, curves.left), torch.where(has_spread, inputs.p95, curves.right)
     between = curves.right - curves.left
     input_width = torch.where(has_spread, inputs.p95 - inputs.p5, between.abs().nanmedian())
@@ -247,10 +247,10 @@ def _numbers(x: Tensor, y: Tensor) -> Iterator[Tensor]:
     step = y.diff(dim=1)
     rises, falls = step.clamp(min=0), -step.clamp(max=0)
 
-    def share(number: Tensor) -> Tensor:  # of the range; 0 for a constant function
+    def share(number: Tensor) -> Tensor:  # relative to the range; 0 for a constant function
         return torch.where(scale == 0, 0.0, number / scale)
 
-    def distance(g: Tensor) -> tuple[Tensor, Tensor]:  # to the least-squares b + a g, and a
+    def distance(g: Tensor) -> tuple[Tensor, Tensor]:  # the distance to the least-squares b + a g, and a
         g = g - g.mean()
         a = (y @ g) / (g @ g)
         return share((y - y.mean(1, keepdim=True) - a[:, None] * g).abs().amax(1)), a

@@ -1,4 +1,4 @@
-"""Activations to compare PWLU with, by name: those of PyTorch, and the learnable ones of the paper's comparison."""
+"""Activations by name, to compare PWLU with: those of PyTorch, those of the paper's comparison, and dynamic ones."""
 
 from collections.abc import Callable
 
@@ -61,8 +61,8 @@ def activation(name: str, channels: int = 1, channel_dim: int = 1, start: _Init 
 
     Args:
         name: "relu", "swish" or "silu", "gelu", "mish", "hardswish"; "prelu", "apl" (S = 3, as in the paper), "apl5",
-            "frelu", "aconc" and "pwlu", which have parameters per channel; "pau", which has one function for all channels; or
-            "metaacon", "dyrelu", "se_relu" and "dynamic_pwlu", whose functions depend on the sample.
+            "frelu", "aconc", "pwlu" and "nonuniform_pwlu", which have parameters per channel; "pau", which has one function
+            for all channels; or "metaacon", "dyrelu", "se_relu" and "dynamic_pwlu", whose functions depend on the sample.
         channels: the number of channels of the input. 1 means one function for all channels, except for "frelu". Default: 1.
         channel_dim: the channel dimension of the input. Default: 1, for images; use -1 for sequences.
         start: the initial function of "pau": a name, a function, or an ``InitialFunction``. The other activations have fixed

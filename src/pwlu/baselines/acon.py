@@ -1,4 +1,4 @@
-"""ACON-C and Meta-ACON, which learn whether to activate."""
+"""The activations ACON-C and Meta-ACON."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from pwlu import checks, dynamic_reference, reference
 from pwlu.baselines.arguments import check_channels_and_dim
 from pwlu.squeeze import Squeeze, along_samples
 
-_REDUCTION, _LEAST = 16, 16  # of the hidden layer of Meta-ACON, as the authors use them
+_REDUCTION, _MIN_HIDDEN = 16, 16  # the hidden layer of Meta-ACON has max(16, C / 16) units, as in the authors' code
 
 
 class ACONC(nn.Module):
@@ -18,8 +18,8 @@ class ACONC(nn.Module):
         y = (p1 - p2) x sigmoid(beta (p1 - p2) x) + p2 x
 
     The input may have any shape. The output has the shape and dtype of the input. The computation runs in float32 (float64 for
-    float64). The parameters are ``p1``, ``p2`` and ``beta``, each (C,). They start normal, normal and at 1, as in the authors'
-    code.
+    float64). The parameters are ``p1``, ``p2`` and ``beta``, each (C,). As in the authors' code, ``p1`` and ``p2`` are
+    initialized from a standard normal distribution, and ``beta`` to 1.
 
     Args:
         channels: the number of channels C of the input. Default: 1, one function for all elements.
@@ -87,7 +87,7 @@ class MetaACON(ACONC):
     """
 
     def _register_beta(self, device: Any, dtype: Any) -> None:
-        hidden = max(_LEAST, self.channels // _REDUCTION)
+        hidden = max(_MIN_HIDDEN, self.channels // _REDUCTION)
         self.squeeze = _NormedSqueeze(self.channels, hidden, self.channels, self.channel_dim, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:

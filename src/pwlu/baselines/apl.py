@@ -28,9 +28,10 @@ class APL(nn.Module):
 
     Args:
         channels: the number of functions C, one per entry of dimension ``channel_dim``. Default: 1, one function for all
-            elements. (The networks of the authors have one function per channel and position. The PWLU paper compares with one
-            per channel.)
-        hinges: S. Default: 3, as in the PWLU paper, because 5, the largest S of the authors, did not train on ImageNet.
+            elements. (The networks of APL's authors have one function per channel and position. The PWLU paper uses one per
+            channel.)
+        hinges: the number S of hinges. Default: 3, as in the PWLU paper, because training on ImageNet failed with 5, the
+            largest S of APL's authors.
         channel_dim: the channel dimension. Default: 1, for images (B, C, H, W); use -1 for sequences (B, T, C).
         device: the device of the parameters.
         dtype: the dtype of the parameters.
@@ -71,7 +72,7 @@ class APL(nn.Module):
 
 
 class _APL(torch.autograd.Function):
-    """Use the Triton kernels if possible; else loop over the hinges, so that no tensor is S times as large as x."""
+    """Run the Triton kernels if possible. Else loop over the hinges, so that no tensor has S times the size of x."""
 
     @staticmethod
     def forward(x: Tensor, slopes: Tensor, offsets: Tensor, channel_dim: int) -> Tensor:

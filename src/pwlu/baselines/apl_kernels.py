@@ -1,9 +1,9 @@
 """Triton kernels of APL, one for forward and one for backward.
 
 A tensor is (outer, channels, inner) in memory order: `outer` rows of channels * inner elements each. A program works on a group
-of neighbouring columns. With "planes" these are the columns of one channel. With "rows" they may belong to several channels; it
-is used if one channel has fewer bytes per row than a GPU fetches at once. A tile is a rectangle of neighbouring rows and
-columns.
+of neighbouring columns. There are two modes. With "planes", a group has the columns of one channel. With "rows", a group may
+have columns of several channels. "Rows" is used if one channel has fewer bytes per row than a GPU fetches at once. A tile is a
+rectangle of neighbouring rows and columns.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor
 from pwlu.baselines.fused import max_programs
 from pwlu.kernels import layout
 
-_FETCH_BYTES = 32  # that a GPU fetches at once
+_FETCH_BYTES = 32  # the number of bytes that a GPU fetches at once
 _COLUMNS = 32  # columns of a tile with "rows"
 _MIN_ROWS = 64  # rows that a program adds up with "rows", because it writes 2 S sums per column
 
@@ -157,7 +157,7 @@ def _forward(
     period = tl.cast(channels, tl.int64) * inner
     at, exists = _tile(program // groups, start, columns, across, outer, period, TILE_ROWS, TILE_COLUMNS)
     value = tl.load(x + at, mask=exists, other=0).to(WIDE)
-    result = tl.maximum(value, 0.0)  # this is 0 for NaN; the hinges below give NaN again
+    result = tl.maximum(value, 0.0)  # this is 0 for NaN, but the hinges below make it NaN again
     for s in tl.static_range(S):
         result += slope[s] * tl.where(value > offset[s], 0.0, offset[s] - value)
     tl.store(y + at, result.to(y.dtype.element_ty), mask=exists)

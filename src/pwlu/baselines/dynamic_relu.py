@@ -61,7 +61,7 @@ class DyReLU(nn.Module):
 
 
 class SEReLU(nn.Module):
-    """ReLU with squeeze-and-excitation (Hu et al. 2018, arXiv 1709.01507) behind it, to compare with other dynamic functions::
+    """ReLU followed by squeeze-and-excitation (Hu et al. 2018, arXiv 1709.01507), to compare with other dynamic functions::
 
         y = s relu(x),   s = sigmoid(W_2 relu(W_1 p + b_1) + b_2),   p = mean of each sample per channel
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from pwlu.baselines.arguments import check_channels_and_dim
 
-_MAX_GROUPS, _MIN_CHANNELS = 32, 8  # of group norm, as in detection heads with 256 channels
+_MAX_GROUPS, _MIN_CHANNELS = 32, 8  # limits for group norm: 32 groups of 8, as in detection heads with 256 channels
 
 
 class FReLU(nn.Module):
@@ -18,12 +18,12 @@ class FReLU(nn.Module):
     The input has four dimensions. The output has the shape and dtype of the input.
 
     The parameters are ``conv.weight`` (C, 1, 3, 3), ``norm.weight`` (C,) and ``norm.bias`` (C,). The first is initialized
-    normal with mean 0 and standard deviation 0.01, as the authors advise; the others to 1 and 0. There is no ``conv.bias``,
-    because the norm has a bias.
+    from a normal distribution with mean 0 and standard deviation 0.01, as the authors advise; the others to 1 and 0. There is
+    no ``conv.bias``, because the norm has a bias.
 
-    With group norm, ``norm.weight`` is initialized to 0.1. The detection heads it is meant for have no norm, and small inputs
-    at first. With a weight of 1, T would dominate these inputs, gradients would be a hundred times as large, and a RetinaNet
-    diverges.
+    With group norm, ``norm.weight`` is initialized to 0.1. Group norm is meant for detection heads without norms, whose inputs
+    are small at first. With a weight of 1, T would dominate these inputs: gradients were a hundred times as large, and a
+    RetinaNet diverged.
 
     Args:
         channels: the number of channels C of the input.
@@ -31,8 +31,8 @@ class FReLU(nn.Module):
         device: the device of the parameters.
         dtype: the dtype of the parameters.
         norm: "batch", as the authors use it, or "group". Default: "batch". Use "group" for a module that runs several times per
-            forward pass, such as a head on five levels of a pyramid. There, batch norm normalizes each level separately in
-            training, but all levels by one mixture of their statistics in evaluation. Group norm is the same in both.
+            forward pass, such as a head on five levels of a pyramid. In training, batch norm would normalize each level by its
+            own statistics, but in evaluation all levels by their mixed running statistics. Group norm has no such difference.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class FReLU(nn.Module):
                 f"shape {tuple(x.shape)}. If x is not an image, write nn.ReLU()"
             )
         threshold = self.norm(self.conv(x.movedim(self.channel_dim, 1))).movedim(1, self.channel_dim)
-        # x is the first operand, so that y has its memory layout, which group norm does not keep on GPUs.
+        # Pass x as the first operand, so that y has the memory layout of x. Group norm does not keep it on GPUs.
         if torch.is_grad_enabled():  # torch.where saves only a mask for the backward pass, not x and T(x)
             return torch.where(x >= threshold, x, threshold)
         return torch.maximum(x, threshold)

@@ -1,4 +1,4 @@
-"""Decide whether APL and PAU use their Triton kernels, and how many programs these launch."""
+"""Decide whether APL and PAU use their Triton kernels, and limit the number of programs per launch."""
 
 import functools
 import os
@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-_MIN_CAPABILITY = (8, 0)  # the oldest that Triton supports, and the first with conversions to bfloat16
+_MIN_CAPABILITY = (8, 0)  # the oldest capability that Triton supports, and the first with conversions to bfloat16
 _PROGRAMS_PER_MULTIPROCESSOR = 8  # enough to hide the latency of memory
 
 

@@ -103,17 +103,18 @@ class _PAU(torch.autograd.Function):
         wide, a, b = _in_compute_type(x, numerator, denominator)
         inside = _polynomial(b, wide).mul_(wide)
         bottom = inside.abs().add_(1)
-        of_top = grad.to(wide.dtype) / bottom  # the gradient of P
-        of_inside = _polynomial(a, wide).div_(bottom).mul_(of_top).mul_(inside.sign_()).neg_()  # of A: -g P sign(A)/Q^2
+        grad_top = grad.to(wide.dtype) / bottom  # the gradient of P
+        # The gradient of A is -g P sign(A)/Q^2.
+        grad_inside = _polynomial(a, wide).div_(bottom).mul_(grad_top).mul_(inside.sign_()).neg_()
         grad_x = grad_a = grad_b = None
         if need_x:
             powers = torch.arange(1, 6, device=x.device, dtype=wide.dtype)
-            grad_x = _polynomial(a[1:] * powers, wide).mul_(of_top)
-            grad_x = grad_x.addcmul_(_polynomial(b * powers[:4], wide), of_inside).to(x.dtype)
+            grad_x = _polynomial(a[1:] * powers, wide).mul_(grad_top)
+            grad_x = grad_x.addcmul_(_polynomial(b * powers[:4], wide), grad_inside).to(x.dtype)
         if need_parameters[0]:
-            grad_a = _moments(of_top, wide, 5).to(numerator.dtype)
+            grad_a = _moments(grad_top, wide, 5).to(numerator.dtype)
         if need_parameters[1]:
-            grad_b = _moments(of_inside, wide, 4)[1:].to(denominator.dtype)
+            grad_b = _moments(grad_inside, wide, 4)[1:].to(denominator.dtype)
         return grad_x, grad_a, grad_b
 
 

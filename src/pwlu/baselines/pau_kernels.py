@@ -110,18 +110,18 @@ def _backward(
         value = tl.load(x + at, mask=at < size, other=0).to(WIDE)
         inside = _polynomial(b, value, 4)
         inverse = _ratio(1.0, 1 + tl.abs(inside))
-        of_top = tl.load(grad + at, mask=at < size, other=0).to(WIDE) * inverse
-        of_inside = _polynomial(a, value, 5) * inverse * of_top
-        of_inside = tl.where(inside > 0, -of_inside, tl.where(inside < 0, of_inside, of_inside * 0))
+        grad_top = tl.load(grad + at, mask=at < size, other=0).to(WIDE) * inverse
+        grad_inside = _polynomial(a, value, 5) * inverse * grad_top
+        grad_inside = tl.where(inside > 0, -grad_inside, tl.where(inside < 0, grad_inside, grad_inside * 0))
         if grad_x is not None:
-            slope = _derivative(a, value, 5) * of_top + _derivative(b, value, 4) * of_inside
+            slope = _derivative(a, value, 5) * grad_top + _derivative(b, value, 4) * grad_inside
             tl.store(grad_x + at, slope.to(grad_x.dtype.element_ty), mask=at < size)
         if sums is not None:
-            terms = of_top
+            terms = grad_top
             added: tl.tuple = ()
             for j in tl.static_range(10):
                 if j == 6:
-                    terms = of_inside * value
+                    terms = grad_inside * value
                 added = added + (totals[j] + terms,)  # noqa: RUF005
                 terms = terms * value
             totals = added

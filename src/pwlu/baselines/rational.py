@@ -10,7 +10,7 @@ from pwlu.initial_functions import InitialFunction
 
 _NEAR, _FAR, _FAR_WEIGHT = 3.0, 10.0, 1e-3
 _STEPS = 200
-_EXACT = 1e-20  # losses below this differ only by rounding, as for a straight line, which every denominator fits
+_EXACT = 1e-20  # smaller losses differ only by rounding; for example, every denominator fits a straight line exactly
 _DENOMINATORS = ((0.0, 0.1, 0.0, 0.001), (0.0, 1.0, 0.0, 0.1))  # initial guesses: for smooth functions, and with kinks
 
 
@@ -81,7 +81,7 @@ class _Problem:
         for _ in range(_STEPS):
             slopes = -(now.fitted * now.inside.sign())[:, None] * now.basis[:, 1:5] * self.weight[:, None]
             spanned, _ = torch.linalg.qr(now.basis * self.weight[:, None])
-            slopes = slopes - spanned @ (spanned.T @ slopes)  # remove what a change of the numerator compensates
+            slopes = slopes - spanned @ (spanned.T @ slopes)  # remove changes that the numerator can compensate
             hessian, gradient = slopes.T @ slopes, slopes.T @ ((now.fitted - self.y) * self.weight)
             scale = torch.diag(hessian.diagonal() + 1e-12)
             while damping < 1e12:

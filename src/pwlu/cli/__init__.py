@@ -1,6 +1,6 @@
-"""The command line: ``pwlu COMMAND``. Each command is a module of this package, imported when it is called.
+"""The command line: ``pwlu COMMAND``. Each command is a module of this package, which is imported only when it is needed.
 
-Help texts are imperative, have no full stop, and end with the default in brackets.
+Help texts are in the imperative, have no full stop, and end with the default in brackets.
 """
 
 import argparse
@@ -18,7 +18,7 @@ COMMANDS = {
     "build": "compile the kernels ahead of time, for container images and clusters",
     "train": "train a network on a data set with a chosen activation",
     "compare": "train with several activations and seeds, and tabulate the results",
-    "report": "write a run as one HTML page: curves, alignment, shapes, learned functions",
+    "report": "write a report of a run as one HTML page: curves, alignment, shapes, learned functions",
     "evaluate": "compute COCO's average precision of saved detections",
     "export": "write the network of a run as a file that runs without pwlu: ONNX or torch.export",
     "bench": "time the network of a run against ReLU: in PyTorch, compiled, and in ONNX Runtime",

@@ -12,32 +12,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pwlu.lab.recipes.settings import UserError
-from pwlu.lab.runs.processes import joined
+from pwlu.lab.runs.processes import join_process_group
 from pwlu.text import columns, install
 
 if TYPE_CHECKING:
     from pwlu.lab.inference.benchmark import Contender
     from pwlu.lab.inference.trained_network import TrainedNetwork
 
-BATCH = {"cpu": 8}  # 64 on other devices: fewer images would not keep them busy
+BATCH = {"cpu": 8}  # other devices get 64, because fewer images would not keep them busy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the run and the options of the measurement."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "Time inference with the trained network of a run. Three variants run in PyTorch: the network as trained, with\n"
-        "ReLU instead of its activations, and with fused PWLUs. They also run compiled by torch.compile, and in ONNX\n"
-        "Runtime as pwlu export writes them. The variants of a runtime take turns, so that other load on the machine\n"
-        "affects all of them. Inputs are random images of the run's size. The table shows medians. For a detector, only\n"
-        "the backbone is timed: the ResNet with its feature pyramid."
+        "Time inference with the trained network of a run. PyTorch runs three variants: the network as trained, with ReLU\n"
+        "instead of its activations, and with fused PWLUs. The variants with ReLU and with fused PWLUs also run under\n"
+        "torch.compile, and in ONNX Runtime as pwlu export writes them. The variants of a runtime take turns, so that other\n"
+        "load on the machine affects all of them. Inputs are random images of the run's size. The table shows medians. For\n"
+        "a detector, only the backbone is timed: the ResNet with its feature pyramid."
     )
     parser.epilog = (
         "examples:\n"
         "  pwlu bench runs/digits-pwlu-seed0\n"
         "  pwlu bench runs/imagenet-resnet18-pwlu-seed0 --batch 1 --threads 4 --rounds 100\n"
         "  pwlu bench runs/imagenet-resnet18-pwlu-seed0 --device cuda --no-compile\n"
-        "On a CPU shared with other programs, set OMP_WAIT_POLICY=passive: waiting threads then do not occupy a core."
+        "On a CPU shared with other programs, set OMP_WAIT_POLICY=passive, so that waiting threads do not occupy a core."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="read this finished run, a folder that pwlu train wrote")
     parser.add_argument("--batch", type=int, metavar="N", help="use N images per call (default: 8 on a CPU, 64 elsewhere)")
@@ -73,7 +73,7 @@ def _bench(options: argparse.Namespace) -> None:
         if value is not None and value < 1:
             raise UserError(f"--{flag} must be at least 1, not {value}")
     try:
-        from pwlu.lab.inference.benchmark import measured
+        from pwlu.lab.inference.benchmark import measure
         from pwlu.lab.inference.trained_network import load
         from pwlu.lab.runs.environment import environment
 
@@ -82,9 +82,9 @@ def _bench(options: argparse.Namespace) -> None:
         raise UserError(f"loading a run needs more packages ({error}): {install('train', 'onnx')}") from None
     if trained.detects:
         trained = trained.backbone()
-    with joined(options.device) as processes, _threads(options.threads):
+    with join_process_group(options.device) as processes, _threads(options.threads):
         batch = options.batch or BATCH.get(processes.device.type, 64)
-        found, calls = measured(trained, processes.device, batch, options.rounds, options.compile)
+        found, calls = measure(trained, processes.device, batch, options.rounds, options.compile)
         print("\n".join([_title(trained, batch), _machine(environment(processes)), "", *_table(found, batch), ""]))
         print("\n".join(_notes(trained, options.rounds, calls)))
 
@@ -130,7 +130,7 @@ def _table(found: "list[Contender]", batch: int) -> list[str]:
             rows.append((contender.name, *"-----"))
             continue
         low, middle, high = contender.times
-        ratio = "-" if contender.of_relu is None else f"{contender.of_relu:.2f}"
+        ratio = "-" if contender.ratio_to_relu is None else f"{contender.ratio_to_relu:.2f}"
         times = (f"{value:.{digits}f}" for value in (middle, low, high))
         rows.append((contender.name, *times, f"{batch / middle * 1e3:,.0f}", ratio))
     lines = columns(head, rows, numbers=True)

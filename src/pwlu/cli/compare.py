@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the recipes, what to compare, a flag for each setting, and the folders."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.allow_abbrev = False  # otherwise --seed would mean --seeds
+    parser.allow_abbrev = False  # otherwise argparse would accept --seed for --seeds
     parser.description = (
         "Train recipes with several activations and seeds, and write a table, CSV files and a chart of the results.\n"
-        "Finished runs are not repeated and interrupted runs continue: stop and restart the command at any time."
+        "You can stop and restart the command at any time: it keeps finished runs and continues interrupted ones."
     )
     parser.epilog = (
         "examples:\n"
@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="train these recipes; pwlu train --help lists them")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--acts", metavar="NAMES", help="compare these activations, separated by commas: relu,swish,pwlu (default: --preset)"
+        "--acts",
+        metavar="NAMES",
+        help="compare these activations, separated by commas: relu,swish,pwlu (default: those of --preset)",
     )
     what.add_argument(
         "--preset", metavar="NAME", help=f"run a prepared comparison: {', '.join(PRESETS)} (default: activations)"
@@ -56,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on",
         metavar="CLUSTER",
-        help="train on a Ray cluster: ray for the one that this machine belongs to, or ray://HOST:10001; its nodes must share "
-        "the folder of --runs (default: this machine)",
+        help="train on a Ray cluster whose nodes share the folder of --runs: ray for the cluster of this machine, or "
+        "ray://HOST:10001 (default: train on this machine only)",
     )
     parser.add_argument(
         "--processes-per-run",
@@ -77,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus-per-run",
         type=float,
         metavar="X",
-        help="give each run X GPUs; 0.25: four runs share a GPU; only with --on ray (default: 1 for each process "
+        help="give each run X GPUs; with 0.25, four runs share a GPU; only with --on ray (default: 1 for each process "
         "if the cluster has GPUs, else 0)",
     )
     parser.add_argument(
@@ -97,7 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_runs(parser)
     parser.add_argument(
-        "--results", type=Path, default=Path("results"), metavar="DIR", help="keep results in DIR (default: results)"
+        "--results",
+        type=Path,
+        default=Path("results"),
+        metavar="DIR",
+        help="keep tables, and small files of finished runs, in DIR (default: results)",
     )
     add_settings(parser, leave_out=("activation", "seed"))
 
@@ -142,7 +148,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _pool(options: argparse.Namespace, missing: int) -> "Pool":
-    """Return where to train: on this machine, or on a cluster."""
+    """Return a pool of processes on this machine, or of tasks on a cluster."""
     if options.on is None:
         from pwlu.lab.compare.subprocesses import LocalPool
 
@@ -156,14 +162,14 @@ def _pool(options: argparse.Namespace, missing: int) -> "Pool":
 
 
 def _compare_with_torchrun(options: argparse.Namespace) -> int:
-    """Let all processes of torchrun train each run together. Rank 0 prints."""
+    """Train one run after another, each with all processes that torchrun started. Rank 0 prints."""
     given = {"--jobs": options.jobs, "--on": options.on, "--processes-per-run": options.processes_per_run}
     for name, value in given.items():
         if value not in (None, 1):
             raise UserError(f"{name} {value}: under torchrun, all processes train one run at a time. Leave out {name}")
-    from pwlu.lab.runs.processes import joined
+    from pwlu.lab.runs.processes import join_process_group
 
-    with joined(options.device) as processes:
+    with join_process_group(options.device) as processes:
         comparisons, required = _plan(options, silent=not processes.is_main)
         if options.dry_run:
             return 0
@@ -176,9 +182,9 @@ def _compare_with_torchrun(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace, silent: bool = False) -> tuple[list[Comparison], list[Settings]]:
-    """Return the comparisons and the runs they need; print how many of those exist."""
+    """Return the comparisons and the runs that they need. Print how many of these are finished, stopped and missing."""
     if options.check:
-        raise UserError("--check needs a page: write --document FILE --check")
+        raise UserError("--check compares a page with the results: write --document FILE --check")
     if not options.recipes:
         raise UserError("name a recipe, for example: pwlu compare digits --acts relu,pwlu")
     for name in ("seeds", "jobs", "processes_per_run", "nodes_per_run", "cores_per_run"):
@@ -190,7 +196,7 @@ def _plan(options: argparse.Namespace, silent: bool = False) -> tuple[list[Compa
             raise UserError(f"--{name.replace('_', '-')} {value} must be divisible by --nodes-per-run {options.nodes_per_run}")
     for name, usual in (("gpus_per_run", None), ("cores_per_run", None), ("nodes_per_run", 1)):
         if options.on is None and getattr(options, name) != usual:
-            raise UserError(f"--{name.replace('_', '-')} is for a cluster: add --on ray, or leave it out and write --jobs N")
+            raise UserError(f"--{name.replace('_', '-')} works only on a cluster: add --on ray, or write --jobs N instead")
     what = next((text for text in (options.acts, options.preset) if text is not None), "activations")
     comparisons = [comparison(recipe, what, changed_settings(options)) for recipe in dict.fromkeys(options.recipes)]
     try:
@@ -230,7 +236,7 @@ def _update_page(options: argparse.Namespace) -> int:
     from pwlu.lab.runs.results import find_runs
 
     if options.recipes or options.acts or options.preset or changed_settings(options):
-        raise UserError("--document updates the tables that the page names: leave out recipes, --acts, --preset and settings")
+        raise UserError("--document updates the tables in the page: leave out recipes, --acts, --preset and settings")
     runs, complaints = find_runs(options.results)
     for complaint in complaints:
         print(f"skipped: {complaint}", file=sys.stderr)

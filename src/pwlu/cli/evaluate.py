@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--most",
         type=int,
         metavar="N",
-        help="count at most N detections per class and image, the best ones (default: that of the run's recipe, or 100)",
+        help="count at most the N best detections per class and image (default: the number of the run's recipe, or 100)",
     )
 
 
@@ -74,11 +74,11 @@ def _evaluate(options: argparse.Namespace) -> dict[str, float]:
             raise UserError(f"{options.what} has no {SAVED}. To get one, train with pwlu train --save-detections")
     elif data is None:
         raise UserError("a file of detections needs its data set: write --data DIR, with DIR/annotations/instances_val*.json")
-    rows, kinds = coco_evaluation.saved(path)
+    rows, kinds = coco_evaluation.read_detections(path)
     part = coco.load_annotations(data, "train" if holdout else "val", with_masks="mask" in kinds)
     if holdout:
         part = split_holdout(part, holdout)[1]
-    rows = coco_evaluation.checked(path, rows, kinds, part)
+    rows = coco_evaluation.check_detections(path, rows, kinds, part)
     values: dict[str, float] = {}
     for kind in kinds:
         values |= coco_evaluation.average_precision(part, rows, kind, options.most or most)

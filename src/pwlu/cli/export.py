@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Write the trained network of a run as a file that runs without pwlu. PWLUs are fused, batch norms are folded into\n"
-        "convolutions, and the batch size is free. Before the file is written, its outputs on random inputs are compared\n"
-        "with those of the network. The largest difference is printed; more than rounding can explain is an error. The input\n"
+        "convolutions, and any batch size works. The outputs of the file on random inputs are compared with those of the\n"
+        "network, and the largest difference is printed. If rounding cannot explain it, no file is written. The input\n"
         "format, the pixel mean and standard deviation, and the class names are printed and stored in the file's metadata."
     )
     parser.epilog = (
@@ -43,14 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--simplify",
         type=float,
         metavar="TOLERANCE",
-        help="reduce each PWLU to fewer intervals, to a ReLU or to a line, with an error of at most this fraction of the "
-        "function's range, such as 0.001 (default: do not simplify)",
+        help="reduce each PWLU to fewer intervals, a ReLU or a line, with an error of at most this fraction of the range of "
+        "its outputs, such as 0.001 (default: do not simplify)",
     )
     parser.add_argument("--opset", type=int, metavar="N", help="write this ONNX opset version, 18 or later (default: 18)")
     parser.add_argument(
         "--form",
         choices=tuple(FORMS),
-        help=f"write PWLUs in ONNX like this; clips is for runtimes without Gather (default: {FASTEST}, the fastest)",
+        help=f"write PWLUs in this form in ONNX; clips is for runtimes without Gather (default: {FASTEST}, the fastest)",
     )
     parser.add_argument(
         "--backbone",
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> str:
     _check(options)
     try:
-        from pwlu.lab.inference import shipping
+        from pwlu.lab.inference import exporting
         from pwlu.lab.inference.trained_network import load
 
         trained = load(options.run)
@@ -83,9 +83,9 @@ def _export(options: argparse.Namespace) -> str:
     onnx = {name: value for name in ("opset", "form") if (value := getattr(options, name)) is not None}
     try:
         if options.file.suffix == ".onnx":
-            lines.append(shipping.write_onnx(trained.network, trained.sample(2), options.file, _metadata(trained), **onnx))
+            lines.append(exporting.write_onnx(trained.network, trained.sample(2), options.file, _metadata(trained), **onnx))
         else:
-            lines.append(shipping.write_pt2(trained.network, trained.sample(2), options.file, _metadata(trained)))
+            lines.append(exporting.write_pt2(trained.network, trained.sample(2), options.file, _metadata(trained)))
     except (ImportError, RuntimeError, ValueError, OSError) as error:
         raise UserError(str(error)) from None
     return "\n".join(
@@ -112,9 +112,9 @@ def _select(trained: "TrainedNetwork", backbone: bool) -> "TrainedNetwork":
     if backbone or not trained.detects:
         return trained.backbone() if backbone else trained
     raise UserError(
-        f"{trained.path} is a run of {trained.settings.recipe}, a detector. torch.export cannot trace torchvision's detectors "
-        "past the suppression of overlapping boxes, because control flow depends on the detections. Add --backbone to export "
-        f"the ResNet with its feature pyramid, which has {len(trained.backbone().sites)} of the {len(trained.sites)} "
+        f"{trained.path} is a run of {trained.settings.recipe}, a detector. torch.export cannot trace a whole detector of "
+        "torchvision, because non-maximum suppression depends on the values of the detections. Add --backbone to export the "
+        f"ResNet with its feature pyramid, which has {len(trained.backbone().sites)} of the {len(trained.sites)} "
         "activations. The complete detector runs in PyTorch: "
         f"pwlu.lab.inference.trained_network.load(Path({str(trained.path)!r})).network"
     )

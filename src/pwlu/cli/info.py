@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         "environment variables:\n"
-        "  PWLU_CPU_KERNEL=avx512|avx2|portable|reference  use this kernel on CPUs; an error if it cannot run\n"
-        "  PWLU_CUDA_KERNEL=cuda|reference                 use this kernel on GPUs; an error if it cannot run\n"
+        "  PWLU_CPU_KERNEL=avx512|avx2|portable|reference  use this kernel on CPUs, or fail if it cannot run\n"
+        "  PWLU_CUDA_KERNEL=cuda|reference                 use this kernel on GPUs, or fail if it cannot run\n"
         "  PWLU_EAGER=compiled|python                      call kernels in eager mode from C++ or from Python\n"
         "  PWLU_CACHE=DIR                                  store compiled libraries in this folder\n"
         "  CC, CXX                                         use these compilers"

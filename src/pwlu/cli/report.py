@@ -1,4 +1,4 @@
-"""``pwlu report``: write a run as one HTML page."""
+"""``pwlu report``: write a report of a run as one HTML page."""
 
 import argparse
 import sys
@@ -49,26 +49,26 @@ def run(options: argparse.Namespace) -> int:
     from pwlu.lab.runs.run_folder import RunFolder
     from pwlu.report.page import page
     from pwlu.report.run_data import read_run_data
-    from pwlu.report.side_by_side import compared
+    from pwlu.report.side_by_side import make_comparison
 
     output = options.output or options.runs[0] / NAME
     try:
         if options.output is None and not output.parent.is_dir() and RunFolder(options.runs[0]).has("config.json"):
-            raise UserError(f"{options.runs[0]} has no folder, only a line of {RECORDS}. Write -o FILE for the page")
+            raise UserError(f"{options.runs[0]} is a line of {RECORDS} and has no folder for the page. Write -o FILE")
         if output.is_dir():
             raise UserError(f"-o must be a file, not the folder {output}. Write -o {output / NAME}")
         runs, baseline = ([read_run_data(path) for path in paths] for paths in (options.runs, options.baseline))
-        beside = compared(runs, baseline) if len(runs) > 1 or baseline else None
-        content = page(runs[0], beside).encode()
+        comparison = make_comparison(runs, baseline) if len(runs) > 1 or baseline else None
+        content = page(runs[0], comparison).encode()
         files.write(output, content)
     except (UserError, OSError) as error:
         print(f"pwlu report: {error}", file=sys.stderr)
         return 2
     for note in (*runs[0].notes, *(note for other in (*runs[1:], *baseline) for note in other.damaged)):
         print(note, file=sys.stderr)
-    if beside is not None and beside.baseline is not None:
-        print(beside.verdict())
+    if comparison is not None and comparison.baseline is not None:
+        print(comparison.verdict())
     print(f"{output}: {len(content) / 1e6:.2f} MB. Open it in a browser")
-    if beside is None and runs[0].functions:
+    if comparison is None and runs[0].functions:
         print("To see the gain over ReLU, train the same recipe with --act relu and add --baseline RUN")
     return 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from pwlu.lab.recipes.catalog import RECIPES, settings
 from pwlu.lab.recipes.settings import Settings, UserError, flag
-from pwlu.lab.runs.processes import joined
+from pwlu.lab.runs.processes import join_process_group
 from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.text import install
 
@@ -74,7 +74,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def changed_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that the command line gives."""
+    """Return the settings that the command line sets."""
     names = {field.name for field in dataclasses.fields(Settings)} - {"recipe"}
     return {name: value for name, value in vars(options).items() if name in names and value is not None}
 
@@ -99,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
 
     changes = changed_settings(options)
     chosen = settings(options.recipe or "digits", **changes) if options.resume is None else _resumed(options, changes)
-    with joined(chosen.device) as processes:
+    with join_process_group(chosen.device) as processes:
         path = create_run(options.runs, chosen, processes, options.again) if options.resume is None else options.resume
         if RunFolder(path).finished:
             result = read_run(path).result

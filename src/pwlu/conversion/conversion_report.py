@@ -23,8 +23,8 @@ class Site:
         shape: shape of its input for the sample. If it is called more than once, the shape of the first call.
         channels: number of channels.
         channel_dim: dimension of the channels.
-        layout: ``"guess"`` if ``channel_dim`` is a guess. ``"several"`` if the channels are spread over several dimensions, so
-            that one function serves the layer. Otherwise empty.
+        layout: ``"guess"`` if ``channel_dim`` is a guess. ``"several"`` if the channels are spread over several dimensions.
+            The site then has one function for all channels. Otherwise empty.
         positions: height x width of a feature map; None for vectors and sequences.
         modes: the modes in which it is called: train, eval or both.
         calls: number of calls, over all samples and modes.
@@ -34,7 +34,7 @@ class Site:
         parameters: number of parameters added.
         error: largest difference between the initial function and the original activation; None if the PWLU starts as
             something else. It is measured for |x| <= 100, or over the range of the inputs with ``bounds="sample"``.
-        glu: whether the output multiplies a parallel path, as in SwiGLU.
+        glu: whether the output is multiplied with a parallel path, as in SwiGLU.
         start: the initial function that equals the original activation.
     """
 
@@ -98,7 +98,7 @@ class Report:
         model: class name of the model.
         sites: the sites.
         notes: remarks about the conversion as a whole.
-        change: how much the outputs changed. None if every initial function is exact, or if the outputs could not be compared.
+        change: how much the outputs on the sample changed. None if every initial function is exact, or if it is unknown.
     """
 
     model: str
@@ -146,7 +146,7 @@ class Report:
 def _why(site: Site) -> str:
     notes = [site.reason] if site.reason else []
     if site.glu:
-        notes.append("GLU: it multiplies another path")
+        notes.append("GLU: its output is multiplied with another path")
     if site.action == "converted":
         if site.layout == "guess":
             notes.append(f"channels in dimension {site.channel_dim}: a guess")

@@ -1,4 +1,4 @@
-"""Replace the activations of an existing model, one new activation per place that applies one."""
+"""Replace the activations of an existing model. Every place that applies an activation gets its own new one."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ from pwlu.initial_functions import InitialFunction
 from pwlu.module import units_of
 from pwlu.text import counted
 
-_FAR = 0.1  # warn if an initial function is further than this from the original activation
+_FAR = 0.1  # warn if an initial function differs by more than this from the original activation
 
 
 def convert_(
@@ -45,27 +45,27 @@ def convert_(
     weights stay the same. Activations that feed a gate, as in squeeze-and-excitation, stay as they are.
 
     Args:
-        model: the model. Wrap it (DistributedDataParallel, fully_shard, torch.compile) afterwards.
-        sample: what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments. A copy of
-            the model runs on it, on fake tensors where possible, to find the sites and their shapes. A list holds several
-            samples: where no layer tells the channel dimension, it is the one whose size is the same in all samples. If the
+        model: the model. Wrap it (DistributedDataParallel, fully_shard, torch.compile) only after this call.
+        sample: an input of the model: a tensor, a tuple of arguments, or a dictionary of keyword arguments. A copy of the
+            model runs on it, with fake tensors if possible, to find the sites and their shapes. A list means several samples:
+            if no layer determines the channel dimension, it is the dimension whose size is the same in all samples. If the
             model takes a list, pass a tuple: ``(images,)``.
         to: ``"pwlu"``, ``"dynamic_pwlu"``, ``"nonuniform_pwlu"``, the name of another activation (see
             :func:`pwlu.activation`), or a function of ``(channels, site)`` that returns a module.
         kinds: activations to replace: names, or classes of your own modules. Default: :data:`pwlu.DEFAULT_KINDS`.
-        bounds: initial bounds of every PWLU. Default: (-3, 3) for ReLU, and the bounds that fit best for other functions.
-            ``"sample"``: the smallest and the largest input of each site on the sample.
+        bounds: initial bounds of every PWLU. Default: (-3, 3) for ReLU, and the bounds with the smallest error for other
+            functions. ``"sample"``: the smallest and the largest input of each site on the sample.
         intervals: number of intervals, N. Default: 16.
         tolerance: largest allowed distance between a PWLU and its initial function. If given, N grows from ``intervals`` until
             the distance is small enough.
         granularity: ``"channel"`` for one function per channel, ``"layer"`` for one function per site. Default: ``"channel"``.
         init: initial function: ``"same"`` for the original activation, so that a trained network keeps working; a name such as
             ``"relu"`` (as in the paper); or a function. Default: ``"same"``.
-        where: a function of a :class:`Site` that returns False to leave the site as it is.
-        min_positions: leave feature maps with fewer positions (height x width) as they are. Default: 2.
+        where: a function of a :class:`Site` that returns False if the site must not be converted.
+        min_positions: do not convert sites whose feature maps have fewer positions (height x width). Default: 2.
 
     Returns:
-        A report of every site. If outputs change, ``report.change`` tells by how much.
+        A report of every site. If outputs change, ``report.change`` says by how much.
 
     Raises:
         ValueError: if an argument is wrong, the model is wrapped or scripted, or no site can be converted. The model is
@@ -154,14 +154,14 @@ def _check_model(model: nn.Module) -> None:
 
 _TRIAL_FAILURES = {  # keys: (a call is rewritten, the new activation is called too often)
     (False, False): "the model does not call it by its registered name",
-    (False, True): "it does not always apply the same activation",
+    (False, True): "its module does not always apply the same activation",
     (True, False): "its method is called through a reference that was taken earlier",
     (True, True): "the same place in the code also calls something else",
 }
 
 
 def _trial_run(runs: Runs, candidates: Sequence[Candidate]) -> None:
-    """Convert a copy and run it. Give up new activations that are not called, or that replace other calls as well."""
+    """Convert a copy and run it. Reject new activations that are never called, or that also replace other calls."""
     while expected := {candidate.site.name: candidate.modes for candidate in candidates if candidate.selected}:
         wrong = runs.check(partial(apply, candidates=candidates, trial=True), expected)
         if not wrong:
@@ -229,7 +229,7 @@ def _could_not_run(runs: Runs) -> RuntimeError:
     error = runs.failures[Run("eval", 0)]
     new = RuntimeError(
         "convert_: the model could not be run on the sample, in training or in evaluation mode: "
-        f"{type(error).__name__}: {error}\nThe sample must be what the model is called with: a tensor, a tuple of arguments, "
+        f"{type(error).__name__}: {error}\nThe sample must be an input of the model: a tensor, a tuple of arguments, "
         "or a dictionary of keyword arguments. A list holds several samples; if the model takes a list, pass (images,)."
     )
     new.__cause__ = error

@@ -26,8 +26,8 @@ class Dataflow:
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
-        self.number, self.consumed = 0, set[int]()  # numbers of calls: the latest, and those whose outputs were used
-        self.written_out: set[Node] = set()  # the products that are activations written out by hand
+        self.number, self.consumed = 0, set[int]()  # the number of the last call; the numbers of calls whose outputs were used
+        self.written_out: set[Node] = set()  # products that are activations written as formulas
 
     def record(self, function_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Node | None:
         """Add nodes for the outputs of a call. Return the first; None if the call returned no tensor."""
@@ -46,7 +46,7 @@ class Dataflow:
         return self.nodes[first] if outputs else None
 
     def gated_linear_units(self, activations: set[Node]) -> set[Node]:
-        """Return the activations whose output multiplies a parallel path."""
+        """Return the activations whose output is multiplied with a parallel path."""
         return gates.gated_linear_units((node for node in self.nodes if node.factors), activations)
 
     def feeding_gates(self, outputs: Any) -> tuple[set[Node], set[Node]]:

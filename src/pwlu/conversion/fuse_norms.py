@@ -23,8 +23,8 @@ class NormSite:
     Attributes:
         norm: its name.
         units: the names of the PWLUs that get its output.
-        added: whether something is added to its output before the PWLU.
-        reason: why it is not fused; empty if it is.
+        added: whether a tensor is added to its output before the PWLU.
+        reason: why the norm is not fused; empty if it is.
     """
 
     norm: str
@@ -75,14 +75,14 @@ class _Recorder:
     def site(self, norm: Any) -> NormSite:
         return self.sites.setdefault(self.names[norm], NormSite(self.names[norm]))
 
-    def paired(self, deferred: Deferred, unit: PWLU) -> None:
+    def record_pair(self, deferred: Deferred, unit: PWLU) -> None:
         """Record that a unit used the output of a norm."""
         residual, name = deferred.residual, self.names[unit]
         for site in map(self.site, [deferred.norm, *([residual.norm] if isinstance(residual, Deferred) else [])]):
             site.units += [] if name in site.units else [name]
             site.added |= residual is not None
 
-    def used(self, deferred: Deferred, what: str) -> None:
+    def record_use(self, deferred: Deferred, what: str) -> None:
         """Record that something other than a unit used the output of a norm."""
         self.site(deferred.norm).reason = f"its output goes to {what}"
 
@@ -91,23 +91,23 @@ def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
     """Fuse every batch norm whose output goes only to one PWLU with that PWLU, in place, to speed up training.
 
     Memory traffic dominates the cost of these layers. In a training step, a separate norm and PWLU read or write an activation
-    13 times; fused, they do so 8 times. With an addition in between, it is 11 times instead of 16. If the outputs of two norms
-    are added, neither output is saved for the backward pass. Nothing else changes: parameters, buffers, their names, the state
-    dict, optimizers and hooks stay as they are. :func:`unfuse_norms_` undoes the fusion.
+    13 times; fused, they do so 8 times. With an addition in between, these numbers are 16 and 11. If the outputs of two norms
+    are added, autograd saves neither output for the backward pass. Parameters, buffers, their names, the state dict, optimizers
+    and hooks do not change. :func:`unfuse_norms_` undoes the fusion.
 
     Args:
-        model: a model with PWLUs. Wrap it afterwards (DistributedDataParallel, fully_shard, torch.compile).
-        sample: what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments. A copy of
-            the model runs on it.
+        model: a model with PWLUs. Wrap it (DistributedDataParallel, fully_shard, torch.compile) only after this call.
+        sample: the input of the model: a tensor, a tuple of arguments, or a dictionary of keyword arguments. A copy of the
+            model runs on it.
 
     Returns:
         A report of every batch norm: the PWLU that it is fused with, whether there is an addition in between, or why it is not
         fused.
 
     The function runs a copy of the model and records where the output of each batch norm goes. It supports BatchNorm1d, 2d and
-    3d, SyncBatchNorm, and timm's BatchNormAct2d. With 16-bit inputs, z = norm(x) + r stays in float32 instead of being rounded
-    to 16 bits, so results differ from those of separate layers by that rounding. If the norm or the PWLU has hooks, and in
-    torch.export and tracing, both run separately, as without this function.
+    3d, SyncBatchNorm, and timm's BatchNormAct2d. With 16-bit inputs, z = norm(x) + r is not rounded to 16 bits. So results
+    differ from those of separate layers by that rounding. If the norm or the PWLU has hooks, and in torch.export and tracing,
+    both run separately, as without this function.
     """
     units = require_units("fuse_norms_", model)
     check_unwrapped("fuse_norms_", model, "Fuse")
@@ -158,13 +158,13 @@ def _recorded(model: nn.Module, sample: Any, classes: dict[str, type]) -> dict[s
     else:
         raise RuntimeError(
             f"fuse_norms_: the model could not be run on the sample in training mode: {type(failure).__name__}: {failure}\n"
-            "The sample is what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments."
+            "The sample must be an input of the model: a tensor, a tuple of arguments, or a dictionary of keyword arguments."
         ) from failure
     return {name: recorder.sites.get(name, NormSite(name, reason="the sample did not reach it")) for name in classes}
 
 
 def _check(site: NormSite, modules: dict[str, nn.Module]) -> None:
-    """Set the reason if the modules themselves prevent fusion: hooks, or a subclass of PWLU."""
+    """Set the reason if no PWLU gets the output, or if the modules prevent fusion: hooks, or a subclass of PWLU."""
     if site.reason:
         return
     if not site.units:
@@ -172,7 +172,7 @@ def _check(site: NormSite, modules: dict[str, nn.Module]) -> None:
     elif hooked := [name for name in (site.norm, *site.units) if has_hooks(modules[name])]:
         site.reason = f"{hooked[0]} has hooks"
     elif any(type(modules[name]) is not PWLU for name in site.units):
-        site.reason = "the unit is of a subclass of PWLU"
+        site.reason = "the unit is an instance of a subclass of PWLU"
 
 
 def unfuse_norms_(model: nn.Module) -> list[str]:

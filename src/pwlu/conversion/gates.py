@@ -1,6 +1,6 @@
-"""Products in a model: gates, activations written out by hand, and gated linear units.
+"""Recognize products in a model: gates, activations written as formulas, and gated linear units.
 
-A gate is a bounded function whose output multiplies another path, such as the sigmoid in squeeze-and-excitation.
+A gate is a bounded function whose output is multiplied with another path, such as the sigmoid in squeeze-and-excitation.
 """
 
 import math
@@ -12,14 +12,14 @@ from torch.utils._pytree import tree_leaves
 
 from pwlu.conversion.nodes import KEEPS_VALUES, LAYERS, SAMPLE, Node, node_of
 
-_WIDEST = 10.0  # a function with a wider range is no gate: it may be a guard against overflow
-# Activations of the form x * factor(x), by a function in the factor.
+_WIDEST = 10.0  # the largest bound of a gate; a function with larger bounds may be a guard against overflow
+# Activations of the form x * factor(x), by the name of a function in the factor.
 _WRITTEN_OUT = {"hardsigmoid": "hardswish", "relu6": "hardswish", "clamp": "hardswish", "hardtanh": "hardswish"}
 _WRITTEN_OUT |= {"tanh": "gelu", "erf": "gelu"}
 
 
 def factors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Node]:
-    """Return the factors of an elementwise product; an empty list if the call is no such product."""
+    """Return the factors of an elementwise product; an empty list if the call is not an elementwise product."""
     given = [*args, *kwargs.values()]
     if name == "mul":
         found = given
@@ -39,11 +39,11 @@ def _sums_nothing(equation: str) -> bool:
 
 
 def gate_of(product: Node) -> tuple[Node, Node] | None:
-    """Return the gate among the factors and the factor it multiplies; None if there is no gate.
+    """Return the gate among the factors of a product, and the other factor; None if there is no gate.
 
-    The gate is bounded, and its bounds are narrower than those of the other factor. The other factor varies (unlike the 255
-    of 255 * sigmoid(x)) and has the shape of the product. It comes from a layer, or the gate is computed from it: a mask in
-    the sample holds no features.
+    The gate is bounded, and its bounds are narrower than those of the other factor. The other factor depends on the sample,
+    unlike the 255 of 255 * sigmoid(x). It has the shape of the product. It depends on a layer, or the gate is computed from
+    it; this excludes masks that are part of the sample.
     """
     for factor in product.factors:
         for other in product.factors:
@@ -53,14 +53,14 @@ def gate_of(product: Node) -> tuple[Node, Node] | None:
                 and factor.size <= _WIDEST
                 and factor.size < other.size
                 and other.shape == product.shape
-                and (other.behind_layer or other in ancestors([factor]))
+                and (other.after_layer or other in ancestors([factor]))
             ):
                 return factor, other
     return None
 
 
 def written_out(product: Node) -> tuple[str, set[Node]] | None:
-    """Return the kind of activation that x * gate(x) computes, and the nodes it consists of; None if it is none."""
+    """Return the kind of activation that x * gate(x) computes, and its nodes; None if the product is not an activation."""
     found = gate_of(product)
     if found is None:
         return None
@@ -89,14 +89,14 @@ def gate_chain(factor: Node) -> set[Node]:
 
 
 def gated_linear_units(products: Iterable[Node], activations: set[Node]) -> set[Node]:
-    """Return the activations whose output multiplies a parallel path, such as the SiLU of SwiGLU."""
+    """Return the activations whose output is multiplied with a parallel path, such as the SiLU of SwiGLU."""
     found = set()
     for product in products:
         for factor in product.factors:
             node = factor
             while node.name in KEEPS_VALUES and node.inputs:
                 node = node.inputs[0]
-            others = [other for other in product.factors if other is not factor and other.behind_layer]
+            others = [other for other in product.factors if other is not factor and other.after_layer]
             if node in activations and any(other.shape == product.shape and _independent(other, node) for other in others):
                 found.add(node)
     return found
@@ -107,7 +107,7 @@ def _independent(one: Node, other: Node) -> bool:
 
 
 def ancestors(ends: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
-    """Return the ends and all nodes they were computed from. Paths through `stop` do not count."""
+    """Return the given nodes and all nodes that they were computed from. Do not follow paths through `stop`."""
     stop, found, todo = set(stop), set[Node](), list(ends)
     while todo:
         node = todo.pop()

@@ -14,7 +14,7 @@ from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction, Slopes
 
 PRELU_CLASSES = (nn.PReLU, PReLU)
 
-# What convert_ replaces by default. The other kinds in ARGUMENTS are more often gates or outputs than activations.
+# The kinds that convert_ replaces by default. The other kinds in ARGUMENTS are more often gates or outputs.
 DEFAULT_KINDS = ("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "hardswish")
 
 # Arguments after the input, in order, with their defaults.
@@ -77,7 +77,7 @@ def recognise(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         return Activation(kind, x, InitialFunction(partial(F.prelu, weight=given["weight"]), name=kind), in_place)
     if kind == "clamp" and not all(v is None or isinstance(v, (int, float)) for v in given.values()):
         return None
-    given.pop("training", None)  # rrelu counts as random in evaluation mode too
+    given.pop("training", None)  # treat rrelu as random in evaluation mode too
     special = {k: v for k, v in given.items() if v != ARGUMENTS[kind][k]}
     if kind == "hardtanh" and (special.get("min_val"), special.get("max_val")) == (0, 6):
         kind, special = "relu6", {}  # nn.ReLU6 calls hardtanh(0, 6)
@@ -140,7 +140,7 @@ def _quick_gelu(x: Tensor) -> Tensor:
 
 _QUICK_GELU = InitialFunction(_quick_gelu, (), (0.0, 1.0), "quick_gelu")
 Recognised = tuple[str, InitialFunction]
-# Kind and initial function of activations that a module may write out by hand.
+# Kind and initial function of activations that a module may compute by a formula of its own.
 WRITTEN_OUT: list[Recognised] = [
     *((kind, INITIAL_FUNCTIONS[kind]) for kind in ARGUMENTS if kind in INITIAL_FUNCTIONS),
     ("gelu", _initial_function("gelu", ("approximate", "tanh"))),
@@ -149,7 +149,7 @@ WRITTEN_OUT: list[Recognised] = [
 
 
 def recognise_module(module: nn.Module, kinds: Iterable[str | type[nn.Module]]) -> Recognised | None:
-    """Return kind and initial function of a module whose class is an activation: one of `kinds`, or PReLU."""
+    """Return kind and initial function of a module whose class is one of `kinds`, or PReLU; None for other classes."""
     learned = prelu_function(module.weight) if isinstance(module, nn.PReLU) and type(module) in PRELU_CLASSES else None
     if kind := next((kind for kind in kinds if isinstance(kind, type) and isinstance(module, kind)), None):
         return kind.__name__, learned or InitialFunction(frozen_copy(module), name=type(module).__name__)
@@ -157,5 +157,5 @@ def recognise_module(module: nn.Module, kinds: Iterable[str | type[nn.Module]]) 
 
 
 def frozen_copy(module: nn.Module) -> nn.Module:
-    """Return a copy to compute initial functions with: float64, on the CPU, in evaluation mode."""
+    """Return a copy that computes initial functions: in float64, on the CPU, in evaluation mode."""
     return copy.deepcopy(module).to("cpu", torch.float64).requires_grad_(False).eval()

@@ -46,7 +46,7 @@ def activation_maker(
     fixed = None if bounds == "sample" else bounds
     start = find_initial_function("relu" if init == "same" else init)
     start = _check_start(start, f"init={start.name}", "channel")
-    PWLU(1, intervals, fixed or (-3.0, 3.0), init="identity")  # checks intervals and bounds before fitting
+    PWLU(1, intervals, fixed or (-3.0, 3.0), init="identity")  # check intervals and bounds before fitting
     PWLU(1, intervals, fixed or best_bounds(start, intervals), init=start)
     given = start if init != "same" else None
 
@@ -60,7 +60,7 @@ def activation_maker(
         by_name = start.name if INITIAL_FUNCTIONS.get(start.name) == start else start
         options: dict[str, Any] = {"init": by_name, "channel_dim": site.channel_dim}
         options |= {"device": call.device, "dtype": _parameter_dtype(call)}
-        if to == "dynamic_pwlu":  # several layouts have no common channel dimension
+        if to == "dynamic_pwlu":  # with several layouts, there is no common channel dimension
             options["features"] = 1 if site.layout == "several" else site.channels
         act = UNITS[to](_channels(site, granularity), enough, fitted, **options)
         if given in (None, site.start):
@@ -84,7 +84,7 @@ def _kinks_fit(start: InitialFunction, inputs: tuple[float, float] | None, inter
 
 
 def _check_start(start: InitialFunction, what: str, granularity: str) -> InitialFunction:
-    """Return the initial function with its outer slopes. Raise, naming it `what`, if a PWLU cannot start as it."""
+    """Return the initial function with its outer slopes. If a PWLU cannot start as it, raise an error that names `what`."""
     if (start.channels > 1 and granularity == "channel") or INITIAL_FUNCTIONS.get(start.name) == start:
         return start
     why = "differs between channels" if start.channels > 1 else why_unusable(start.function)
@@ -124,7 +124,7 @@ def _make_other(to: str | Factory, granularity: str, candidate: Candidate) -> nn
     if to == "relu" or flat:
         return nn.ReLU() if site.kind == "relu" else ReLU()
     if to == "frelu":  # a convolution needs the dtype of its input
-        norm = "group" if candidate.runs > 1 else "batch"  # one batch norm would mix the statistics of several calls
+        norm = "group" if candidate.runs > 1 else "batch"  # batch norm would mix the statistics of several calls
         site.reason = f"with group norm: it runs {candidate.runs} times per forward pass" if norm == "group" else ""
         return FReLU(site.channels, site.channel_dim, norm=norm).to(call.device, call.dtype)
     if to == "pau":
@@ -137,4 +137,4 @@ def _make_other(to: str | Factory, granularity: str, candidate: Candidate) -> nn
 
 
 def _parameter_dtype(call: Call) -> torch.dtype:
-    return torch.float64 if call.dtype == torch.float64 else torch.float32  # 16 bits would misplace the knots
+    return torch.float64 if call.dtype == torch.float64 else torch.float32  # 16 bits would round the knots too much

@@ -1,4 +1,4 @@
-"""Nodes: every tensor that a torch function returns while a model runs carries one, linked to the nodes of its inputs."""
+"""Nodes of the dataflow of a model. Each tensor that a torch function returns has a node, linked to the nodes of its inputs."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ Range = tuple[float, float]
 SHAPING = frozenset(
     {"view", "reshape", "expand", "expand_as", "unsqueeze", "squeeze", "permute", "transpose", "flatten", "unflatten"}
 )
-# Functions that keep the values: they may stand between a gate and the product.
+# Functions that do not change values. A gate may pass through them before it is multiplied.
 KEEPS_VALUES = SHAPING | {
     *("getitem", "view_as", "reshape_as", "broadcast_to", "repeat", "repeat_interleave", "interpolate", "contiguous", "clone"),
     *("to", "type", "type_as", "float", "half", "bfloat16", "double", "detach", "dropout", "chunk", "split", "unbind", "flip"),
@@ -40,18 +40,21 @@ _RANGE_OF_INPUT = KEEPS_VALUES | {
 class Node:
     """One call of a torch function: its name, its inputs, its shape, and the range of its values.
 
-    ``channel_dim``: the dimension of the channels, if known. ``factors``: the factors of an elementwise product. ``call``: the
-    number of the call. ``varies``: whether it depends on the sample, unlike a parameter or a constant. ``behind_layer``:
-    whether it depends on the output of a layer.
+    Attributes:
+        channel_dim: the dimension of the channels; None if unknown.
+        factors: the factors of an elementwise product.
+        call: the number of the call.
+        varies: whether it depends on the sample, unlike a parameter or a constant.
+        after_layer: whether it depends on the output of a layer.
     """
 
-    __slots__ = ("behind_layer", "call", "channel_dim", "factors", "inputs", "name", "range", "shape", "varies")
+    __slots__ = ("after_layer", "call", "channel_dim", "factors", "inputs", "name", "range", "shape", "varies")
 
     def __init__(self, name: str, inputs: list["Node"], shape: tuple[int, ...], range: Range, channel_dim: int | None) -> None:
         self.name, self.inputs, self.shape, self.range, self.channel_dim = name, inputs, shape, range, channel_dim
         self.factors: list[Node] = []
         self.call = 0
-        self.behind_layer: bool = name in LAYERS or any(node.behind_layer for node in inputs)
+        self.after_layer: bool = name in LAYERS or any(node.after_layer for node in inputs)
         self.varies: bool = name == SAMPLE or name in LAYERS or any(node.varies for node in inputs)
 
     @property
@@ -61,7 +64,7 @@ class Node:
 
 
 def node_of(tensor: Tensor) -> Node | None:
-    """Return the call that made this tensor, if it was recorded."""
+    """Return the node of a tensor; None if its computation was not recorded."""
     return getattr(tensor, ATTRIBUTE, None)
 
 
@@ -72,7 +75,7 @@ def canonical_name(function_name: str) -> str:
 
 
 def range_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Range:
-    """Return bounds of the result of a call, as far as simple rules tell."""
+    """Return bounds of the values that a call returns, by simple rules."""
     values = [_range(value) for value in args[:2]]
     if name in _RANGES:
         return _RANGES[name]

@@ -25,7 +25,7 @@ def plan(model: nn.Module, candidates: Sequence[Candidate]) -> None:
             _plan_rewrite(model, candidate, candidate.site.kind, taken)
     for name, places in by_module.items():
         owner, _, key = name.rpartition(".")
-        # Replacing the registered module serves one place. Every other place gets its own child.
+        # The registered module is replaced for one place. Every other place gets its own child.
         everywhere = all(candidate.selected and not any(call.by_keyword for call in candidate.calls) for candidate in places)
         if everywhere and (len(places) == 1 or _keep_one_place(model, places, owner, key, taken)):
             continue
@@ -42,7 +42,7 @@ def _keep_one_place(model: nn.Module, places: Sequence[Candidate], owner: str, k
     fixed = []
     for candidate in places:
         try:
-            _edit(model, candidate, key)
+            _plan_edit(model, candidate, key)
         except rewrite.CannotRewrite:
             fixed.append(candidate)
     if len(fixed) > 1:
@@ -52,7 +52,7 @@ def _keep_one_place(model: nn.Module, places: Sequence[Candidate], owner: str, k
             fixed[0].modes.update(other.modes)
             other.site.action, other.site.reason = (
                 "skipped",
-                f"shares {fixed[0].site.name}: the calls cannot be told apart",
+                f"shares {fixed[0].site.name}, because the calls cannot be rewritten separately",
             )
     stays = (fixed or places)[0]
     for candidate in places:
@@ -61,7 +61,7 @@ def _keep_one_place(model: nn.Module, places: Sequence[Candidate], owner: str, k
     return True
 
 
-def _edit(model: nn.Module, candidate: Candidate, child: str) -> rewrite.Edit:
+def _plan_edit(model: nn.Module, candidate: Candidate, child: str) -> rewrite.Edit:
     call = candidate.calls[0]
     location = call.location
     if location.owner is None:
@@ -70,7 +70,7 @@ def _edit(model: nn.Module, candidate: Candidate, child: str) -> rewrite.Edit:
         )
     owner = model.get_submodule(location.owner)
     if isinstance(owner, fx.GraphModule):
-        raise rewrite.CannotRewrite("it is in a torch.fx graph: convert the model before tracing it")
+        raise rewrite.CannotRewrite("its call is in a torch.fx graph: convert the model before tracing it")
     if isinstance(owner, _CONTAINERS):
         raise rewrite.CannotRewrite(f"it is called by {type(owner).__name__}, which would run a new child as one more layer")
     if not candidate.alone:
@@ -79,10 +79,10 @@ def _edit(model: nn.Module, candidate: Candidate, child: str) -> rewrite.Edit:
 
 
 def _plan_rewrite(model: nn.Module, candidate: Candidate, preferred: str, taken: set[str]) -> None:
-    """Plan a new child of the module that makes the call, with the preferred name or one like it."""
+    """Plan a new child of the module that makes the call, with the preferred name or this name and a number."""
     owner = candidate.calls[0].location.owner
     try:
-        _edit(model, candidate, preferred)
+        _plan_edit(model, candidate, preferred)
     except rewrite.CannotRewrite as why:
         candidate.site.action, candidate.site.reason = "impossible", str(why)
         return
@@ -91,5 +91,5 @@ def _plan_rewrite(model: nn.Module, candidate: Candidate, preferred: str, taken:
     names = [preferred, *(f"{preferred}_{n}" for n in range(2, 10_000))]
     child = next(n for n in names if not hasattr(module, n) and full_name(owner, n) not in taken)
     taken.add(full_name(owner, child))
-    candidate.owner, candidate.key, candidate.edit = owner, child, _edit(model, candidate, child)
+    candidate.owner, candidate.key, candidate.edit = owner, child, _plan_edit(model, candidate, child)
     candidate.site.name = full_name(owner, child)

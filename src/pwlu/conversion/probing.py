@@ -1,4 +1,4 @@
-"""Evaluate functions on test inputs: which activation does a module compute, and can a PWLU start as a function?"""
+"""Evaluate functions on test inputs, to find which activation a module computes and whether a PWLU can start as it."""
 
 import copy
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def _match_known(module: nn.Module) -> Recognised | None:
     x = torch.linspace(-10, 10, 401, dtype=torch.float64, device="cpu").view(1, 401, 1, 1)
     try:
         with quiet(), torch.device("cpu"):
-            # Some modules always compute in float32.
+            # Convert the result, because some modules always compute in float32.
             values: Tensor = copy.deepcopy(module).eval().forward(x.clone()).double()
             if values.shape != x.shape:
                 return None

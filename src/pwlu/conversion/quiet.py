@@ -16,8 +16,8 @@ def quiet() -> Iterator[None]:
     """Run without gradients, warnings and global module hooks, and restore the random state afterwards."""
     state, log = random.getstate(), logging.getLogger("torch._subclasses.fake_tensor")
     numpy = sys.modules.get("numpy")
-    of_numpy = numpy.random.get_state() if numpy else None
-    enabled, log.disabled = not log.disabled, True  # it also logs the errors that it raises
+    numpy_state = numpy.random.get_state() if numpy else None
+    enabled, log.disabled = not log.disabled, True  # FakeTensorMode also logs the errors that it raises
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
     hooks = [
         (registered, dict(registered)) for registered in (modules._global_forward_hooks, modules._global_forward_pre_hooks)
@@ -33,5 +33,5 @@ def quiet() -> Iterator[None]:
             registered.update(were)
         random.setstate(state)
         if numpy:
-            numpy.random.set_state(of_numpy)
+            numpy.random.set_state(numpy_state)
         log.disabled = not enabled

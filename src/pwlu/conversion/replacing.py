@@ -1,4 +1,4 @@
-"""Insert new modules in the place of activations, and restore the original ones."""
+"""Insert new modules in place of activations, and restore the original activations."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from pwlu.conversion.sites import Candidate
 from pwlu.conversion.tracing import Call, stateless_leaf, unshare
 
 _REPLACED = "_pwlu_replaced"  # in the owner's __dict__: the original activation by child name; None for a function call
-_SHARED = "_pwlu_shared"  # likewise, for a stateless module that was registered in several places
+_SHARED = "_pwlu_shared"  # in the parent's __dict__: the original by child name, for a module registered in several places
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -25,7 +25,7 @@ _HOOKS = (
 
 
 class _OriginalActivation(nn.Module):
-    """Computes the original activation in a trial run, because a model's control flow may depend on values."""
+    """Computes the original activation in a trial run. The values must be right, because control flow may depend on them."""
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def inserted_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def insert_(model: nn.Module, new: Mapping[str, tuple[nn.Module, rewrite.Edit | None]]) -> None:
-    """Insert given modules by name and rewrite their calls, to repeat a conversion that was done to another model."""
+    """Insert modules by name and rewrite their calls, to repeat the conversion of another model."""
     candidates = []
     for name, (module, edit) in new.items():
         owner, _, key = name.rpartition(".")

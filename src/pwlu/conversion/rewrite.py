@@ -28,7 +28,7 @@ _FUTURES = functools.reduce(
 
 
 class CannotRewrite(Exception):
-    """A call that cannot be rewritten; the message tells why."""
+    """Raised if a call cannot be rewritten. The message says why."""
 
 
 class Edit(NamedTuple):
@@ -37,17 +37,17 @@ class Edit(NamedTuple):
     method: str
     end: tuple[int, int]
     child: str
-    of_tensor: bool  # x.relu() rather than F.relu(x)
+    on_tensor: bool  # whether the call is x.relu() rather than F.relu(x)
     digest: str  # hash of the method's source, to notice later edits
 
 
-def plan(cls: type, code: CodeType, end: tuple[int, int] | None, child: str, of_tensor: bool) -> Edit:
+def plan(cls: type, code: CodeType, end: tuple[int, int] | None, child: str, on_tensor: bool) -> Edit:
     """Return the edit of the call that ends there, in a method of `cls`. Raise CannotRewrite if that is not possible."""
     if end is None:
         raise CannotRewrite("Python runs without code positions: start it without -X no_debug_ranges")
     name, function = _find_method(cls, code)
     tree = definition(function)
-    edit = Edit(name, (end[0] - function.__code__.co_firstlineno, end[1]), child, of_tensor, _digest(tree))
+    edit = Edit(name, (end[0] - function.__code__.co_firstlineno, end[1]), child, on_tensor, _digest(tree))
     rewritten_class(original_class(cls), (edit,))  # raises now if the edit fails, before anything is changed
     return edit
 
@@ -65,7 +65,7 @@ def original_class(cls: type) -> type:
 
 @functools.cache
 def rewritten_class(cls: type, edits: tuple[Edit, ...]) -> type:
-    """Return a subclass of `cls` with the same name, with the edits applied."""
+    """Return a subclass of `cls` that has the same name and applies the edits."""
     body: dict[str, Any] = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
@@ -75,17 +75,17 @@ def rewritten_class(cls: type, edits: tuple[Edit, ...]) -> type:
         "_pwlu_edits": edits,
     }
     for name in dict.fromkeys(edit.method for edit in edits):
-        outer = _unedited(cls, name)
+        outer = _original_attribute(cls, name)
         inner = undecorated(outer)
-        of_method = [edit for edit in edits if edit.method == name]
+        method_edits = [edit for edit in edits if edit.method == name]
         tree = copy.deepcopy(definition(inner))
-        if any(edit.digest != _digest(tree) for edit in of_method):
+        if any(edit.digest != _digest(tree) for edit in method_edits):
             raise RuntimeError(
                 f"pwlu: the source of {cls.__qualname__}.{name} has changed since the model was converted. "
                 "Create the model, convert it again with pwlu.convert_(model, sample), and load the state dict."
             )
-        new = _replace_inner(outer, inner, _Rewriter(of_method, inner.__code__).function(inner, tree))
-        body |= {alias: new for alias in _attribute_names(cls) if _unedited(cls, alias) is outer}
+        new = _replace_inner(outer, inner, _Rewriter(method_edits, inner.__code__).function(inner, tree))
+        body |= {alias: new for alias in _attribute_names(cls) if _original_attribute(cls, alias) is outer}
     try:
         return types.new_class(cls.__name__, (_SkipInitSubclass, cls), exec_body=lambda namespace: namespace.update(body))
     except Exception as error:
@@ -102,7 +102,7 @@ class _SkipInitSubclass(nn.Module):
 def rewritten_places(cls: type) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield file and end of the calls that were rewritten in this class."""
     for edit in getattr(cls, "_pwlu_edits", ()):
-        code = undecorated(_unedited(cls, edit.method)).__code__
+        code = undecorated(_original_attribute(cls, edit.method)).__code__
         yield code.co_filename, (edit.end[0] + code.co_firstlineno, edit.end[1])
 
 
@@ -119,12 +119,12 @@ def _rebuild(cls: type, edits: Sequence[Sequence[Any]]) -> nn.Module:
 # Methods and their source.
 
 
-def _lookup(cls: type, name: str) -> Any:
+def _raw_attribute(cls: type, name: str) -> Any:
     """Return the raw attribute `name` of the class, without binding descriptors."""
     return next(vars(klass)[name] for klass in cls.__mro__ if name in vars(klass))
 
 
-def _unedited(cls: type, name: str) -> Any:
+def _original_attribute(cls: type, name: str) -> Any:
     """Return the raw attribute before any edit. Torch's parametrizations may have subclassed a rewritten class."""
     return next(vars(klass)[name] for klass in cls.__mro__ if name in vars(klass) and original_class(klass) is klass)
 
@@ -138,11 +138,11 @@ def _find_method(cls: type, code: CodeType) -> tuple[str, FunctionType]:
         for name, value in vars(klass).items():
             function = undecorated(value)
             if isinstance(function, FunctionType) and function.__code__ is code:
-                if _lookup(cls, name) is not value:
+                if _raw_attribute(cls, name) is not value:
                     raise CannotRewrite(
                         f"it is in {klass.__name__}.{name}, which {cls.__name__} overrides and calls through super()"
                     )
-                return name, undecorated(_unedited(klass, name))
+                return name, undecorated(_original_attribute(klass, name))
     raise CannotRewrite(f"it is in {code.co_qualname}, which is not a method of {cls.__name__}")
 
 
@@ -172,7 +172,7 @@ def definition(function: FunctionType) -> ast.FunctionDef:
 
 
 def _has_assert(tree: ast.AST) -> bool:
-    """Return whether there is an assert: pytest compiles asserts to other code than the source says."""
+    """Return whether there is an assert statement: pytest compiles these in its own way, so the code objects differ."""
     return any(isinstance(node, ast.Assert) for node in ast.walk(tree))
 
 
@@ -208,7 +208,7 @@ class _Rewriter(ast.NodeTransformer):
             return node
         self.done.add(edit)
         child = ast.Attribute(ast.Name(self.code.co_varnames[0], ast.Load()), edit.child, ast.Load())
-        new = ast.Call(child, [_input_of_call(node, edit.of_tensor)], [])
+        new = ast.Call(child, [_input_of_call(node, edit.on_tensor)], [])
         for part in (child, child.value, new):
             ast.copy_location(part, node)
         return new
@@ -230,10 +230,10 @@ class _Rewriter(ast.NodeTransformer):
 def _compile_like(tree: ast.FunctionDef, old: FunctionType) -> CodeType:
     """Return the code of the tree, compiled in the scope of the old function."""
     tree.decorator_list = []
-    # A class around it mangles names that begin with two underscores; a function around that has its free variables.
+    # Wrap it in a class, which mangles names with two leading underscores, and in a function, which has its free variables.
     free = [name for name in old.__code__.co_freevars if name != "__class__"]
     arguments = ast.arguments([], [ast.arg(name) for name in free], None, [], [], None, [])
-    # Leading underscores do not change mangling. They keep the class from hiding a name that the method uses.
+    # Leading underscores in the name of the class do not change mangling, and avoid names that the method uses.
     class_name, used = _enclosing_class(old.__code__), {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     while class_name in used or class_name in free:
         class_name = f"_{class_name}"
@@ -251,15 +251,15 @@ def _enclosing_class(code: CodeType) -> str:
     """Return the name of the class that contains the function; "_", which mangles no names, if there is none."""
     names = code.co_qualname.split(".")[:-1]
     while names and names[-1] == "<locals>":
-        del names[-2:]  # and the function that contains it
+        del names[-2:]  # remove "<locals>" and the name of the function
     return names[-1] if names else "_"
 
 
-def _input_of_call(node: ast.Call, of_tensor: bool) -> ast.expr:
+def _input_of_call(node: ast.Call, on_tensor: bool) -> ast.expr:
     """Return the expression that the activation is applied to."""
     if isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id):
         raise CannotRewrite(f"it is called inside {node.func.id}(...), not directly")
-    if of_tensor and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value).split(".")[-1] != "Tensor":
+    if on_tensor and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value).split(".")[-1] != "Tensor":
         return node.func.value  # x.clamp(0), unlike torch.Tensor.clamp(x, 0)
     if node.args:
         if isinstance(node.args[0], ast.Starred):
@@ -305,5 +305,5 @@ def _copy_metadata(new: FunctionType, old: FunctionType) -> FunctionType:
 def _cell_holds(cell: CellType, inner: FunctionType) -> bool:
     try:
         return undecorated(cell.cell_contents) is inner
-    except ValueError:  # empty
+    except ValueError:  # the cell is empty
         return False

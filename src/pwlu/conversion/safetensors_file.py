@@ -1,4 +1,4 @@
-"""Tensors by name in a safetensors file, with texts in its metadata."""
+"""Read and write safetensors files: tensors by name, and strings in the metadata."""
 
 import functools
 import json

@@ -76,7 +76,7 @@ class Runs:
         return found
 
     def _settings_to_try(self) -> list[tuple[bool, bool]]:
-        """Return pairs (with hooks, real) in the order to try them. User hooks run only if the model fails without them."""
+        """Return pairs (hooks, real tensors) in the order to try them. User hooks run only if the model fails without them."""
         with_hooks = (
             (False, True) if any(not _is_torch_hook(hook) for one in _hooks(self.model) for hook in one.values()) else (False,)
         )
@@ -123,7 +123,7 @@ class Runs:
     def input_ranges(self, change: Any, names: Iterable[str]) -> dict[str, tuple[float, float]]:
         """Apply the change to a copy and return the smallest and largest finite input of each named module.
 
-        The copy runs in evaluation mode, or in training mode if the model only runs in that.
+        The copy runs in evaluation mode, or in training mode if evaluation mode fails.
         """
         found: dict[str, tuple[float, float]] = {}
 
@@ -170,7 +170,7 @@ def _hooks(model: nn.Module) -> Iterator[dict[int, Any]]:
 
 
 def _is_torch_hook(hook: Any) -> bool:
-    """Return whether torch registered the hook, as for weight norm and pruning: without it, results would differ."""
+    """Return whether torch registered the hook, as for weight norm and pruning. Such hooks affect the results."""
     hook = getattr(hook, "func", hook)  # unwrap a partial
     return any(str(getattr(of, "__module__", "")).split(".")[0] == "torch" for of in (hook, *type(hook).__mro__))
 

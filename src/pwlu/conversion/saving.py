@@ -1,6 +1,6 @@
-"""Save a converted model, and load it into an unconverted one. One safetensors file holds the weights and the conversion.
+"""Save a converted model, and load it into an unconverted model. One safetensors file holds the weights and the conversion.
 
-The conversion is JSON in the file's metadata: every PWLU by name, and the calls that were rewritten. Nothing is pickled.
+The conversion is JSON in the file's metadata: every PWLU by name, and the calls that were rewritten. No pickle is used.
 """
 
 import json
@@ -25,18 +25,18 @@ from pwlu.nonuniform import NonUniformPWLU
 from pwlu.text import abbreviate
 from pwlu.version import __version__, later_version
 
-FORMAT = 3  # of the conversion in the metadata. 2 added dynamic PWLUs, 3 non-uniform ones; the lowest that suffices is written
+FORMAT = 3  # the format of the conversion. 2 added dynamic PWLUs, 3 non-uniform ones; save writes the lowest possible format
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write the weights of a model with PWLUs, and how it was converted, to a safetensors file.
 
     :func:`load_into` reads the file. The weights have their usual names, so other tools can read them as well. The metadata
-    holds the format and the version of pwlu that wrote the file. An older version refuses a format that it does not know.
+    holds the format, and the version of pwlu that wrote the file. An older version rejects a format that it does not know.
 
     Args:
-        model: a model that :func:`pwlu.convert_` converted to PWLUs, or that contains PWLUs of your own. Save it before
-            :func:`pwlu.fuse_` and :func:`pwlu.simplify_`, and call these after loading.
+        model: a model that :func:`pwlu.convert_` converted to PWLUs, or that contains PWLUs of your own. Save it before you
+            call :func:`pwlu.fuse_` or :func:`pwlu.simplify_`. Call these after loading.
         path: the file. An existing file is replaced once the new one is complete.
 
     Raises:
@@ -62,12 +62,12 @@ def serialise(model: nn.Module) -> bytes:
 
 
 def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
-    """Convert a model in the same way as the model in the file, and load the weights from the file.
+    """Convert a model in the same way as the saved model, and load the weights from the file.
 
-    No sample is needed. Names and shapes are checked before anything is changed.
+    No sample is needed. Names and shapes are checked before the model changes.
 
     Args:
-        model: the model as it was before its conversion, or after it.
+        model: the unconverted model, or the converted model.
         path: a file that :func:`save` wrote.
 
     Returns:
@@ -93,19 +93,19 @@ def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
     units = _units("load_into", model, conversion := _parsed("load_into", written))
     state |= {key: state[other] for key, other in conversion.get("tied", {}).items() if other in state}
     _check_shapes(model, {unit.name: unit.module for unit in units}, {key: tuple(value.shape) for key, value in state.items()})
-    _put(model, units)
+    _insert_units(model, units)
     model.load_state_dict(state, assign=any(value.is_meta for value in model.state_dict().values()))
     return [unit.name for unit in units]
 
 
 def conversion_of(model: nn.Module) -> dict[str, Any]:
-    """Return how a model was converted, as a dictionary for JSON. :func:`convert_as_` converts another model in that way."""
+    """Return the conversion of a model as a dictionary for JSON. :func:`convert_as_` repeats it on another model."""
     units = require_units("save", model)
-    strange = [name for name, module in (inserted_modules(model) | units).items() if type(module) not in _KINDS]
-    if strange:
-        kinds = ", ".join(sorted({type(model.get_submodule(name)).__name__ for name in strange}))
+    others = [name for name, module in (inserted_modules(model) | units).items() if type(module) not in _KINDS]
+    if others:
+        kinds = ", ".join(sorted({type(model.get_submodule(name)).__name__ for name in others}))
         raise ValueError(
-            f"save: all replaced activations must be PWLUs, but {abbreviate(strange)} is not ({kinds}). Save before "
+            f"save: all replaced activations must be PWLUs, but {abbreviate(others)} is not ({kinds}). Save before "
             "pwlu.fuse_ and pwlu.simplify_, and call these after loading. For other activations, save model.state_dict(), "
             "and convert with the same to= before loading it"
         )
@@ -114,19 +114,20 @@ def conversion_of(model: nn.Module) -> dict[str, Any]:
         for name, module in model.named_modules()
         for edit in getattr(type(module), "_pwlu_edits", ())
     }
-    rows = [_row(name, unit, edits.get(name)) for name, unit in units.items() if name]
+    rows = [_describe_unit(name, unit, edits.get(name)) for name, unit in units.items() if name]
     number = max(3 if "nonuniform" in row else 2 if "dynamic" in row else 1 for row in rows) if rows else 1
     return {"format": number, "version": __version__, "model": type(model).__name__, "units": rows}
 
 
 def convert_as_(model: nn.Module, conversion: dict[str, Any]) -> list[str]:
-    """Convert a model in the same way as another model; return the names of the PWLUs that were inserted.
+    """Repeat the conversion of another model. Return the names of the inserted PWLUs.
 
     Args:
-        conversion: what :func:`conversion_of` returned for the other model.
+        model: the model to convert.
+        conversion: the result of :func:`conversion_of` for the other model.
     """
     units = _units("convert_as_", model, _checked("convert_as_", conversion))
-    _put(model, units)
+    _insert_units(model, units)
     return [unit.name for unit in units]
 
 
@@ -140,7 +141,7 @@ class _Unit(NamedTuple):
     edit: rewrite.Edit | None
 
 
-def _row(name: str, unit: PWLU, edit: rewrite.Edit | None) -> dict[str, Any]:
+def _describe_unit(name: str, unit: PWLU, edit: rewrite.Edit | None) -> dict[str, Any]:
     start = find_initial_function(unit.init)
     if INITIAL_FUNCTIONS.get(start.name) == start:
         init: Any = start.name
@@ -170,7 +171,7 @@ def _row(name: str, unit: PWLU, edit: rewrite.Edit | None) -> dict[str, Any]:
 def _initial_blocks(unit: PWLU) -> reference.Blocks:
     if isinstance(unit, NonUniformPWLU):
         return unit.initial_blocks()
-    return reference.unpack(unit.initial_weight(), unit.intervals)  # with the constraint
+    return reference.unpack(unit.initial_weight(), unit.intervals)  # initial_weight() applies the constraint
 
 
 class _Lines:
@@ -212,7 +213,7 @@ def _units(caller: str, model: nn.Module, conversion: dict[str, Any]) -> list[_U
     check_unwrapped(caller, model)
     there = units_of(model)
     try:
-        made = [_made(row, model, row["name"] in there) for row in conversion["units"] if not _is_there(row, there)]
+        made = [_make_unit(row, model, row["name"] in there) for row in conversion["units"] if not _has_unit(row, there)]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{caller}: the conversion in the file is damaged: {error!r}") from error
     for unit in made:
@@ -235,17 +236,17 @@ def _units(caller: str, model: nn.Module, conversion: dict[str, Any]) -> list[_U
     return made
 
 
-def _is_there(row: dict[str, Any], units: dict[str, PWLU]) -> bool:
+def _has_unit(row: dict[str, Any], units: dict[str, PWLU]) -> bool:
     unit = units.get(row["name"])
-    return unit is not None and _row(row["name"], unit, None) == {**row, "edit": None}
+    return unit is not None and _describe_unit(row["name"], unit, None) == {**row, "edit": None}
 
 
-def _made(row: dict[str, Any], model: nn.Module, again: bool) -> _Unit:
+def _make_unit(row: dict[str, Any], model: nn.Module, again: bool) -> _Unit:
     tensor = next(model.parameters(), next(model.buffers(), None))
     dtype = getattr(torch, row["dtype"])
     if dtype not in checks.FLOATS:
         raise ValueError(f"a PWLU cannot have the dtype {dtype}")
-    # The constructor would fit the bounds to the initial function once more, so they are set afterwards.
+    # Set the bounds after construction, because the constructor would fit them to the initial function again.
     device = None if tensor is None else tensor.device
     options: dict[str, Any] = {"channel_dim": row["channel_dim"], "device": device, "dtype": dtype}
     options |= {name: row["dynamic"][name] for name in _DYNAMIC} if "dynamic" in row else {}
@@ -263,22 +264,22 @@ def _made(row: dict[str, Any], model: nn.Module, again: bool) -> _Unit:
         unit.constraint = check_constraint(Constraint(**constraint))
         keep_constrained(unit)
     unit.reset_parameters()
-    edit = None if again else row["edit"]  # the call of an existing PWLU was rewritten already
+    edit = None if again else row["edit"]  # if the PWLU exists, its call was rewritten before
     if edit is not None:
-        method, (line, column), child, of_tensor, digest = edit
-        edit = rewrite.Edit(str(method), (int(line), int(column)), str(child), bool(of_tensor), str(digest))
+        method, (line, column), child, on_tensor, digest = edit
+        edit = rewrite.Edit(str(method), (int(line), int(column)), str(child), bool(on_tensor), str(digest))
         expected = row["name"].rpartition(".")[2]
         if not child.isidentifier() or child != expected:
             raise ValueError(f"the edit of {row['name']!r} must name the child {expected!r}, not {child!r}")
     return _Unit(str(row["name"]), unit, edit)
 
 
-def _put(model: nn.Module, units: Sequence[_Unit]) -> None:
+def _insert_units(model: nn.Module, units: Sequence[_Unit]) -> None:
     insert_(model, {unit.name: (unit.module, unit.edit) for unit in units})
 
 
 def _check_shapes(model: nn.Module, new: dict[str, PWLU], found: dict[str, tuple[int, ...]]) -> None:
-    everywhere: dict[str, PWLU] = {}  # the parent of a new PWLU may have several names
+    everywhere: dict[str, PWLU] = {}  # the new PWLUs by all of their names, because a shared parent has several
     names = list(model.named_modules(remove_duplicate=False))
     for name, unit in new.items():
         owner, _, key = name.rpartition(".")

@@ -18,7 +18,7 @@ from pwlu.text import counted
 
 @dataclass
 class Candidate:
-    """A site and how it would be converted."""
+    """A site, and the plan for its conversion."""
 
     site: Site
     calls: list[Call]
@@ -27,8 +27,8 @@ class Candidate:
     key: str = ""  # name of the child
     edit: Edit | None = None
     module: nn.Module | None = None
-    inputs: tuple[float, float] | None = None  # their range on the sample, for bounds='sample'
-    alone: bool = True  # no other site is at the same place in the source, as in a loop
+    inputs: tuple[float, float] | None = None  # the range of the inputs on the sample, for bounds='sample'
+    alone: bool = True  # whether no other site is at the same place in the source; in a loop, several can be
 
     @property
     def selected(self) -> bool:
@@ -77,7 +77,7 @@ def _site(calls: list[Call], modes: tuple[str, ...]) -> Site:
         name, was = first.module, first.was
     else:
         name = full_name(first.location.owner or first.location.nearest, first.kind)
-        was = f"{'x' if first.method else 'F'}.{first.was}" if not first.written_out else f"{first.was}, written out"
+        was = f"{'x' if first.method else 'F'}.{first.was}" if not first.written_out else f"{first.was} as a formula"
     return Site(
         name, was, first.kind, first.shape, modes=modes, calls=len(calls), source=str(first.location), start=first.start
     )
@@ -89,9 +89,10 @@ def full_name(prefix: str, name: str) -> str:
 
 
 def _find_channel_dims(site: Site, calls: list[Call]) -> None:
-    """Set ``dim`` of every call. If no layer tells, it is the dimension, except the batch, whose size all samples share.
+    """Set ``dim``, the channel dimension of every call.
 
-    If the samples do not differ in size, it is a guess.
+    If no layer determines it, it is the only dimension after the batch whose size is the same in all samples. If all shapes are
+    equal, it is a guess.
     """
     unknown = []
     for call in calls:
@@ -156,10 +157,10 @@ def decide(candidate: Candidate, rules: Rules) -> None:
     elif any(call.written_out for call in calls):
         site.action = "impossible"
         site.reason = (
-            f"it is written out by hand: call F.{site.kind}, or pass its module's class in kinds if that does nothing else"
+            f"it is written as a formula: call F.{site.kind}, or pass the class of its module in kinds if it computes only that"
         )
     elif any(call.kind == "prelu" and call.module is None for call in calls):
-        site.action, site.reason = "impossible", "its slopes are passed to a function: use nn.PReLU"
+        site.action, site.reason = "impossible", "it is F.prelu, whose slopes belong to no module: use nn.PReLU"
     elif any(call.arguments > 1 for call in calls):
         site.action, site.reason = "impossible", "it is called with more than one argument"
     elif reused:

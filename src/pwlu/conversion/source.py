@@ -25,14 +25,23 @@ _MACHINERY = frozenset(
 
 
 class Location(NamedTuple):
-    """A call in the source: the module that makes it (None if it is in no method of a module), its method, its end."""
+    """The place of a call in the source.
+
+    Attributes:
+        owner: the name of the module whose method makes the call; None if it is not in a method of a module.
+        nearest: the name of the innermost module with a method on the stack.
+        code: the code of the owner's method, or of the function.
+        filename: the file.
+        line: the line.
+        end: line and column after the call, which identify it; None if Python does not record positions.
+    """
 
     owner: str | None
-    nearest: str  # the innermost module with a method on the stack
-    code: CodeType  # of the owner's method, or of the function
+    nearest: str
+    code: CodeType
     filename: str
     line: int
-    end: tuple[int, int] | None  # line and column after the call; identifies it
+    end: tuple[int, int] | None
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.filename)}:{self.line}"
@@ -50,7 +59,7 @@ def call_location(frame: FrameType, names: Mapping[nn.Module, str]) -> Location:
     owner, method, nearest = None, code, ""
     outer: FrameType | None = place
     while outer is not None:
-        module = _self(outer)
+        module = _method_owner(outer)
         cls: Any = type(module)
         if module is not None and module in names and _has_method(cls, outer.f_code):
             nearest = names[module]
@@ -61,7 +70,7 @@ def call_location(frame: FrameType, names: Mapping[nn.Module, str]) -> Location:
     return Location(owner, nearest, method, code.co_filename, line or code.co_firstlineno, end)
 
 
-def _self(frame: FrameType) -> nn.Module | None:
+def _method_owner(frame: FrameType) -> nn.Module | None:
     """Return the module whose method this frame runs; None if it runs no method of a module."""
     code = frame.f_code
     value = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None

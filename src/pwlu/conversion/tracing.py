@@ -21,7 +21,7 @@ from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction
 
 @dataclass
 class Call:
-    """One call of an activation: its kind, its initial function, the module that makes it (or is it), its place, its input."""
+    """One call of an activation. ``module``: the name of the module that is the activation; None for a function call."""
 
     kind: str
     start: InitialFunction
@@ -32,15 +32,15 @@ class Call:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    channel_dim: int | None  # if a layer tells
+    channel_dim: int | None  # None if no layer determines it
     node: Node | None = field(repr=False)
     output: Tensor | None = field(repr=False)
     x: Tensor | None = field(repr=False)
     is_gate: bool = False
     feeds_gate: bool = False
-    dim: int = 1  # of the channels, known or guessed
-    glu: bool = False  # its output multiplies a parallel path
-    written_out: bool = False  # by hand, such as x * torch.sigmoid(x)
+    dim: int = 1  # the channel dimension, known or guessed
+    glu: bool = False  # its output is multiplied with a parallel path
+    written_out: bool = False  # it is a formula, such as x * torch.sigmoid(x)
     reused: bool = False  # it works in place, and its input was used again
     arguments: int = 1  # number of arguments
     by_keyword: bool = False  # a PWLU takes no keyword arguments
@@ -60,7 +60,7 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         activation = recognise(func, args, kwargs)
-        if activation is not None and activation.kind == "clamp" and not self._limits_features(activation):
+        if activation is not None and activation.kind == "clamp" and not self._may_be_activation(activation):
             activation = None
         result = func(*args, **kwargs) if activation is None else activation.apply()
         name = getattr(func, "__name__", "")
@@ -71,13 +71,13 @@ class Recorder(TorchFunctionMode):
         if activation is not None:
             call = self._call(activation.kind, activation.start, name, activation.x, before, node, result)
             call.method = not hasattr(func, "__module__") or func.__module__ is None  # x.relu(), not F.relu(x)
-            if activation.in_place:  # result is a new tensor, so note the input: a later use would expect the result
+            if activation.in_place:  # here, the result is a new tensor: note the input, because a later use expects the result
                 self.written.setdefault(_storage(activation.x), []).append((call, activation.x))
         elif node is not None and node.factors:
             self._check_product(node, args, result)
         return result
 
-    def _limits_features(self, clamp: Activation) -> bool:
+    def _may_be_activation(self, clamp: Activation) -> bool:
         """Return whether a clamp may be an activation. Most clamps limit parameters, integers or boxes, or work in place."""
         node = node_of(clamp.x)
         if not self.clamps and clamp.start not in (INITIAL_FUNCTIONS["relu"], INITIAL_FUNCTIONS["relu6"]):
@@ -85,7 +85,7 @@ class Recorder(TorchFunctionMode):
         return node is not None and node.varies and clamp.x.is_floating_point() and not clamp.in_place
 
     def _check_product(self, node: Node, args: Any, y: Any) -> None:
-        """Record the product if it is an activation written out by hand, in place of the functions it consists of."""
+        """Record a product that is an activation written as a formula, instead of the functions in the formula."""
         found = gates.written_out(node)
         x = next((x for x in tree_leaves(args) if isinstance(x, Tensor) and x.shape == y.shape), None)
         if found is not None and x is not None:
@@ -114,9 +114,10 @@ class Recorder(TorchFunctionMode):
     def module_called(
         self, name: str, module: nn.Module, forward: Any, by_class: Any, known: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run the forward of a module that may be an activation, and record it as one if it computes nothing else.
+        """Run the forward of a module that may be an activation. Record the module as one if it computes nothing else.
 
-        `by_class`, `known`: kind and initial function, if known from its class (in kinds) or from its values.
+        `by_class`: kind and initial function if the class of the module is in kinds. `known`: the same if the values that it
+        computes are those of a known activation.
         """
         self.reached.add(name)
         before = {id(call) for call in self.calls}
@@ -163,7 +164,7 @@ class Recorder(TorchFunctionMode):
 def _storage(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage()._cdata
-    except NotImplementedError:  # such as a sparse tensor
+    except NotImplementedError:  # for example, a sparse tensor
         return id(tensor)
 
 
@@ -178,12 +179,12 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def stateless_leaf(module: nn.Module) -> bool:
-    """Return whether a module has no children, parameters or buffers, as most activations."""
+    """Return whether a module has no children, parameters or buffers. This holds for most activations."""
     return not (module._modules or module._parameters or module._buffers)
 
 
 def registrations(model: nn.Module) -> dict[str, tuple[nn.Module, str, nn.Module]]:
-    """Return parent, key and module of every registered module by full name. Modules of a shared parent count once."""
+    """Return parent, key and module of every registered module by full name. Children of a shared parent appear once."""
     return {
         f"{prefix}.{key}" if prefix else key: (parent, key, module)
         for prefix, parent in model.named_modules()
@@ -193,7 +194,10 @@ def registrations(model: nn.Module) -> dict[str, tuple[nn.Module, str, nn.Module
 
 
 def unshare(model: nn.Module, which: Callable[[nn.Module], bool]) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Give every place that shares such a module its own copy. Return the changed places and their old modules."""
+    """Copy modules that several places share and for which `which` is true, so that each place has its own module.
+
+    Return parent, key and old module of the changed places.
+    """
     seen: set[int] = set()
     changed = []
     for parent, key, module in registrations(model).values():

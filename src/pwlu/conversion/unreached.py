@@ -1,4 +1,4 @@
-"""Find activations that the sample did not reach: modules that were not called, calls in the source that did not run."""
+"""Find activations that the sample did not reach: modules that were not called, and calls in the source that did not run."""
 
 import ast
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from pwlu.conversion.sites import Rules, full_name
 from pwlu.conversion.source import undecorated
 from pwlu.conversion.tracing import Call, registrations, stateless_leaf
 
-_REASON = "the sample reaches it in neither training nor evaluation mode"
+_REASON = "the sample does not reach it, in training or in evaluation mode"
 _LIBRARIES = frozenset({"F", "functional", "torch"})
 
 
@@ -38,7 +38,7 @@ def _unreached_calls(model: nn.Module, calls: list[Call], rules: Rules) -> Itera
     """Yield a site for every ``F.relu(...)`` or ``torch.relu(...)`` in the model's methods, once per class."""
     sites = {call.module for call in calls}
     reached = {(call.location.filename, call.location.end) for call in calls}
-    reached |= {place for module in model.modules() for place in rewritten_places(type(module))}  # earlier conversions
+    reached |= {place for module in model.modules() for place in rewritten_places(type(module))}  # from earlier conversions
     seen: set[type] = set()
     for name, module in model.named_modules():
         cls = original_class(type(module))

@@ -1,10 +1,10 @@
-"""Find the fewest knots for a function within a tolerance, by dynamic programming on its own knots.
+"""Find the smallest subset of a function's knots within a tolerance, by dynamic programming.
 
-The new function has the values of the old one at the knots that it keeps, and the same outer slopes. Both functions are linear
-between the old knots, and their difference is constant beyond them. So the error is largest at a knot that was dropped. Among
-all such functions, the result has the fewest knots, and with that number the least error.
+The new function equals the old one at the kept knots, and has the same outer slopes. Both functions are linear between the old
+knots, and their difference is constant beyond the outermost ones. So the error is largest at a dropped knot. Among all such
+functions, the result has the fewest knots. Among those with this number of knots, it has the smallest error.
 
-Everything is computed in float64 on the CPU. A unit needs at least two knots.
+All computations run in float64 on the CPU. A unit needs at least two knots.
 """
 
 import itertools
@@ -16,9 +16,9 @@ from pwlu.nonuniform_reference import Knots
 
 
 def dropped_errors(functions: Knots) -> Tensor:
-    """Return the largest error (C, J + 2, J + 2) at the knots between two that are kept, for J knots.
+    """Return the largest error (C, J + 2, J + 2) at the dropped knots between two neighbouring kept knots, for J knots.
 
-    Knot k has the index k + 1. The indices 0 and J + 1 stand for no kept knot on that side: the outer line goes on.
+    Knot k has the index k + 1. The indices 0 and J + 1 mean that no knot is kept on that side: there, the outer line continues.
     """
     knots, heights, left_slope, right_slope = functions
     channels, count = knots.shape
@@ -44,7 +44,7 @@ def dropped_errors(functions: Knots) -> Tensor:
 
 
 def least_errors(functions: Knots) -> tuple[Tensor, Tensor]:
-    """Return the least error (C, J + 1) with exactly k of J knots, and the knot kept before each (J + 1, C, J + 2).
+    """Return the least errors (C, J + 1) with exactly k of J knots, and the predecessors of kept knots (J + 1, C, J + 2).
 
     The error is infinite for k < 2.
     """
@@ -56,10 +56,10 @@ def least_errors(functions: Knots) -> tuple[Tensor, Tensor]:
     for k in range(count + 1):
         found, _ = torch.maximum(best, cost[:, :, -1]).min(1)
         least.append(found if k >= 2 else torch.full_like(found, torch.inf))
-        best, chosen = torch.maximum(best[:, :, None], cost).min(1)  # the last kept knot is now the one at each index
+        best, chosen = torch.maximum(best[:, :, None], cost).min(1)  # for each index, as the last kept knot
         best[:, -1] = torch.inf
         before.append(chosen)
-    # before[k] leads from the (k + 1)-th kept knot to the k-th
+    # before[k] maps the (k + 1)-th kept knot to the k-th
     return torch.stack(least, 1), torch.stack(before)
 
 
@@ -69,10 +69,11 @@ def fewest_knots(functions: Knots, allowed: Tensor) -> Tensor:
     return (least <= allowed[:, None]).int().argmax(1)
 
 
-def simplified(functions: Knots, allowed: Tensor) -> Knots:
-    """Return functions with the fewest knots that suffice for every channel.
+def keep_fewest_knots(functions: Knots, allowed: Tensor) -> Knots:
+    """Return functions with the smallest number of knots that suffices for every channel.
 
-    A channel that needs fewer gets its best error with at most that number, and more knots on its own lines.
+    A channel that needs fewer knots gets those that give its smallest error with at most this number. Knots on its own lines,
+    which do not change the function, are added to reach the number.
     """
     least, before = least_errors(functions)
     knots, heights, left_slope, right_slope = functions
@@ -83,12 +84,12 @@ def simplified(functions: Knots, allowed: Tensor) -> Knots:
     cost = dropped_errors(functions)
     rows = []
     for c, number in enumerate(numbers.tolist()):
-        rows.append(_kept(cost[c], before[:, c], number, float(least[c, number])))
-    new = [_filled(knots[c][kept], heights[c][kept], most) for c, kept in enumerate(rows)]
+        rows.append(_trace_back(cost[c], before[:, c], number, float(least[c, number])))
+    new = [_add_knots(knots[c][kept], heights[c][kept], most) for c, kept in enumerate(rows)]
     return Knots(torch.stack([k for k, _ in new]), torch.stack([y for _, y in new]), left_slope, right_slope)
 
 
-def _kept(cost: Tensor, before: Tensor, number: int, error: float) -> Tensor:
+def _trace_back(cost: Tensor, before: Tensor, number: int, error: float) -> Tensor:
     """Return the kept knots of one channel, in order."""
     # Follow `before` back from every possible last knot, and take one that reaches the least error.
     for last in range(1, len(cost) - 1):
@@ -103,7 +104,7 @@ def _kept(cost: Tensor, before: Tensor, number: int, error: float) -> Tensor:
     raise AssertionError("no path has the least error")
 
 
-def _filled(knots: Tensor, heights: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _add_knots(knots: Tensor, heights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the same function with `count` knots: split the widest interval until there are enough."""
     while len(knots) < count:
         i = int(knots.diff().argmax())

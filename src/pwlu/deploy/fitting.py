@@ -1,7 +1,8 @@
 """Find the simplest function within a tolerance of a unit's function: a simple activation, or a unit with fewer intervals.
 
-Everything is computed in float64 on the CPU. Parameters are those of a unit, in the usual order; x and y have the shape
-(C, J). Both functions are linear between the points where either bends, so their difference is largest at such a point.
+All computations run in float64 on the CPU. ``parameters`` are left, right, heights, left_slope and right_slope of a unit; x
+and y have the shape (C, J). Both functions are linear between the points where either bends. So their difference is largest at
+such a point.
 """
 
 from collections.abc import Iterator
@@ -20,10 +21,15 @@ _Triple = tuple[Tensor, Tensor, Tensor]
 
 
 class Fit(NamedTuple):
-    """The result for one unit: one of :data:`SIMPLE`, "fewer" or "kept"; the error and the range of each channel.
+    """The result for one unit.
 
-    ``parameters`` are as they will be stored. For a simple activation: bias, slope below 0 and slope above 0, (C,) each. For a
-    unit with fewer intervals: left and right (C,), and heights (C, M+1).
+    Attributes:
+        became: one of :data:`SIMPLE`, "fewer" (intervals) or "kept".
+        parameters: the new parameters, rounded to the dtype that stores them. For a simple activation: bias, slope below 0 and
+            slope above 0, (C,) each. For a unit with fewer intervals: left and right (C,), and heights (C, M+1).
+        error: the largest error of each channel, (C,).
+        range: the range max Y - min Y of each channel, (C,).
+        reason: why the unit was kept.
     """
 
     became: str
@@ -38,24 +44,24 @@ def fit(
 ) -> Fit:
     """Return the simplest fit with an error of at most tolerance (max Y - min Y) per channel, from B_L - W to B_R + W.
 
-    Further out, the error grows by at most twice that per W.
+    Here W = B_R - B_L. Further out, the error grows by at most 2 tolerance (max Y - min Y) per distance W.
 
     Args:
-        parameters: of the unit.
-        dtype: of the stored parameters; the error includes the rounding to it.
-        tolerance: as a share of the range max Y - min Y.
+        parameters: the parameters of the unit.
+        dtype: the dtype that stores the parameters; the error includes the rounding to it.
+        tolerance: the largest error, as a share of the range max Y - min Y.
         replace: whether to try simple activations.
-        constraint: what the new function must satisfy. Default: None, nothing.
+        constraint: the constraint that the new function must satisfy. Default: None.
     """
     left, right, heights, left_slope, right_slope = parameters
     scale = heights.amax(1) - heights.amin(1)
-    nothing = torch.zeros_like(scale)
+    zeros = torch.zeros_like(scale)
     if not all(p.isfinite().all() for p in parameters):
-        return Fit("kept", (), nothing, scale, "its parameters are not finite")
+        return Fit("kept", (), zeros, scale, "its parameters are not finite")
     allowed = tolerance * scale
-    if replace and (right > left).all():  # else the function jumps at B_L
+    if replace and (right > left).all():  # with crossed bounds, the function is discontinuous at B_L
         x = _evaluation_points(parameters)
-        x = torch.cat([x, nothing[:, None].clamp(x[:, :1], x[:, -1:])], 1)  # simple activations bend at 0
+        x = torch.cat([x, zeros[:, None].clamp(x[:, :1], x[:, -1:])], 1)  # simple activations bend at 0
         y = _function(x, parameters)
         for became, lines in _simple_fits(x, y, parameters, allowed):
             stored = tuple(p.to(dtype).double() for p in lines)
@@ -75,7 +81,7 @@ def fit(
         _, error = _fit_intervals(
             intervals, (left[hardest], right[hardest], heights[hardest], k_l, k_r), allowed[hardest], dtype, constraint
         )
-        if (error > allowed[hardest]).any():  # the channels that failed before mostly fail again, so try them first
+        if (error > allowed[hardest]).any():  # try the channels first that had the largest errors before: most fail again
             continue
         new, error = _fit_intervals(intervals, parameters, allowed, dtype, constraint)
         if (error <= allowed).all():
@@ -84,7 +90,7 @@ def fit(
     return Fit(
         "kept",
         (),
-        nothing,
+        zeros,
         scale,
         "fewer intervals exceed the tolerance" if heights.shape[1] > 2 else "it has only one interval",
     )
@@ -127,12 +133,12 @@ def _fit_intervals(
 ) -> tuple[_Triple, Tensor]:
     """Return bounds and heights of a unit with this many intervals, and the error per channel.
 
-    The outer slopes do not change, so the error beyond the bounds is the error at the bounds. Channels whose error is too
-    large try narrower bounds. Where the best heights break the constraint, those of the old function take their place: an
-    interpolation at the knots keeps every constraint.
+    The outer slopes do not change, so the error beyond the bounds is the error at the bounds. For channels whose error is too
+    large, narrower bounds are tried. If the best heights violate the constraint, the heights of the old function at the knots
+    replace them, because interpolation satisfies every constraint.
     """
     left, right, heights, left_slope, right_slope = parameters
-    closed = right <= left  # nothing lies between the bounds: only the first and last height matter
+    closed = right <= left  # no point lies between the bounds: only the first and last height matter
     new = left, right, torch.cat([heights[:, :1].expand(-1, intervals), heights[:, -1:]], 1)
     error = torch.where(closed, torch.zeros_like(left), torch.full_like(left, torch.inf))
     for bounds in ((left, right), _trim_bounds(parameters, allowed)):
@@ -157,7 +163,7 @@ def _fit_intervals(
                 low, high, fitted, _function(knots, here), k_l, k_r, dtype, constraint
             )
         made = (_function(x, (low, high, fitted, k_l, k_r)) - y).abs().amax(1)
-        made[(high <= low) | outer_changed] = torch.inf  # rounding merged the knots, or the lines outside are others
+        made[(high <= low) | outer_changed] = torch.inf  # the knots coincide after rounding, or an outer line has changed
         new = new[0].index_copy(0, todo, low), new[1].index_copy(0, todo, high), new[2].index_copy(0, todo, fitted)
         error = error.index_copy(0, todo, made)
     return new, error
@@ -179,7 +185,7 @@ def _constrained(
         return torch.cat([torch.stack([low, high, k_l, k_r], 1), heights], 1).to(dtype)
 
     best = rows(fitted)
-    kept = project(rows(interpolated), constraint)  # changes at most the rounding
+    kept = project(rows(interpolated), constraint)  # the projection only corrects rounding
     new = torch.where(satisfies(best, constraint)[:, None], best, kept).double()
     return new[:, 0], new[:, 1], new[:, 4:], (new[:, 2] != k_l) | (new[:, 3] != k_r) | ~satisfies(new.to(dtype), constraint)
 
@@ -191,7 +197,7 @@ def _bent_line_rows(bias: Tensor, below: Tensor, above: Tensor) -> Tensor:
 
 
 def _trim_bounds(parameters: _Parameters, allowed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return bounds moved inwards to where the function leaves its outer line by more than `allowed`."""
+    """Move bounds inwards, to the points where the function deviates from its outer lines by more than `allowed`."""
     left, right, heights, left_slope, right_slope = parameters
     intervals = heights.shape[1] - 1
     knots = _knots(left, right, intervals)
@@ -201,7 +207,7 @@ def _trim_bounds(parameters: _Parameters, allowed: Tensor) -> tuple[Tensor, Tens
 
     first = straight(heights - left_slope[:, None] * knots)
     last = intervals - straight((heights - right_slope[:, None] * knots).flip(1))
-    # With one corner or none, keep the interval after it.
+    # If the function bends at one knot or at none, keep the interval after that knot.
     first = torch.where(first < last, first, last.clamp(max=intervals - 1))
     last = torch.maximum(last, first + 1)
     return knots.gather(1, first[:, None])[:, 0], knots.gather(1, last[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""Fuse PWLUs for inference: a table lookup and a multiply-add."""
+"""Fuse PWLUs for inference, into a table lookup and a multiply-add."""
 
 import warnings
 from typing import Any
@@ -21,9 +21,9 @@ class FusedPWLU(nn.Module):
     :func:`fuse_` creates it. It has no parameters and no backward pass. When traced or exported, it consists of aten operators
     only, so the result runs without pwlu.
 
-    The buffers are ``left`` (C,), ``inv_step`` (C,), ``slopes`` (C, N+2) and ``offsets`` (C, N+2). They are float32 (float64
-    for a unit in float64), whatever the dtype of the model: lines rounded to 16 bits would no longer meet at the knots. So
-    call :func:`fuse_` after ``.half()``.
+    The buffers are ``left`` (C,), ``inv_step`` (C,), ``slopes`` (C, N+2) and ``offsets`` (C, N+2). They are float32, or float64
+    for a unit in float64, even in a 16-bit model. Neighbouring lines that are rounded to 16 bits would not meet at the knots.
+    So call :func:`fuse_` after ``.half()``.
     """
 
     channels: int
@@ -39,10 +39,10 @@ class FusedPWLU(nn.Module):
             raise RuntimeError(
                 "a fused PWLU is for inference: call model.eval() first. To train, use the model from before pwlu.fuse_."
             )
-        buffers: dict[str, Any] = self._buffers  # attribute access would cost microseconds
+        buffers: dict[str, Any] = self._buffers  # attribute access on modules takes microseconds
         tables = (buffers["left"], buffers["inv_step"], buffers["slopes"], buffers["offsets"])
         if torch.jit.is_tracing():
-            with warnings.catch_warnings():  # about table sizes becoming constants, which is right
+            with warnings.catch_warnings():  # about table sizes that become constants, as they should
                 warnings.simplefilter("ignore", torch.jit.TracerWarning)
                 return reference.lookup(x, *tables, self.channel_dim)
         if _is_traced(x):
@@ -90,22 +90,22 @@ class FusedNonUniformPWLU(nn.Module):
 
 
 def _is_traced(x: Tensor) -> bool:
-    """Return whether the call is being exported or compiled, and so should consist of aten operators.
+    """Return whether the call is exported or compiled, so that it must consist of aten operators.
 
-    Training a compiled model is the exception: only the operator can refuse the backward pass.
+    Return False when a compiled model is trained, because only the operator raises an error in the backward pass.
     """
     if is_compiled():
         return not (torch.is_grad_enabled() and x.requires_grad)
-    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None  # such as make_fx
+    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None  # for example under make_fx
 
 
 @torch.no_grad()
 def fuse_(model: nn.Module) -> list[str]:
     """Replace every PWLU of a model by its table form for inference, in place.
 
-    A :class:`pwlu.DynamicPWLU` stays as it is: its tables differ between samples, so they would have to be computed in every
-    call. The other modules stay the same objects, so hooks and other references remain valid. The tables are computed in
-    float64 and rounded once. A fused model has no PWLU weights, so it does not follow later changes to them.
+    A :class:`pwlu.DynamicPWLU` is not replaced: its tables differ between samples, so every call would have to compute them.
+    The fused modules are the same Python objects, so hooks and other references remain valid. The tables are computed in
+    float64 and rounded once. A fused model has no PWLU weights and cannot be trained further.
 
     Args:
         model: a trained model with PWLUs. Call ``model.eval()`` to run it afterwards.
@@ -137,7 +137,7 @@ def fuse_(model: nn.Module) -> list[str]:
         )
     tables = {
         name: _tables(unit) for name, unit in units.items()
-    }  # compute all tables before the first change, in case one fails
+    }  # compute all tables before the model changes, in case one fails
     for name, unit in units.items():
         _fuse(unit, tables[name])
     return list(units)

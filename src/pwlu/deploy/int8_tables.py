@@ -1,4 +1,4 @@
-"""int8: a PWLU with a quantised input is a table of 256 entries per channel."""
+"""Replace PWLUs with 8-bit inputs by tables of 256 entries per channel."""
 
 import itertools
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ class Tabulated:
 
     Attributes:
         name: name of the PWLU.
-        rows: rows of its table: one per channel, or one for all. 0 if it has no table.
-        given: dtype of its input, such as ``"uint8"``.
-        gives: dtype of its output. It is ``"float32"`` unless all users quantise it in the same way.
+        rows: the number of rows of its table: one per channel, or one for all. 0 if it has no table.
+        given: the dtype of its input, such as ``"uint8"``.
+        gives: the dtype of its output. It is ``"float32"`` unless all users of the output quantise it in the same way.
         reason: why it has no table.
     """
 
@@ -73,9 +73,9 @@ class Tables:
 
 
 class _Plan(NamedTuple):
-    """How to replace a call: the nodes in `replaced` become ``table[starts + source]``.
+    """The plan to replace a call: ``table[starts + source]`` takes the place of the nodes in `replaced`.
 
-    ``table``: (256 rows,). ``starts``: the index of the entry for q = 0 of each channel, in a shape that broadcasts.
+    ``table``: (256 rows,). ``starts``: for each row, the index of its entry for q = 0, in a shape that broadcasts.
     """
 
     call: fx.Node
@@ -89,11 +89,11 @@ class _Plan(NamedTuple):
 def tabulate_(model: fx.GraphModule) -> Tables:
     """Replace every PWLU with an 8-bit input by a table lookup, in place: y_q = table[c, x_q].
 
-    table[c, q] = quantise(PWLU_c(dequantise(q))) for all 256 values q of an 8-bit integer and all channels c. The model's own
-    operators fill it, so the outputs of the model stay bitwise the same. If the output of a PWLU is not quantised, its table
-    holds floating-point values.
+    table[c, q] = quantise(PWLU_c(dequantise(q))) for all 256 values q of an 8-bit integer and all channels c. The operators of
+    the model compute the entries, so the outputs of the model do not change by a single bit. If the output of a PWLU is not
+    quantised, its table holds floating-point values.
 
-    The lookup is one aten operator, so what you compile or export afterwards runs without pwlu. Compile the model with
+    The lookup is one aten operator, so the compiled or exported model runs without pwlu. Compile the model with
     ``torch.compile`` (with ``torch._inductor.config.freezing = True``) or AOTInductor.
 
     Args:
@@ -125,7 +125,7 @@ def tabulate_(model: fx.GraphModule) -> Tables:
             "tabulate_: the graph has no PWLU. Export and quantise the model without pwlu.fuse_, which splits PWLUs into "
             "smaller operators"
         )
-    plans = [_plan(model, node) for node in calls]  # all plans before the first change, in case one fails
+    plans = [_plan(model, node) for node in calls]  # make all plans before the model changes, in case one fails
     entries = [plan.entry if isinstance(plan, _Plan) else plan for plan in plans]
     report = Tables(type(model).__name__, entries)
     if not report.tabulated:
@@ -145,7 +145,7 @@ def _plan(model: fx.GraphModule, call: fx.Node) -> _Plan | Tabulated:
     before: Any = call.args[0]
     ndim = call.meta["val"].ndim
     steps = [(node, _arguments(model, node)) for node in (before, call, _common_quantiser(model, call)) if node is not None]
-    if len(_dims(steps, ndim)) > 1:  # the output has scales along another dimension: quantise after the lookup
+    if len(_dims(steps, ndim)) > 1:  # the scales of the output are along another dimension: quantise after the lookup
         steps = steps[:2]
     dims = _dims(steps, ndim)
     if len(dims) > 1:
@@ -181,7 +181,7 @@ def _why_not(model: fx.GraphModule, call: fx.Node) -> str:
 
 
 def _common_quantiser(model: fx.GraphModule, call: fx.Node) -> fx.Node | None:
-    """Return a node that quantises the output, if all users of the output quantise it in the same way."""
+    """Return a node that quantises the output if all users of the output quantise it in the same way; else None."""
     users = list(call.users)
     if not users or _operator(users[0]) not in _QUANTISE or _any_computed(_arguments(model, users[0])):
         return None
@@ -194,7 +194,7 @@ def _operator(node: fx.Node) -> str:
 
 
 def _arguments(model: nn.Module, node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a node by name, except the first. Constants of the model become their values."""
+    """Return the arguments of a node by name, except the first. Replace constants of the model by their values."""
     target: Any = node.target
     names = [argument.name for argument in target._schema.arguments]
     given: dict[str, Any] = dict(zip(names[1:], node.args[1:], strict=False)) | node.kwargs
@@ -229,7 +229,7 @@ def _apply_plan(model: fx.GraphModule, plan: _Plan) -> None:
     graph, owner = model.graph, _owner(plan.call)
     with graph.inserting_before(plan.call):
         starts, table = _constant(model, owner, "starts", plan.starts), _constant(model, owner, "table", plan.table)
-        # One 32-bit index: in a compiled network, two indices cost a tenth more time, and 64 bits a sixth.
+        # Use one 32-bit index: in a compiled network, two indices take a tenth more time, and 64-bit indices a sixth.
         number = graph.call_function(torch.ops.aten.to.dtype, (plan.source, torch.int32))
         place = graph.call_function(torch.ops.aten.add.Tensor, (number, starts))
         look_up = graph.call_function(torch.ops.aten.index.Tensor, (table, [place]))

@@ -1,8 +1,8 @@
-"""Check that an ONNX model computes in ONNX Runtime what the model computes in PyTorch.
+"""Check that a model has the same outputs in ONNX Runtime as in PyTorch, up to rounding.
 
-The tolerance follows from the rounding errors of the model: its results are compared with those of a copy in float64. ONNX
-Runtime adds in another order, so it may be up to 3 times as far from the float64 results as PyTorch. A PWLU that is written
-as a longer sum may be further away: the error of n roundings grows with the square root of n.
+The tolerance follows from the rounding errors of the model in PyTorch, which a copy in float64 shows. ONNX Runtime adds in
+another order, so its error may be up to 3 times that of PyTorch. If a PWLU is written as a longer sum, a larger error is
+allowed: the error of n roundings grows with the square root of n.
 """
 
 import copy
@@ -21,12 +21,12 @@ _BATCHES_AND_SPREADS = (
     (2, 0.25),
     (None, 16.0),
 )  # batch size (None: large), multiple of the sample's spread
-_ELEMENTS, _LARGEST_BATCH = 2**16, 128  # small inputs come in large batches
+_ELEMENTS, _LARGEST_BATCH = 2**16, 128  # the large batch has about this many elements, and at most this many samples
 
 
 @dataclass
 class Inputs:
-    """The arguments of a model. ``batch``: the size of dimension 0 that its tensors share."""
+    """The arguments of a model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -62,13 +62,13 @@ class Inputs:
         return Inputs((*self.tensors, *tensors), {})
 
     def shapes(self) -> Any:
-        """Return dynamic shapes for torch.export: dimension 0 has any size, the same for all."""
+        """Return dynamic shapes for torch.export: dimension 0 of all batched tensors has the same, free size."""
         shapes = tree_map(lambda leaf: {0: "batch"} if self.batched(leaf) else None, (self.args, self.kwargs))
         return shapes[1] if self.kwargs else shapes[0]
 
     @property
     def large_batch(self) -> int:
-        """Return a batch size that gives many elements."""
+        """Return a batch size so large that the inputs have many elements."""
         one = max((t[:1].numel() for t in self.tensors if t.ndim), default=1)
         return min(max(_ELEMENTS // max(one, 1), 3), _LARGEST_BATCH)
 
@@ -105,7 +105,13 @@ class Difference(NamedTuple):
 class Agreement:
     """The result of a comparison.
 
-    ``difference`` and ``tolerance`` are those of the output closest to its tolerance, and decide. ``largest`` is for reports.
+    The comparison passes if ``difference`` <= ``tolerance``.
+
+    Attributes:
+        difference: the difference of the output that is closest to its tolerance.
+        tolerance: the tolerance of that output.
+        largest: the largest difference of all outputs, for reports.
+        batches: the batch sizes of the random inputs.
     """
 
     difference: float
@@ -140,11 +146,11 @@ def agreement(
 
     Args:
         model: the PyTorch model, on the CPU.
-        run: the other implementation, from inputs to outputs.
-        sample: inputs.
+        run: the other implementation, a function from inputs to outputs.
+        sample: inputs that give the shapes and the spread of the random inputs.
         any_batch: whether batch sizes other than the sample's are possible.
-        terms: number of terms of the sum that a PWLU is written as, 2 for x S_j + O_j.
-        tolerance: as a share of the largest output; None to derive it.
+        terms: the number of terms in the sum of a PWLU; 2 for x S_j + O_j.
+        tolerance: the largest difference, as a share of the largest output. None: derive it from the rounding errors.
     """
     exact = None if tolerance is not None else _in_float64(model, sample)
     runs = []
@@ -160,7 +166,7 @@ def agreement(
 
 
 def ratio(difference: float, size: float) -> float:
-    """Return difference / size; size may be 0."""
+    """Return difference / size. If size is 0, return 0 for no difference, else infinity."""
     return difference / size if size else math.inf if difference else 0.0
 
 
@@ -184,7 +190,7 @@ def _compare(runs: list[_Run], factor: float, tolerance: float | None) -> list[D
             found.append(float(distance.nan_to_num(nan=math.inf).max()))
         dtype = runs[0].expected[place].dtype
         eps = torch.finfo(dtype if dtype.is_floating_point else torch.float32).eps
-        # Over all runs: in a single run with few elements, PyTorch may be exact by chance.
+        # Take the largest error over all runs, because PyTorch may be exact by chance in a run with few elements.
         share = max((error / size for error, size in zip(errors, sizes, strict=True) if size), default=0.0)
         allowed = factor * (share + eps) if tolerance is None else tolerance
         compared += [Difference(each, ratio(each, size), allowed * size) for each, size in zip(found, sizes, strict=True)]

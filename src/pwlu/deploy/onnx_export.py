@@ -1,4 +1,4 @@
-"""Export to ONNX, checked in ONNX Runtime."""
+"""Export models to ONNX, and check the files in ONNX Runtime."""
 
 import copy
 import importlib
@@ -23,15 +23,15 @@ from pwlu.deploy.onnx_units import UnitsCheck, calls_of, check_units
 from pwlu.module import require_model, units_of
 from pwlu.text import counted, install
 
-_OLDEST_OPSET = 18  # torch's default; ONNX Runtime reads it since 1.14
-_LARGEST_FILE = 2**31 - 2**24  # protobuf's limit; larger models keep their weights in a second file
+_OLDEST_OPSET = 18  # torch's default opset; ONNX Runtime reads it since 1.14
+_LARGEST_FILE = 2**31 - 2**24  # the limit of protobuf; the weights of larger models are in a second file
 
-_ELEMENT_TYPES = {torch.float32: 1, torch.float16: 10, torch.float64: 11, torch.bfloat16: 16}  # ONNX's numbers of the types
+_ELEMENT_TYPES = {torch.float32: 1, torch.float16: 10, torch.float64: 11, torch.bfloat16: 16}  # the numbers of types in ONNX
 
 
 @dataclass
 class OnnxReport:
-    """What :func:`export_onnx` wrote, and how it was checked in ONNX Runtime.
+    """The report of :func:`export_onnx`: the file, and how it was checked in ONNX Runtime.
 
     Attributes:
         path: the file.
@@ -45,11 +45,11 @@ class OnnxReport:
         runtime: version of ONNX Runtime.
         difference: largest difference between the outputs of ONNX Runtime and PyTorch, on random inputs.
         share: ``difference`` divided by the largest number in that output.
-        tolerance: what rounding can explain of ``difference``. Every output was within its own tolerance.
+        tolerance: the largest ``difference`` that rounding can explain. Every output was within its own tolerance.
         batches: batch sizes of the random inputs.
         unit_difference: largest difference of a single PWLU, on inputs chosen for every segment.
         unit_share: ``unit_difference`` divided by the largest number in that output.
-        unit_tolerance: what rounding can explain of ``unit_difference``.
+        unit_tolerance: the largest ``unit_difference`` that rounding can explain.
         reached: fraction of all segments of all functions, including the outer ones, that these inputs cover.
     """
 
@@ -101,26 +101,26 @@ def export_onnx(
 ) -> OnnxReport:
     """Write a model as an ONNX file of standard operators, and check the file in ONNX Runtime.
 
-    The model itself does not change: PWLUs are fused on a copy. If the check fails, nothing is written. Weights may be float32
-    or float16; PWLUs compute in float32 in both cases.
+    The model does not change, because a copy is fused and exported. If the check fails, no file is written. Weights may be
+    float32 or float16. PWLUs compute in float32 in both cases.
 
     Args:
         model: a model with PWLUs, fused or not, in evaluation mode.
-        sample: what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments. It gives
-            the shapes and the spread of the inputs. Parts of the model that it does not reach are not in the file.
+        sample: an input of the model: a tensor, a tuple of arguments, or a dictionary of keyword arguments. It determines the
+            shapes and the spread of random inputs. Parts of the model that it does not reach are not in the file.
         path: the file to write.
         form: how PWLUs are written. ``"elements"``: two tables read by GatherElements, the fastest in ONNX Runtime.
             ``"gather"``: one long table, as torch exports it. ``"clips"``: a sum of N + 2 clipped lines, without an index.
             Default: ``"elements"``.
         opset: version of the operators, 18 or later. Default: 18.
-        dynamic_batch: whether dimension 0 of the inputs may have any size. Inputs with the same batch size as the first one
-            share it. Default: True.
-        tolerance: largest allowed difference, as a share of the largest output. By default it is derived from the rounding
-            errors of the model, which is compared with a copy in float64.
-        metadata: names and texts to store in the file as ``metadata_props``.
+        dynamic_batch: whether dimension 0 of the inputs may have any size. This applies to all inputs whose dimension 0 has the
+            same size as that of the first. Default: True.
+        tolerance: largest allowed difference, as a share of the largest output. Default: None, which derives it from the
+            rounding errors of the model, in comparison with a copy in float64.
+        metadata: names and strings to store in the file as ``metadata_props``.
 
     Returns:
-        A report of what was written and how it was checked.
+        A report of the file and of how it was checked.
 
     Raises:
         ValueError: if an argument is wrong, the model has no PWLU, is in training mode, or is in bfloat16 or float64.
@@ -144,8 +144,8 @@ def export_onnx(
         outputs(plain, inputs)
     except Exception as error:
         raise RuntimeError(
-            f"export_onnx: the model does not run on the sample: {type(error).__name__}: {error}\nThe sample must be what the "
-            "model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments."
+            f"export_onnx: the model does not run on the sample: {type(error).__name__}: {error}\nThe sample must be an input "
+            "of the model: a tensor, a tuple of arguments, or a dictionary of keyword arguments."
         ) from error
     written = copy.deepcopy(plain)
     if units_of(written):
@@ -222,7 +222,7 @@ def _packages() -> tuple[Any, Any]:
 
 
 def _in_declared_order(model: nn.Module, inputs: Inputs) -> Inputs:
-    """Return the inputs with keyword arguments in the order of the model's signature, which is the order in the file."""
+    """Sort keyword arguments by the model's signature, because the file has its inputs in that order."""
     declared = list(inspect.signature(model.forward).parameters)
     kwargs = sorted(inputs.kwargs, key=lambda name: declared.index(name) if name in declared else len(declared))
     return Inputs(inputs.args, {name: inputs.kwargs[name] for name in kwargs})
@@ -234,13 +234,13 @@ def _write(model: nn.Module, inputs: Inputs, file: Path, opset: int, dynamic_bat
     weights = sum(t.nbytes for t in model.state_dict().values() if isinstance(t, Tensor))
     try:
         with warnings.catch_warnings():
-            # Expected warnings: several inputs share one batch size, and non-tensor arguments leave it without the name
-            # "batch" in the file.
+            # Ignore expected warnings: if several inputs share one batch size, or arguments are not tensors, the name "batch"
+            # is missing in the file.
             warnings.filterwarnings("ignore", "# The axis name: batch will not be used", UserWarning)
             warnings.filterwarnings("ignore", "# ONNX model has different number of inputs", UserWarning)
             warnings.filterwarnings(
                 "ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning
-            )  # torch 2.11 causes it itself
+            )  # torch 2.11 causes this warning itself
             program = torch.onnx.export(
                 model,
                 inputs.args,
@@ -260,7 +260,7 @@ def _write(model: nn.Module, inputs: Inputs, file: Path, opset: int, dynamic_bat
 def _check_units_alone(
     onnx: Any, runtime: Any, file: Path, model: nn.Module, forms: dict[str, Form], sample: Inputs, dynamic_batch: bool
 ) -> UnitsCheck:
-    """Compare every PWLU of the file alone with that of the model. The comparison of whole models covers dynamic PWLUs."""
+    """Compare every PWLU of the file separately with that of the model, except dynamic and non-uniform PWLUs."""
     if not forms:
         return UnitsCheck(0.0, 0.0, "", Difference(0.0, 0.0, 0.0), [], 0.0)
     inputs = sample.random(sample.large_batch if dynamic_batch else None, 1.0, torch.Generator().manual_seed(0))

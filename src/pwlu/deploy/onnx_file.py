@@ -1,4 +1,4 @@
-"""Edit the ONNX file that torch writes, in which marks show where each PWLU begins and ends."""
+"""Edit the ONNX file that torch writes. Marks in this file show where each PWLU begins and ends."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from pwlu.deploy.onnx_forms import MARKS
 
 
 def finish(onnx: Any, file: Path, opset: int, metadata: Mapping[str, str]) -> dict[str, int]:
-    """Remove the marks and all traces of the exporting machine, add the metadata, and count the operators.
+    """Remove the marks and torch's metadata, such as source paths; add the given metadata, and count the operators.
 
     Returns:
         The number of operators of each kind, most frequent first.
@@ -19,7 +19,7 @@ def finish(onnx: Any, file: Path, opset: int, metadata: Mapping[str, str]) -> di
     for node in [node for node in model.graph.node if node.domain == MARKS]:
         model.graph.node.remove(node)
     _rename(model.graph, new_names)
-    for output in model.graph.output:  # outputs keep their names, and so does the value before the mark
+    for output in model.graph.output:  # an Identity keeps the names of both the output and the value before the mark
         if output.name in new_names:
             result = _resolve(new_names, output.name)
             model.graph.node.append(onnx.helper.make_node("Identity", [result], [output.name]))
@@ -27,7 +27,10 @@ def finish(onnx: Any, file: Path, opset: int, metadata: Mapping[str, str]) -> di
         model.opset_import.remove(imported)
     nodes = list(_nodes(model.graph))
     if foreign := sorted({f"{node.domain}::{node.op_type}" for node in nodes if node.domain not in ("", "ai.onnx")}):
-        raise RuntimeError(f"export_onnx: the model needs operators that are not part of ONNX: {', '.join(foreign)}")
+        raise RuntimeError(
+            f"export_onnx: the model needs operators that are not part of ONNX: {', '.join(foreign)}. Replace the layers that "
+            "use them"
+        )
     found = {(o.domain or "ai.onnx"): o.version for o in model.opset_import}
     if found.get("ai.onnx") != opset:
         raise RuntimeError(f"export_onnx: torch wrote opset {found.get('ai.onnx')} instead of {opset}. Choose another opset")
@@ -42,8 +45,8 @@ def finish(onnx: Any, file: Path, opset: int, metadata: Mapping[str, str]) -> di
 def write_units_alone(onnx: Any, file: Path, copy: Path, element_types: list[int]) -> list[str]:
     """Write a copy whose PWLUs have their own inputs ``enter_k`` and outputs ``leave_k``; return the names of the PWLUs.
 
-    Its nodes are those of the file. So each PWLU can be run on values from all of its segments, which the network may
-    never produce. A unit that is called twice appears twice, in call order.
+    The nodes of the PWLUs are the same as in the file. So each PWLU can be run on values from all of its segments, which the
+    network may never produce. A unit that is called twice appears twice, in call order.
     """
     model = onnx.load(file, load_external_data=False)
     graph, value = model.graph, onnx.helper.make_tensor_value_info

@@ -1,7 +1,7 @@
-"""Ways to write a fused PWLU with ONNX operators. All of them compute the same function.
+"""Several forms of a fused PWLU in ONNX operators. All compute the same function.
 
-A runtime passes over memory once per operator, so the number of operators and the speed of each decide. The arithmetic is in
-float32, also if x is float16.
+A runtime passes over memory once per operator. So the speed of a form depends on the number of its operators and the speed of
+each. All forms compute in float32, even if x is float16.
 """
 
 import math
@@ -17,12 +17,12 @@ MARKS = "pwlu.marks"  # operator domain of the marks, which are removed from the
 
 
 class Form(FusedPWLU):
-    """A fused PWLU to be exported. Marks around it show later where it begins and ends in the file."""
+    """A fused PWLU for export. Marks around it show where it begins and ends in the file."""
 
     name: str
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the result of compute, with marks around input and output."""
+        """Return the result of ``compute``, with marks at the input and the output."""
         return self._mark("Leave", self.compute(self._mark("Enter", x)))
 
     def _mark(self, mark: str, x: Tensor) -> Tensor:
@@ -44,8 +44,8 @@ class Form(FusedPWLU):
 class Elements(Form):
     """Reads S_j and O_j with GatherElements from one table per row: y = x S_j + O_j.
 
-    x r + (1 - B_L r) is the position, counted from the left outer segment. Cast of NaN is undefined, and GatherElements fails
-    on an index out of range. Hence the second clamp, of the index. The value stays NaN.
+    With r = 1/d, the position x r + (1 - B_L r) is counted from the left outer segment. The result of Cast is undefined for
+    NaN, and GatherElements fails if an index is out of range. So the index is clamped a second time. The result is still NaN.
     """
 
     shift: Tensor
@@ -64,7 +64,7 @@ class Elements(Form):
             rows: tuple[int, ...] = (math.prod(x.shape[:-1]), self.channels)
             slopes, offsets, axis = self.slopes.T, self.offsets.T, 0
         else:
-            # One function for everything: the choice of rows is free, and threads divide them.
+            # If one function serves all elements, any division into rows is right. Threads divide the rows among them.
             before = x.shape[: dim % x.ndim] if self.channels > 1 else x.shape[: min(2, x.ndim - 1)]
             rest = math.prod(x.shape[len(before) + (self.channels > 1) :])
             rows = (math.prod(before), self.channels, rest)
@@ -83,8 +83,8 @@ def _gather_elements(table: Tensor, index: Tensor, axis: int) -> Tensor:
 class Clips(Form):
     """Computes y = Y_0 + K_L min(x - B_L, 0) + K_R max(x - B_R, 0) + sum_i (Y_{i+1} - Y_i) clip((x - B_L)/d - i, 0, 1).
 
-    It needs no index and no table. Far out, all terms but one are constant. So terms do not grow and cancel, as they do in a
-    sum of c_k relu(x - t_k).
+    It needs no index and no table. For large |x|, all terms but one are constant. In a sum of c_k relu(x - t_k), terms would
+    grow with |x| and cancel.
     """
 
     start: Tensor

@@ -1,6 +1,6 @@
 """Check every PWLU of an ONNX file in ONNX Runtime, on all segments of all of its functions.
 
-A network on random inputs may never reach most segments, so the nodes of each unit get inputs of their own.
+With random inputs, a network may never reach most segments. So the check feeds the nodes of each unit directly.
 """
 
 import copy
@@ -28,9 +28,15 @@ class Call(NamedTuple):
 
 
 class UnitsCheck(NamedTuple):
-    """The result of the check. ``difference`` and ``tolerance`` are those of the ``unit`` closest to its tolerance, and decide.
+    """The result of the check. It passes if ``difference`` <= ``tolerance``.
 
-    For reports: ``largest``; ``units``, those that are called; ``reached``, the fraction of all their segments.
+    Attributes:
+        difference: the difference of ``unit``.
+        tolerance: the tolerance of ``unit``.
+        unit: the unit that is closest to its tolerance.
+        largest: the largest difference of all units, for reports.
+        units: the names of the called units.
+        reached: the fraction of all segments of these units that the inputs reached.
     """
 
     difference: float
@@ -63,13 +69,13 @@ def calls_of(model: nn.Module, inputs: Inputs) -> list[Call]:
 def check_units(
     model: nn.Module, forms: dict[str, Form], calls: list[Call], run: Callable[[list[Tensor]], list[Tensor]]
 ) -> UnitsCheck:
-    """Compare all called units with themselves in float64, in as many rounds as it takes to reach all segments.
+    """Compare all called units with copies in float64, in as many rounds as are needed to reach all segments.
 
     Args:
         model: the PyTorch model.
         forms: its units as exported.
-        calls: the calls in PyTorch, which give the shapes.
-        run: runs the same calls in the file, from inputs to outputs.
+        calls: the calls in PyTorch. Only the shapes of their inputs are used.
+        run: a function that runs the same calls in the file, from inputs to outputs.
     """
     called = {call.unit for call in calls}
     forms = {name: form for name, form in forms.items() if name in called}
@@ -94,7 +100,7 @@ def check_units(
 
 
 def _inputs_in_all_segments(form: Any, like: Tensor, round_: int, hit: Tensor, generator: torch.Generator) -> Tensor:
-    """Return inputs that visit the segments in turn, in every channel. The outer segments are taken to be two widths long."""
+    """Return inputs that visit the segments of every channel in turn. They reach up to 2 (B_R - B_L) beyond the bounds."""
     channels, segments, dim = form.channels, form.intervals + 2, form.channel_dim
     rows = like.numel() // channels
     segment = (torch.arange(rows) + round_ * rows) % segments
@@ -111,11 +117,11 @@ def _inputs_in_all_segments(form: Any, like: Tensor, round_: int, hit: Tensor, g
 
 
 def _rounding_bound(form: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Return how far rounding can move a result, with u = 2^-24 and every quantity at its maximum in the channel.
+    """Return a bound on the rounding error of a result, with u = 2^-24 and the largest values of the channel.
 
-    The roundings: the tables (2); the position (4, which may select a neighbouring line whose slope differs by up to twice the
-    largest: 8); every term of the sum (1 each). In total (terms + 10) u (max|S| (|x| + |B|) + max|O|). Then y is rounded to
-    the dtype of x.
+    The tables have 2 roundings. The position has 4, which may select a neighbouring line. The slope of that line differs by up
+    to twice the largest slope, so these count as 8. Every term of the sum has 1. In total, the bound is
+    (terms + 10) u (max|S| (|x| + |B|) + max|O|), plus the rounding of y to the dtype of x.
     """
     along = lambda t: reference.along(t.double(), x, form.channel_dim)  # noqa: E731
     right = form.left.double() + form.intervals / form.inv_step.double()

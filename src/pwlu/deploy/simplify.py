@@ -1,4 +1,4 @@
-"""simplify_ and refine_: fewer intervals or simpler modules with nearly the same functions; more intervals with the same."""
+"""Reduce PWLUs to fewer intervals or simpler modules (simplify_), or increase the number of intervals (refine_)."""
 
 import contextlib
 import gc
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pwlu import checks, nonuniform_reference, reference
 from pwlu.baselines import PReLU
-from pwlu.deploy.fewest_knots import simplified
+from pwlu.deploy.fewest_knots import keep_fewest_knots
 from pwlu.deploy.fitting import SIMPLE, Fit, fit
 from pwlu.initial_functions import find_initial_function, fit_bounds
 from pwlu.module import PWLU, apply_constraint, require_units
@@ -22,9 +22,10 @@ _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FSDPModule", "FullyShar
 
 
 class Line(nn.Module):
-    """y = a x + b with one line per channel. :func:`simplify_` puts it in place of a PWLU that has become linear.
+    """y = a x + b with one line per channel. :func:`simplify_` replaces a PWLU that has become linear by it.
 
-    Parameters: ``weight`` (C,), a, initially 1; ``bias`` (C,), b, initially 0. The output has the shape of the input.
+    The parameters are ``weight`` (C,), which is a, and ``bias`` (C,), which is b. They start at 1 and 0. The output has the
+    shape of the input.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Line(nn.Module):
 
 @dataclass
 class Simplified:
-    """What became of one unit.
+    """The result of :func:`simplify_` for one unit.
 
     Attributes:
         name: full name.
@@ -132,41 +133,42 @@ def simplify_(
     replace: bool = True,
     where: Callable[[str, PWLU], bool] | None = None,
 ) -> Simplification:
-    """Give every PWLU as few intervals as its function needs, or replace it by a simpler module, in place.
+    """Reduce every PWLU to as few intervals as its function needs, or replace it by a simpler module, in place.
 
     Let f be the old function of a channel and g the new one. Let W = B_R - B_L be the width between its bounds, and
     R = max Y - min Y the range of f there. Then
 
         |g(x) - f(x)| <= tolerance R    for all x in [B_L - W, B_R + W].
 
-    This holds for the stored parameters; the forward pass rounds as before. Further out, a PWLU keeps its outer slopes, so the
-    error does not grow. The error of a module that replaces it may grow by at most 2 tolerance R/W per unit of x.
+    This holds for the functions that the stored parameters describe; the forward pass rounds as before. Beyond this range, the
+    error of a PWLU does not grow, because its outer slopes do not change. The error of another module may grow by at most
+    2 tolerance R/W per unit of x.
 
-    The candidates, in this order: y = x (``nn.Identity``), ``nn.ReLU``, y = a x + b (``Line``), PReLU with its kink at 0
-    (``pwlu.baselines.PReLU``), a PWLU with 1, 2, ... intervals. One module, or one number of intervals, must fit all channels.
-    The heights minimise the maximum error. The bounds of a channel move inwards if its outermost intervals continue the outer
-    lines. Constraints (:func:`pwlu.constrain_`) hold for the new functions too.
+    The candidates are tried in this order: y = x (``nn.Identity``), ``nn.ReLU``, y = a x + b (``Line``), PReLU with its kink at
+    0 (``pwlu.baselines.PReLU``), a PWLU with 1, 2, ... intervals. One module, or one number of intervals, must fit all
+    channels. The heights nearly minimise the maximum error. The bounds of a channel move inwards if its outermost intervals
+    continue the outer lines. The new functions satisfy the constraints of :func:`pwlu.constrain_`.
 
-    A :class:`pwlu.NonUniformPWLU` stays one. It keeps the fewest of its knots, with the heights they have: no other choice of
-    its knots needs fewer. The error counts before the new knots are rounded.
+    A :class:`pwlu.NonUniformPWLU` keeps the smallest possible subset of its knots, with their heights. For it, the tolerance
+    holds before the new knots are rounded.
 
-    Call this after training: parameters are removed, so create a new optimizer if you continue training. The shapes in the
-    state dict change too: save it before, and simplify after loading. The modules stay the same objects, so hooks and other
-    references remain valid.
+    Call this after training. Parameters are removed, so create a new optimizer if you continue training. The shapes in the
+    state dict change too: save the model first, and simplify it again after loading. The modules are the same Python objects,
+    so hooks and other references remain valid.
 
     Args:
         model: a trained model with PWLUs, not wrapped (DistributedDataParallel, ...).
         tolerance: largest allowed error, as a share of the range of a channel. Default: 1e-3.
         replace: whether to replace PWLUs by simpler modules. If False, PWLUs stay PWLUs. Default: True.
-        where: a function of a unit's name and the unit that returns False to leave the unit as it is.
+        where: a function of a unit's name and the unit that returns False if the unit must not change.
 
     Returns:
         A report of every unit, which prints as a table.
 
     Raises:
-        ValueError: if ``tolerance`` is not between 0 and 1, the model has no PWLU or is wrapped, or ``where`` leaves no unit.
+        ValueError: if ``tolerance`` is not between 0 and 1, the model has no PWLU or is wrapped, or ``where`` excludes all.
         TypeError: if a unit is an instance of another subclass of PWLU.
-        RuntimeError: if a :class:`pwlu.TwoPhase` still trains the model.
+        RuntimeError: if the model has a :class:`pwlu.TwoPhase` that was not removed.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(8))
@@ -180,7 +182,7 @@ def simplify_(
         )
     units = _check_model("simplify_", model, (PWLU, NonUniformPWLU))
     chosen = {name: unit for name, unit in units.items() if where is None or where(name, unit)}
-    fits = {name: _fit(unit, tolerance, replace) for name, unit in chosen.items()}  # before any change
+    fits = {name: _fit(unit, tolerance, replace) for name, unit in chosen.items()}  # fit all units before the model changes
     if not fits:
         raise ValueError(
             f"simplify_: where must return True for at least one PWLU, but it returned False for all of "
@@ -193,8 +195,9 @@ def simplify_(
 def refine_(model: nn.Module, intervals: int) -> list[str]:
     """Increase the number of intervals of every PWLU to a multiple of the current number, in place.
 
-    The functions do not change: new knots lie on the lines between the old ones, up to the rounding of their heights. The keys
-    of the state dict and the running statistics stay the same. Create a new optimizer afterwards, as after :func:`simplify_`.
+    The functions do not change, up to the rounding of the new heights: new knots lie on the lines between the old ones. The
+    keys of the state dict and the running statistics stay the same. Create a new optimizer afterwards, as after
+    :func:`simplify_`.
 
     Args:
         model: a model with PWLUs, not wrapped.
@@ -206,7 +209,7 @@ def refine_(model: nn.Module, intervals: int) -> list[str]:
     Raises:
         ValueError: if ``intervals`` is not a positive multiple of the current number, or the model has no PWLU or is wrapped.
         TypeError: if a unit is an instance of a subclass of PWLU.
-        RuntimeError: if a :class:`pwlu.TwoPhase` still trains the model.
+        RuntimeError: if the model has a :class:`pwlu.TwoPhase` that was not removed.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(8, intervals=16))
@@ -247,7 +250,7 @@ def _check_model(caller: str, model: nn.Module, kinds: tuple[type[PWLU], ...] = 
     if empty := [name for name, unit in units.items() if unit.weight.is_meta]:
         raise ValueError(f"{caller}: {abbreviate(empty)} is on the meta device and has no values. Load the weights first")
     if any(unit.phase for unit in units.values()):
-        gc.collect()  # a TwoPhase whose optimizer is gone does not count
+        gc.collect()  # ignore a TwoPhase whose optimizer was deleted
     if controlled := [name for name, unit in units.items() if unit.phase]:
         raise RuntimeError(
             f"{caller}: {abbreviate(controlled)} has a TwoPhase, whose optimizer trains the parameters to be replaced. After "
@@ -257,16 +260,16 @@ def _check_model(caller: str, model: nn.Module, kinds: tuple[type[PWLU], ...] = 
 
 
 def _fit_knots(unit: NonUniformPWLU, tolerance: float) -> Fit:
-    """Return a fit whose parameters are the new blocks, as they will be stored."""
+    """Return a fit whose parameters are the new blocks, rounded to the dtype that stores them."""
     weight = unit.weight.detach().to("cpu", torch.float64)
     old = nonuniform_reference.unpack_knots(nonuniform_reference.to_knots(weight, unit.intervals), unit.intervals)
     scale = old.heights.amax(1) - old.heights.amin(1)
-    nothing = torch.zeros_like(scale)
+    zeros = torch.zeros_like(scale)
     if not weight.isfinite().all() or not (old.knots.diff(dim=1) > 0).all():
-        return Fit("kept", (), nothing, scale, "its parameters are not finite, or an interval is empty")
-    new = simplified(old, tolerance * scale)
+        return Fit("kept", (), zeros, scale, "its parameters are not finite, or an interval is empty")
+    new = keep_fewest_knots(old, tolerance * scale)
     if new.knots.shape == old.knots.shape:
-        return Fit("kept", (), nothing, scale, "fewer knots exceed the tolerance")
+        return Fit("kept", (), zeros, scale, "fewer knots exceed the tolerance")
     blocks = (new.knots[:, 0], new.knots.diff(dim=1).log(), new.heights, new.left_slope, new.right_slope)
     stored = tuple(block.to(unit.weight.dtype).double() for block in blocks)
     found = nonuniform_reference.Knots(nonuniform_reference.knots_of(stored[0], stored[1]), *stored[2:])
@@ -292,10 +295,10 @@ def _apply_fit(name: str, unit: PWLU, plan: Fit) -> Simplified:
             left, right, heights = plan.parameters
             _set_parameters(unit, left, right, heights)
         start = find_initial_function(unit.init)
-        with contextlib.suppress(ValueError):  # too few intervals for its kinks
+        with contextlib.suppress(ValueError):  # the unit may have too few intervals for the kinks
             unit.bounds = fit_bounds(unit.bounds, unit.intervals, start.kinks, start.name)
     elif plan.became in SIMPLE:
-        _become(unit, _build_module(unit, plan))
+        _turn_into(unit, _build_module(unit, plan))
     parameters = sum(p.numel() for p in unit.parameters())
     intervals = unit.intervals if isinstance(unit, PWLU) else 0
     relative = torch.where(plan.error == 0, 0.0, plan.error / plan.range)
@@ -313,7 +316,7 @@ def _set_parameters(unit: PWLU, left: Tensor, right: Tensor, heights: Tensor) ->
 def _set_weight(unit: PWLU, weight: Tensor, intervals: int) -> None:
     unit.weight = nn.Parameter(weight.to(unit.weight), unit.weight.requires_grad)
     unit.intervals = intervals
-    unit.scale_gradients()  # its length has changed
+    unit.scale_gradients()  # reset the factors, because the length of the weight has changed
 
 
 def _build_module(unit: PWLU, plan: Fit) -> nn.Module:
@@ -331,8 +334,8 @@ def _build_module(unit: PWLU, plan: Fit) -> nn.Module:
     return module.requires_grad_(unit.weight.requires_grad)
 
 
-def _become(unit: PWLU, module: nn.Module) -> None:
-    """Turn a unit into the other module: the same object with its hooks, but the class and parameters of the other."""
+def _turn_into(unit: PWLU, module: nn.Module) -> None:
+    """Give a unit the class and the parameters of another module. It stays the same object, with its hooks."""
     for name in vars(PWLU()).keys() - vars(nn.Module()).keys():
         del unit.__dict__[name]
     new = {name: value for name, value in vars(module).items() if name not in vars(nn.Module())}

@@ -1,4 +1,4 @@
-"""TwoPhase for Hugging Face's Trainer, as a callback, because the Trainer creates its optimizer itself.
+"""TwoPhase as a callback of Hugging Face's Trainer. A callback is needed because the Trainer creates its optimizer itself.
 
     pwlu.convert_(model, sample)
     trainer = Trainer(model, args, callbacks=[TwoPhaseCallback(realign_after_epochs=5)], ...)
@@ -7,8 +7,8 @@
 
 If you pass the Trainer an optimizer (``optimizers=``) made from :func:`pwlu.parameter_groups`, the callback is enough.
 
-Saved models keep their PWLUs: the conversion is in ``config.json``, and ``from_pretrained`` repeats it before it loads the
-weights. Once this module is imported, ``from_pretrained`` of transformers' own classes does so too.
+Saved models keep their PWLUs: ``config.json`` records the conversion, and :func:`from_pretrained` repeats it before it loads
+the weights. Once this module is imported, ``from_pretrained`` of transformers' own classes does the same.
 
     save_pretrained(model, "folder")
     model = from_pretrained(ViTForImageClassification, "folder")  # or ViTForImageClassification.from_pretrained("folder")
@@ -34,11 +34,11 @@ try:
 except ImportError as error:
     raise ImportError(f"pwlu.integrations.hugging_face needs the package transformers: {install('transformers')}") from error
 
-from pwlu.integrations.hugging_face_loading import record, recorded
+from pwlu.integrations.hugging_face_loading import has_conversion, record_conversion
 
 
 def save_pretrained(model: Any, folder: str | os.PathLike[str], **options: Any) -> None:
-    """Call the model's ``save_pretrained`` and record the conversion in ``config.json``, which :func:`from_pretrained` needs.
+    """Call the model's ``save_pretrained``, and record the conversion in ``config.json`` for :func:`from_pretrained`.
 
     A Trainer with a :class:`TwoPhaseCallback` records it at every checkpoint.
 
@@ -57,12 +57,12 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], **options: Any) 
 def from_pretrained(cls: Any, name: str | os.PathLike[str], **options: Any) -> Any:
     """Return ``cls.from_pretrained(name)``, or raise an error if the model was saved without its conversion.
 
-    Once this module is imported, ``cls.from_pretrained`` itself converts the model before it loads the weights. Inputs that the
-    PWLUs have seen since the last optimizer step are not kept.
+    Once this module is imported, ``cls.from_pretrained`` itself converts the model before it loads the weights. The input
+    statistics of an unfinished optimizer step are lost.
 
     Args:
         cls: a model class of transformers, or one of its Auto classes.
-        name: a folder written by :func:`save_pretrained`, or a checkpoint of a Trainer with a :class:`TwoPhaseCallback`.
+        name: a folder that :func:`save_pretrained` wrote, or a checkpoint of a Trainer with a :class:`TwoPhaseCallback`.
         options: options of ``cls.from_pretrained``.
 
     Returns:
@@ -74,7 +74,7 @@ def from_pretrained(cls: Any, name: str | os.PathLike[str], **options: Any) -> A
     shared = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "subfolder")
     config = options.pop("config", None)
     config = config or AutoConfig.from_pretrained(name, **{key: options[key] for key in shared if key in options})
-    if not recorded(config):
+    if not has_conversion(config):
         raise ValueError(
             f"from_pretrained: {name} has no record of a conversion. Save the model with "
             "pwlu.integrations.hugging_face.save_pretrained(model, folder), or train it with a TwoPhaseCallback"
@@ -84,21 +84,21 @@ def from_pretrained(cls: Any, name: str | os.PathLike[str], **options: Any) -> A
 
 def _record(model: Any) -> None:
     if hasattr(model, "config"):  # the Trainer also accepts models without one
-        record(model)
+        record_conversion(model)
 
 
 class TwoPhaseCallback(TrainerCallback):
     """:class:`pwlu.TwoPhase` as a callback of the Trainer, from the beginning to the end of training.
 
-    A checkpoint of the Trainer holds everything that ``resume_from_checkpoint`` needs. A second ``train()`` continues with the
-    PWLUs as they are: it does not realign those that were realigned before.
+    A checkpoint of the Trainer holds everything that ``resume_from_checkpoint`` needs. A second ``train()`` does not realign
+    PWLUs again that were realigned before.
 
-    Pass one of the first two arguments.
+    Pass either ``realign_at`` or ``realign_after_epochs``.
 
     Args:
-        realign_at: T' in optimizer steps.
-        realign_after_epochs: T' in epochs; the training data must have a length. The paper uses 5.
-        rule: The learning rule of Phase II, as for :class:`pwlu.TwoPhase`.
+        realign_at: the length T' of Phase I in optimizer steps.
+        realign_after_epochs: the length T' of Phase I in epochs; the training data must have a length. The paper uses 5.
+        rule: the learning rule of Phase II, as for :class:`pwlu.TwoPhase`.
 
     Attributes:
         phases: the :class:`pwlu.TwoPhase` of the current or last training; None before the first.
@@ -136,9 +136,9 @@ class TwoPhaseCallback(TrainerCallback):
         """Start or continue the phase of the model. When the Trainer resumes, it has already loaded its checkpoint."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         if self.phases is not None:
-            self.phases._detach()  # from a training that was interrupted
+            self.phases._detach()  # an interrupted training has left it attached
         self._phase_at_end = 0
-        with contextlib.suppress(ValueError):  # other activations than PWLUs: from_pretrained will report it
+        with contextlib.suppress(ValueError):  # the model has other activations than PWLUs: from_pretrained will report it
             _record(model)
         steps = self._steps(args, kwargs.get("train_dataloader"))
         self.phases = phases = TwoPhase(model, optimizer, steps, rule=self.rule)
@@ -158,7 +158,7 @@ class TwoPhaseCallback(TrainerCallback):
             )
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Release model and optimizer, so that another training may begin."""
+        """Detach the phases from model and optimizer, so that another training can start."""
         if self.phases is not None:
             self._phase_at_end = self.phases.phase
             self.phases._detach()
@@ -174,15 +174,15 @@ class TwoPhaseCallback(TrainerCallback):
                 f"TwoPhaseCallback: realign_after_epochs={self.realign_after_epochs} needs training data with a length, but "
                 f"{type(getattr(loader, 'dataset', loader)).__name__} has none. Pass a number of steps: realign_at=1000"
             ) from None
-        # An incomplete accumulation at the end of an epoch makes one more step.
+        # If the last micro-batches of an epoch do not fill an accumulation, the Trainer still takes a step with them.
         return max(1, round(self.realign_after_epochs * math.ceil(batches / args.gradient_accumulation_steps)))
 
 
 def own_group_(trainer: Trainer, lr_factor: float = 1.0) -> Optimizer:
     """Give the PWLU parameters their own group in the Trainer's optimizer, with ``lr * lr_factor`` and no weight decay.
 
-    The Trainer exempts only biases and norms, by name, from its ``weight_decay``, which would pull heights and bounds towards
-    zero. This function creates the optimizer from the Trainer's arguments. Call it before ``train()``.
+    By default, the Trainer's ``weight_decay`` would pull heights and bounds towards zero: it exempts only biases and norms.
+    This function creates the optimizer from the Trainer's arguments. Call it before ``train()``.
 
     Args:
         trainer: the Trainer.

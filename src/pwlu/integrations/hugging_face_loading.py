@@ -1,8 +1,8 @@
 """Let transformers' own ``from_pretrained`` load converted models.
 
-transformers has one documented hook that changes a model between its creation and the loading of its weights: a registered
-quantizer, named by ``quantization_config`` in ``config.json``. Nothing is quantised here: the quantizer puts the PWLUs in.
-Without this module, transformers warns that the type ``pwlu`` is unknown.
+A model must be converted after its creation and before its weights are loaded. transformers documents only one hook for this: a
+registered quantizer, which ``quantization_config`` in ``config.json`` names. The quantizer of this module quantises nothing. It
+inserts the PWLUs. If this module is not imported, transformers warns that the type ``pwlu`` is unknown.
 """
 
 from typing import Any
@@ -17,10 +17,10 @@ METHOD = "pwlu"
 
 @register_quantization_config(METHOD)
 class PWLUConfig(QuantizationConfigMixin):
-    """How a model was converted, in ``config.json``.
+    """The record of a conversion in ``config.json``.
 
     Args:
-        conversion: what ``conversion_of(model)`` returned.
+        conversion: the result of ``conversion_of(model)``.
     """
 
     def __init__(self, conversion: dict[str, Any], **_: Any) -> None:
@@ -42,7 +42,7 @@ class PWLUQuantizer(HfQuantizer):
         return model
 
     def postprocess_model(self, model: Any, **_: Any) -> Any:
-        """Let the model be an ordinary one again, which trains and saves as usual. Its config keeps the conversion."""
+        """Remove the marks of quantisation, so that the model trains and saves as usual. Its config keeps the conversion."""
         for name in ("hf_quantizer", "quantization_method"):
             if hasattr(model, name):
                 delattr(model, name)
@@ -51,16 +51,16 @@ class PWLUQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
-        """Return that the model can be saved."""
+        """Return whether the model can be saved: always."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Return whether the model can be trained."""
+        """Return whether the model can be trained: always."""
         return True
 
 
-def record(model: Any) -> None:
+def record_conversion(model: Any) -> None:
     """Write the conversion of a model into its config."""
     method = _method(model.config)
     if method not in (None, METHOD):
@@ -71,8 +71,8 @@ def record(model: Any) -> None:
     model.config.quantization_config = PWLUConfig(conversion_of(model))
 
 
-def recorded(config: Any) -> bool:
-    """Return whether a config says how its model was converted."""
+def has_conversion(config: Any) -> bool:
+    """Return whether a config has the record of a conversion."""
     return _method(config) == METHOD
 
 

@@ -1,4 +1,4 @@
-"""Quantise the inputs of PWLUs to 8 bits in PyTorch's PT2E flow (torchao), which by itself leaves them in float32.
+"""Quantise the inputs of PWLUs to 8 bits in PyTorch's PT2E flow (torchao). Without this, they stay in float32.
 
 config = get_default_x86_inductor_quantization_config()
 quantizer = PWLUQuantizer(X86InductorQuantizer().set_global(config))
@@ -25,18 +25,18 @@ except ImportError as error:
 
 
 class PWLUQuantizer(Quantizer):
-    """A quantizer that wraps another one and adds an 8-bit input for every PWLU.
+    """A quantizer that wraps another quantizer and also quantises the input of every PWLU to 8 bits.
 
     A convolution or linear layer before the PWLU can then return 8-bit values, and the PWLU becomes a table
-    (:func:`pwlu.tabulate_`). The other quantizer's rules decide whether the output of a PWLU is quantised.
+    (:func:`pwlu.tabulate_`). The wrapped quantizer decides whether the output of a PWLU is quantised.
 
     Args:
-        quantizer: the quantizer for everything but PWLUs, such as ``X86InductorQuantizer().set_global(config)``.
-        inputs: how to quantise the inputs of PWLUs. By default as the other quantizer treats activations
-            (``config.input_activation``). With ``qscheme=torch.per_channel_affine`` every channel has its own scale.
+        quantizer: the wrapped quantizer, such as ``X86InductorQuantizer().set_global(config)``.
+        inputs: how to quantise the inputs of PWLUs. Default: None, which uses the wrapped quantizer's setting for activations
+            (``config.input_activation``). With ``qscheme=torch.per_channel_affine``, every channel has its own scale.
 
     Raises:
-        ValueError: if the other quantizer has no setting for activations, or the quantisation is dynamic.
+        ValueError: if the wrapped quantizer has no setting for activations, or the quantisation is dynamic.
     """
 
     def __init__(self, quantizer: Quantizer, inputs: QuantizationSpec | None = None) -> None:
@@ -61,7 +61,7 @@ class PWLUQuantizer(Quantizer):
 
     def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
         """Annotate what to quantise."""
-        with warnings.catch_warnings():  # about inputs of pools: those after a PWLU will be quantised
+        with warnings.catch_warnings():  # about inputs of pools, which the second call quantises if they follow a PWLU
             warnings.filterwarnings("ignore", "The input of maxpool2d is not quantized", UserWarning)
             self.quantizer.annotate(model)
         # Each quantizer requires its own class of annotations.
@@ -79,7 +79,7 @@ class PWLUQuantizer(Quantizer):
                 if hasattr(annotation, "_is_output_of_quantized_pattern"):
                     annotation._is_output_of_quantized_pattern = True  # lets pools work on 8 bits too
                 node.meta[Q_ANNOTATION_KEY] = annotation
-        return self.quantizer.annotate(model)  # again, for what follows a PWLU; the rest is annotated already
+        return self.quantizer.annotate(model)  # annotate again, for the operators after PWLUs; the others have annotations
 
     def validate(self, model: fx.GraphModule) -> None:
         """Call the other quantizer."""

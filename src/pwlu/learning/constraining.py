@@ -24,7 +24,7 @@ def constrain_(
 
     A hook projects the functions after each step of any ``torch.optim`` optimizer that holds their weights, in both phases of
     :class:`pwlu.TwoPhase`. The training loop does not change. :func:`pwlu.realign_`, :func:`pwlu.simplify_` and
-    :func:`pwlu.refine_` keep the constraints, copies of the model have them too, and :func:`pwlu.save` stores them.
+    :func:`pwlu.refine_` keep the constraints. Copies of the model have them too. :func:`pwlu.save` stores them, and
     :func:`pwlu.describe` reports them. The page on constraints states the order of the projections and the rounding.
 
     The new constraints replace earlier ones. A call without constraints removes them. If something else writes the weights,
@@ -69,7 +69,8 @@ def constrain_(
         low, high = constraint.limits(weight.dtype)
         if low >= high:
             raise ValueError(
-                f"constrain_: {name or 'the model'} is {weight.dtype}, which has no two numbers in range={range!r}"
+                f"constrain_: {name or 'the model'} is {weight.dtype}, which has no two numbers in range={range!r}. Write a "
+                "wider range, or use float32"
             )
         if weight.is_meta:
             raise ValueError(
@@ -84,7 +85,7 @@ def constrain_(
 
 
 def check_constraint(given: Constraint) -> Constraint:
-    """Check that a constraint is valid and that functions other than constants satisfy it; return it with plain numbers."""
+    """Check that a constraint is valid and that functions other than constants satisfy it; return it with Python floats."""
     for name in ("monotone", "convex", "odd"):
         if not isinstance(value := getattr(given, name), bool):
             raise ValueError(f"constrain_: {name} must be True or False, not {value!r}")

@@ -15,10 +15,10 @@ LEFT, RIGHT, SLOPES, HEIGHTS = slice(0, 1), slice(1, 2), slice(2, 4), slice(4, N
 
 
 class FunctionTable:
-    """The layout of the weights of several PWLUs with the same N, device and dtype, all or none of them sharded.
+    """The layout of the weights of several PWLUs with the same N, device and dtype. Either all or none of them are sharded.
 
-    A table has one row per function: left, right, left_slope, right_slope, heights (F, N + 5). It is in the compute dtype,
-    float32 or float64. A layer is the functions of one PWLU.
+    A table is a tensor (F, N + 5) with one row per function: left, right, left_slope, right_slope, heights. It has the compute
+    dtype, float32 or float64. A layer means the functions of one PWLU.
 
     Args:
         channels: the number of functions of each layer.
@@ -40,7 +40,7 @@ class FunctionTable:
         self._means = means.to(device, dtype)
 
     def read(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Return the table of tensors that have the layout of the weights. Gather them if they are sharded."""
+        """Return the table of tensors that have the layout of the weights. All-gather them if they are sharded."""
         tensors = list(tensors)
         if is_sharded(tensors[0]):
             tensors = [gathered(t) for t in tensors]
@@ -56,11 +56,11 @@ class FunctionTable:
             torch._foreach_copy_(list(tensors), list(values))
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the mean of rows over each layer, (layers, ...). A product with a matrix is deterministic on GPUs."""
+        """Return the mean over the rows of each layer, (layers, ...). The matrix product is deterministic on GPUs."""
         return self._means @ values
 
     def layer_mean(self, values: Tensor) -> Tensor:
-        """Return the mean of its layer for each row."""
+        """Return, for each row, the mean over the rows of its layer."""
         return self.mean(values)[self.layer]
 
 
@@ -70,7 +70,7 @@ def _table(channels: tuple[int, ...], intervals: int, device: torch.device, dtyp
 
 
 def table_of(units: Sequence[PWLU]) -> FunctionTable:
-    """Return the table of units with the same N, device and dtype."""
+    """Return the layout of the weights of units with the same N, device and dtype."""
     weight: Any = units[0].weight
     return _table(tuple(unit.channels for unit in units), units[0].intervals, weight.device, compute_dtype(weight))
 

@@ -1,4 +1,4 @@
-"""Regridding: move the bounds of PWLUs to their inputs, and keep their functions as nearly as the new knots can."""
+"""Regridding: move the bounds of PWLUs to their inputs, and approximate their functions on the new knots."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -16,8 +16,8 @@ from pwlu.module import PWLU, apply_constraint, require_units, weight_parameter
 from pwlu.sharding import full_values, write_parameter
 from pwlu.text import abbreviate
 
-_POINTS = 8  # per interval, at which functions are compared
-_DEVIATIONS = 2 * 1.6448536269514722  # between the 5 % and 95 % quantiles of a normal distribution
+_POINTS = 8  # per interval; functions are compared at these points
+_DEVIATIONS = 2 * 1.6448536269514722  # distance of the 5 % and 95 % quantiles of a normal distribution, in sigma
 
 
 class Measured(Protocol):
@@ -36,8 +36,8 @@ class Regridded(NamedTuple):
         name: the name of the module.
         channels: its number of functions.
         kept: the number of functions that were left unchanged.
-        error: the RMS difference between new and old functions, divided by the standard deviation of the old outputs. Both are
-            over normally distributed inputs and over all functions that moved; 0 if none did.
+        error: the RMS difference between new and old functions, divided by the standard deviation of the old outputs. Both
+            assume normally distributed inputs and include all functions that moved. 0 if no function moved.
     """
 
     name: str
@@ -50,23 +50,24 @@ class Regridded(NamedTuple):
 def regrid_(
     model: nn.Module, inputs: Iterable[Measured], *, optimizer: Any = None, copies: nn.Module | Sequence[nn.Module] = ()
 ) -> list[Regridded]:
-    """Move the bounds of all PWLUs of a model to their inputs, in place, and nearly keep their functions.
+    """Move the bounds of all PWLUs of a model to their inputs, in place, and approximate their functions on the new knots.
 
     The new bounds are mu - 3 sigma and mu + 3 sigma, with mu = (p5 + p95)/2 and sigma = (p95 - p5)/3.29. The new heights are a
     weighted least-squares fit of the old function between the new bounds; the weights are the density of a normal distribution.
-    The outer slopes are those of the old function over one more interval on each side. The function stays the same, up to
-    rounding, if it is straight between the new knots and over this interval.
+    The outer slopes are the mean slopes of the old function over one more interval on each side. If the old function is
+    straight between neighbouring new knots and over these two intervals, it stays the same up to rounding.
 
-    Unlike :func:`pwlu.realign_`, this function can be called repeatedly, in Phase II or without a :class:`pwlu.TwoPhase`. A
-    function keeps its parameters if it has no inputs, if they do not vary, or if the PWLU or one of its blocks is frozen. The
-    result satisfies the constraints of :func:`pwlu.constrain_`.
+    Unlike :func:`pwlu.realign_`, you can call it repeatedly, in Phase II or without a :class:`pwlu.TwoPhase`. A function keeps
+    its parameters if it has no inputs, or only equal ones. So does every function of a PWLU that is frozen or has a frozen
+    block. The result satisfies the constraints of :func:`pwlu.constrain_`.
 
     Args:
         model: a model with PWLUs.
         inputs: the inputs of the PWLUs, as ``pwlu.alignment(model, batches)`` returns them. PWLUs that are missing keep their
             parameters. In distributed training, pass equal measurements on all ranks.
-        optimizer: the optimizer of the PWLUs. Its momentum (``momentum_buffer`` or ``exp_avg``) changes by the same linear map
-            as heights and slopes; that of the bounds becomes 0. Second moments stay as they are. Default: None.
+        optimizer: the optimizer of the PWLUs. Its momentum (``momentum_buffer`` or ``exp_avg``) of heights and slopes changes
+            by the same linear map as these do. The momentum of the bounds becomes 0. Second moments do not change. Default:
+            None.
         copies: models with the same structure, such as a moving average. They get the same bounds. Default: none.
 
     Returns:
@@ -110,7 +111,7 @@ def regrid_(
 
 
 def fitted(table: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return the functions of a table with new bounds, both (F, 1). This map is linear in heights and slopes."""
+    """Return the table of the same functions, fitted between new bounds (F, 1). The map is linear in heights and slopes."""
     intervals = table.shape[1] - 5
     d = (right - left) / intervals
     x = left + d * torch.arange(-1, intervals + 1 + 1 / (2 * _POINTS), 1 / _POINTS, dtype=table.dtype)
@@ -160,13 +161,13 @@ def _new_bounds(unit: PWLU, old: Tensor, measured: Measured | None) -> tuple[Ten
         return left, right, torch.zeros_like(left, dtype=torch.bool)
     p5, p95, count = (torch.tensor(list(each), dtype=torch.float64) for each in (measured.p5, measured.p95, measured.count))
     mean, sigma = (p5 + p95) / 2, (p95 - p5) / _DEVIATIONS
-    if unit.channels == 1 and len(mean) > 1:  # one function for all channels: the moments of the mixture
+    if unit.channels == 1 and len(mean) > 1:  # one function for all channels: use the moments of all inputs together
         share, mean, sigma = count / count.sum(), mean.nan_to_num(), sigma.nan_to_num()
         centre = (share * mean).sum(0, keepdim=True)
         sigma = (share * (sigma.square() + (mean - centre).square())).sum(0, keepdim=True).sqrt()
         mean, count = centre, count.sum(0, keepdim=True)
     dtype = unit.weight.dtype
-    new = [(mean + sign * 3 * sigma).to(dtype).double()[:, None] for sign in (-1, 1)]  # as they are stored
+    new = [(mean + sign * 3 * sigma).to(dtype).double()[:, None] for sign in (-1, 1)]  # rounded to the dtype that stores them
     # As for realign_: an interval must be wider than the rounding error of the parameters.
     roundoff = torch.finfo(dtype).eps * torch.maximum(new[0].abs(), new[1].abs())
     usable = (count > 0)[:, None] & ((new[1] - new[0]) / unit.intervals > 4 * roundoff) & (new[1] - new[0]).isfinite()
@@ -187,7 +188,7 @@ def _check(units: dict[str, PWLU], found: dict[str, Measured]) -> None:
     for name, unit in units.items():
         if isinstance(unit, DynamicPWLU):
             raise TypeError(
-                f"regrid_: {name or 'the model'} is a DynamicPWLU, whose directions have no outer slopes and would change. "
+                f"regrid_: {name or 'the model'} is a DynamicPWLU, whose directions cannot be fitted between new bounds. "
                 "Pass the parts of the model that have other PWLUs"
             )
     if early := [name for name, unit in units.items() if unit.phase == 1]:

@@ -4,10 +4,10 @@ It minimizes the loss plus, for each PWLU with C functions,
 
     bend (N/16)^3 (mean over the functions) sum_k (Y_{k+1} - 2 Y_k + Y_{k-1})^2
 
-with the second differences of :func:`pwlu.curvature`. It changes how fast parameters move, not what they converge to:
+with the second differences of :func:`pwlu.curvature`. It changes how fast parameters move, but not the minimum of this sum:
 
-1. Before the optimizer's step, the gradient of the heights is multiplied by N/16. A height of a fine grid sees fewer inputs;
-   this makes a function move as fast as one with 16 intervals.
+1. Before the optimizer's step, the gradient of the heights is multiplied by N/16. With more intervals, each height gets the
+   gradients of fewer inputs. The factor makes a function move as fast as one with 16 intervals.
 2. Each function then gets ``sharing`` times the sum of the gradients of all functions of its layer. Heights are shared in
    units of d, slopes as they are, bounds not at all. In other words, the gradient is multiplied by P = I + sharing w w', with
    w = d / (RMS of d in the layer). P has the eigenvalue 1 + sharing C for the function that the channels have in common, and
@@ -16,12 +16,13 @@ with the second differences of :func:`pwlu.curvature`. It changes how fast param
    v = (K_L d, Y_0, ..., Y_N, K_R d), M v are the second differences, and t = 2 bend (N/16)^4 / C times the rate. An implicit
    step is stable at any strength. An explicit one diverges if t times the largest eigenvalue of P M'M exceeds 2.
 
-The rate is what a constant gradient counts per step. For SGD it is lr (1 - dampening) / (1 - momentum). Other optimizers scale
-the gradient. There the rate is measured per layer: the RMS of the step of the heights, divided by the RMS of their gradient, in
-which the penalty counts too. LBFGS gets the loss plus the penalty, and nothing is shared: it finds a metric of its own.
+The rate is how far a constant gradient of 1 moves a parameter per step. For SGD it is lr (1 - dampening) / (1 - momentum).
+Other optimizers scale the gradient. For them, the rule measures the rate of each layer in every step. It is the RMS of the
+step of the heights, divided by the RMS of their gradient including the penalty's. With LBFGS, the penalty is added to the loss
+and nothing is shared, because LBFGS estimates a metric of its own.
 
-The bounds feel no penalty: they move as the loss wants. Of a :class:`pwlu.DynamicPWLU`, the rule changes ``weight`` alone. Its
-directions start at 0 and matter for other samples each, so that channels have no direction in common.
+The penalty does not act on the bounds: only the loss moves them. In a :class:`pwlu.DynamicPWLU`, the rule changes only
+``weight``. The directions start at 0, and different directions matter for different samples. So channels have none in common.
 """
 
 import functools
@@ -38,8 +39,8 @@ from pwlu.learning.function_table import HEIGHTS, SLOPES, FunctionTable, bends, 
 from pwlu.module import PWLU
 from pwlu.sharding import is_sharded
 
-INTERVALS = 16  # for which the strengths are stated
-_TINY = 1e-24  # added to the mean of d^2, so that layers without intervals divide nothing by 0
+INTERVALS = 16  # sharing and bend are stated for this number of intervals
+_TINY = 1e-24  # added to the mean of d^2, so that a layer whose intervals all have the length 0 does not divide by 0
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def find_rule(rule: Any) -> SharedRule | None:
 
 
 def penalty(rule: SharedRule, units: Iterable[PWLU]) -> Tensor:
-    """Return the penalty of the rule, with a gradient. The rule does not add it to the loss, but acts as if it did."""
+    """Return the penalty of the rule as a differentiable tensor. Training applies it as an implicit step, not in the loss."""
     each = []
     for unit in units:
         left, right, heights, left_slope, right_slope = unit.blocks()
@@ -100,38 +101,38 @@ def add_penalty_(rule: SharedRule, units: Iterable[PWLU]) -> Tensor:
 
 
 class _Group(NamedTuple):
-    """Units that are computed together, as they are before the optimizer's step."""
+    """Units that are computed together, with their state before the optimizer's step."""
 
     weights: list[Any]
     table: FunctionTable
-    settings: dict[str, Any]  # of the optimizer
+    settings: dict[str, Any]  # the optimizer's settings of their parameter group
     before: Tensor  # the table of the weights
     gradient: Tensor  # the table of the shared gradients
     share: Tensor  # w, (F, 1)
-    factors: Tensor | None  # those of scale_gradients, (F, N + 5)
+    factors: Tensor | None  # the factors of scale_gradients, (F, N + 5)
 
 
 @torch._disable_dynamo  # it reads cached tables; torch.compiler.disable would import the compiler with pwlu
 @torch.no_grad()
 def share_gradients_(rule: SharedRule, units: Iterable[PWLU], optimizer: Optimizer) -> list[_Group]:
     """Share the gradients of units, in place. Return what :func:`smooth_` needs after the optimizer's step."""
-    of_parameter = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    alike: dict[Any, list[PWLU]] = defaultdict(list)
+    group_index = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    units_by_key: dict[Any, list[PWLU]] = defaultdict(list)
     for unit in units:
         weight: Any = unit._parameters["weight"]  # TwoPhase has checked that it is a parameter
         if weight.requires_grad and weight.grad is not None:
-            alike[unit.intervals, weight.device, weight.dtype, of_parameter[id(weight)], is_sharded(weight)].append(unit)
+            key = unit.intervals, weight.device, weight.dtype, group_index[id(weight)], is_sharded(weight)
+            units_by_key[key].append(unit)
     groups = []
-    for key, together in alike.items():
-        _, device, _, number, _ = key
-        weights: list[Any] = [unit._parameters["weight"] for unit in together]
+    for (_, device, _, number, _), members in units_by_key.items():
+        weights: list[Any] = [unit._parameters["weight"] for unit in members]
         gradients = [weight.grad for weight in weights]
-        table = table_of(together)
+        table = table_of(members)
         with torch.autocast(device.type, enabled=False):
             before = table.read(weights)
             d = interval(before)
             share = d * (table.mean(d.square()) + _TINY).rsqrt()[table.layer]
-            factors = _gradient_factors(together, table)
+            factors = _gradient_factors(members, table)
             gradient = shared(table.read(gradients), share, table, rule.sharing, factors)
             table.write(gradients, gradient)
         groups.append(_Group(weights, table, optimizer.param_groups[number], before, gradient, share, factors))
@@ -139,7 +140,7 @@ def share_gradients_(rule: SharedRule, units: Iterable[PWLU], optimizer: Optimiz
 
 
 def shared(gradient: Tensor, share: Tensor, table: FunctionTable, sharing: float, factors: Tensor | None) -> Tensor:
-    """Return the gradient of heights times N/16, plus `sharing` times the sum over each layer; see above."""
+    """Return gradients after steps 1 and 2: heights times N/16, then plus `sharing` times the sum over each layer."""
     columns = _columns(table.intervals, table.device, table.dtype)
     gradient = gradient * columns.speed if table.intervals != INTERVALS else gradient
     unit = torch.addcmul(columns.slopes, share, columns.heights)
@@ -163,17 +164,17 @@ def smooth_(rule: SharedRule, groups: Iterable[_Group], optimizer: Optimizer) ->
             bent = bends(now, d)
             rate = _rate(rule, group, optimizer, now, bent)
             change = implicit_change(bent, group.share, table, rule, rate)
-            change[:, SLOPES].div_(d).nan_to_num_(0.0, 0.0, 0.0)  # without an interval, slopes stay as they are
+            change[:, SLOPES].div_(d).nan_to_num_(0.0, 0.0, 0.0)  # if d is 0, the slopes do not change
             if group.factors is not None:
-                change = change * group.factors.clamp(max=1)  # a frozen entry stays; more than 1 would not be stable
+                change = change * group.factors.clamp(max=1)  # a frozen entry does not change; factors above 1 are unstable
             table.write(group.weights, now - change)
 
 
 def implicit_change(bent: Tensor, share: Tensor, table: FunctionTable, rule: SharedRule, rate: Any) -> Tensor:
     """Return v - (I + t P M'M)^-1 v for functions with the second differences `bent`, in the columns of a table.
 
-    With M M' = Q diag(q) Q', that is M'Q [t/(1 + t q)] Q'M v for the deviations. For the common function, t is larger by
-    1 + sharing C. It is computed from second differences, so that straight lines stay as they are, to the last bit.
+    With M M' = Q diag(q) Q', this equals M'Q [t/(1 + t q)] Q'M v for the deviations. For the common function, t is multiplied
+    by 1 + sharing C. The computation starts from second differences, so the change of a straight line is exactly 0.
 
     Args:
         bent: the second differences, (F, N + 1).
@@ -187,12 +188,12 @@ def implicit_change(bent: Tensor, share: Tensor, table: FunctionTable, rule: Sha
     common = table.layer_mean(coefficients * share) * share
     # 1/(1/t + q) is 0 for t = 0.
     inverse = _inverse_speeds(table, rule.sharing) / (2 * rule.bend * (table.intervals / INTERVALS) ** 4 * rate)
-    alone, together = (inverse + modes.values).reciprocal()
-    return torch.addcmul(coefficients * alone, common, together - alone) @ modes.back
+    deviation_factor, common_factor = (inverse + modes.values).reciprocal()
+    return torch.addcmul(coefficients * deviation_factor, common, common_factor - deviation_factor) @ modes.back
 
 
 def _rate(rule: SharedRule, group: _Group, optimizer: Optimizer, now: Tensor, bent: Tensor) -> Any:
-    """Return what a constant gradient counts per step: a number, or one value per row (F, 1)."""
+    """Return how far a constant gradient of 1 moves a parameter per step: a number, or one value per row (F, 1)."""
     settings, found_inf = group.settings, getattr(optimizer, "found_inf", None)
     if "momentum" in settings and "dampening" in settings:
         rate = settings["lr"] * (1 - settings["dampening"]) / (1 - settings["momentum"])
@@ -206,7 +207,7 @@ def _rate(rule: SharedRule, group: _Group, optimizer: Optimizer, now: Tensor, be
     strength = 2 * rule.bend * (table.intervals / INTERVALS) ** 4 * (1 / table.counts + rule.sharing)
     squares = squares + (strength * bent).square().mean(1, keepdim=True)
     rate = (table.layer_mean(steps) / table.layer_mean(squares)).sqrt()
-    return torch.where(rate.isfinite(), rate, 0.0)  # no gradient, or a step that was skipped
+    return torch.where(rate.isfinite(), rate, 0.0)  # not finite: there was no gradient, or the step was skipped
 
 
 def _gradient_factors(units: list[PWLU], table: FunctionTable) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Draw learned functions. Matplotlib is imported when something is drawn."""
+"""Draw learned functions. Matplotlib is imported only when a figure is drawn."""
 
 import math
 import operator
@@ -34,8 +34,8 @@ def plot_functions(
     Args:
         model: a model with PWLUs, or their parameters by name: ``{"layer1.relu": {"left": ..., "right": ..., "heights": ...,
             "left_slope": ..., "right_slope": ...}, ...}``. Add ``"init": "relu"`` to draw the initial function.
-        layers: names of the PWLUs to draw. Default: all, or 12 at even distances.
-        channels: number of functions per PWLU, at even distances, or a list of channels. Default: 5.
+        layers: names of the PWLUs to draw. Default: all, or 12 evenly spaced ones if there are more.
+        channels: number of evenly spaced functions per PWLU, or a list of channels. Default: 5.
         alignment: result of :func:`pwlu.alignment`. If given, the distribution of the inputs is drawn below each function.
         same_scale: whether all panels share the same axes, to compare the sizes of functions. Default: False.
 
@@ -136,7 +136,7 @@ def _chosen_channels(name: str, count: int, channels: int | Sequence[int]) -> li
 
 
 def _evenly_spaced(count: int, most: int) -> list[int]:
-    """Return at most that many of 0..count-1, at even distances, including the first and the last."""
+    """Return at most `most` evenly spaced numbers of 0..count-1, including the first and the last."""
     if most >= count:
         return list(range(count))
     return [round(i * (count - 1) / max(1, most - 1)) for i in range(most)]
@@ -170,7 +170,7 @@ def _draw_unit(
 
 
 def _set_output(axis: "Axes", bottom: float, top: float, with_inputs: bool) -> None:
-    """Set the output axis. It ends above the strip with the distributions of inputs, which have no output."""
+    """Set the limits of the output axis. Its ticks end above the strip with the distributions of inputs."""
     axis.set_ylim(bottom - _STRIP * (top - bottom) if with_inputs else bottom, top)
     if with_inputs:
         axis.set_yticks([tick for tick in axis.get_yticks() if bottom <= tick <= top])
@@ -212,7 +212,7 @@ def _draw_inputs(axis: "Axes", inputs: UnitAlignment, channel: int | None, colou
     for c in chosen:
         below = np.concatenate([[0], np.cumsum(inputs.histogram[c])])
         shares += np.diff(np.interp(edges, np.linspace(inputs.low[c], inputs.high[c], bars + 1), below))
-    # In axes coordinates along the lower edge, which the functions leave free at any scale of the output.
+    # Draw in axes coordinates along the lower edge, where there are no functions at any scale of the output.
     heights, lower_edge = 0.2 * shares / shares.max(), axis.get_xaxis_transform()
     axis.stairs(heights, edges, fill=True, color=colour, alpha=0.12, transform=lower_edge, zorder=0.5)
     axis.stairs(heights, edges, color=colour, linewidth=0.8, alpha=0.8, transform=lower_edge, zorder=0.5)

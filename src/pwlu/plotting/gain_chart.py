@@ -19,17 +19,17 @@ def plot_improvements(
     paper: Mapping[str, Mapping[str, float]] | None = None,
     paper_name: str = "the paper",
 ) -> "Figure":
-    """Draw by how many points each activation is better than the baseline, as groups of bars.
+    """Draw the gain of each activation over the baseline in points, as groups of bars.
 
-    Error bars show the standard deviation of the difference of the two means, sqrt(s^2/n + s_0^2/n_0). There is no error bar
-    if a standard deviation is missing, as after a single run.
+    Error bars show the standard error of the gain, sqrt(s^2/n + s_0^2/n_0). A bar has no error bar if a standard deviation is
+    missing, as after a single run.
 
     Args:
         rows: mean, standard deviation and number of runs, by group and label:
             ``{"cifar100/resnet18": {"ReLU": (77.8, 0.2, 3), "PWLU": (78.9, 0.1, 3)}, ...}``.
         baseline: label of the baseline, which every group must contain. Default: ``"ReLU"``.
-        paper: published improvements by group and label, drawn beside ours as open diamonds.
-        paper_name: legend entry of the diamonds: whose results they are, and what they were measured on.
+        paper: published gains by group and label, which open diamonds show.
+        paper_name: legend entry of the diamonds. It should name the publication and the data set.
 
     Returns:
         A matplotlib figure; ``figure.savefig(path)`` writes it.

@@ -1,6 +1,6 @@
-"""What all figures share: colours, layout, and errors for missing packages and unknown names.
+"""Colours and layout of all figures, and errors for missing packages and unknown names.
 
-Figures do not use pyplot, so they can be drawn without a display and in threads. ``figure.savefig(path)`` writes one.
+Figures do not use pyplot, so they can be drawn without a display and in threads. ``figure.savefig(path)`` writes a figure.
 """
 
 import math

@@ -1,13 +1,13 @@
-"""Draw charts as SVG. They are text, use classes of ``page.css`` for colours, need no script, and can be printed."""
+"""Draw charts as SVG text. They take their colours from ``page.css``, need no script, and can be printed."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 460, 250  # of the drawing; the page scales it, on a phone to three quarters
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 74, 22, 38  # margins; the right one holds the names of lines
-_APART = 13  # smallest distance between two names
+WIDTH, HEIGHT = 460, 250  # the size of a chart; the page scales it, on a phone to three quarters
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 74, 22, 38  # margins; the names of lines are in the right margin
+_APART = 13  # the smallest vertical distance between two names
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Axes:
         return "".join(parts)
 
     def vertical_line(self, x: float, label: str, above: float) -> str:
-        """Draw a dotted vertical line at x, with a label beside it at this height above the bottom."""
+        """Draw a dotted vertical line at x, with a label beside it. `above`: the height of the label above the x axis."""
         place, _ = self.at(x, self.y[0])
         left = place > (self.left + self.right) / 2
         return f'<path class="mark" d="M{place:.1f} {self.top:.1f}V{self.bottom:.1f}"/>' + text(
@@ -62,7 +62,7 @@ class Axes:
 def lines(
     series: Sequence[Line], x_title: str, y_title: str, *, mark: tuple[float, str] | None = None, log: bool = False
 ) -> str:
-    """Draw lines over x, each with its name at its end; `mark`: an x to mark, and its label."""
+    """Draw lines over x, each with its name at its end. `mark`: an x for a vertical line, and the label of that line."""
     xs, ys = ([point[side] for line in series for point in line.points] for side in (0, 1))
     log = log and min(ys) > 0
     axes = Axes((0, max(xs)), (min(ys) / 1.1, max(ys) * 1.1) if log else _with_margin(min(ys), max(ys)), log=log)
@@ -105,7 +105,10 @@ def histogram(values: Sequence[float], x_title: str, y_title: str, mark: tuple[f
 def whisker_plot(
     rows: Sequence[tuple[str, tuple[float, float, float] | None]], x_title: str, y_title: str, level: float
 ) -> str:
-    """Draw, per name, a dot at the second of three shares and a line from the first to the third. `level`: a line across."""
+    """Draw per row a dot at the second of three shares, and a vertical line from the first to the third.
+
+    `level`: the height of a horizontal line across the chart.
+    """
     axes = Axes((0.5, len(rows) + 0.5), (0, 1), right=12)
     _, across = axes.at(0.5, level)
     parts = [axes.frame(x_title, y_title, sorted({1, len(rows), *(t for t in ticks(0, len(rows)) if t and t == int(t))}))]

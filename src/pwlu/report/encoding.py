@@ -1,26 +1,26 @@
-"""Encode numbers in few bytes, with enough precision to draw them. ``decode.js`` decodes them."""
+"""Encode numbers in few bytes, precisely enough to draw them. ``decode.js`` decodes them."""
 
 import ctypes
 
 import torch
 from torch import Tensor
 
-_NOT_FINITE = {torch.uint8: 255, torch.uint16: 65535}  # one above the highest level
+_NOT_FINITE = {torch.uint8: 255, torch.uint16: 65535}  # the code of non-finite values, one above the highest level
 
 
 def to_bytes(values: Tensor) -> bytes:
-    """Return the bytes of a tensor in C order and machine byte order, which is little-endian wherever torch runs."""
+    """Return the bytes of a tensor in C order and in the byte order of the machine, little-endian on all platforms of torch."""
     values = values.contiguous()
     return ctypes.string_at(values.data_ptr(), values.numel() * values.element_size())
 
 
 def encode_float16(values: Tensor) -> bytes:
-    """Encode as float16, which has 3 digits."""
+    """Encode numbers as float16, which has 3 significant digits."""
     return to_bytes(values.to(torch.float16))
 
 
 def quantise(values: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the nearest of evenly spaced levels from low to high as int64; non-finite values get a level of their own."""
+    """Return the index of the nearest evenly spaced level from low to high, as int64; the last index for non-finite values."""
     last = _NOT_FINITE[dtype] - 1
     found = ((values - low) / (high - low) * last).round().clamp(0, last)
     return torch.where(values.isfinite(), found, last + 1).long()
@@ -34,9 +34,9 @@ def encode_shares(values: Tensor) -> bytes:
 def encode_snapshots(values: Tensor) -> bytes:
     """Encode the numbers (T, C, K) of T snapshots, C channels and K columns.
 
-    First comes the scale of each channel, two bfloat16 values. Then come the levels of the last snapshot in 16 bits, then those
-    of the others, from the first on, in 8 bits. Each of these is the difference from the one before, modulo 256: small numbers
-    compress well.
+    First come the smallest and the largest level of each channel, as bfloat16. Then come the levels of the last snapshot in 16
+    bits, and those of the other snapshots, from the first on, in 8 bits. The 8-bit levels are stored as differences from the
+    previous snapshot, modulo 256, because small numbers compress well.
     """
     known = values.isfinite()
     low = torch.where(known, values, torch.inf).amin((0, 2)).nan_to_num(posinf=0.0)

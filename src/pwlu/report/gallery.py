@@ -1,4 +1,4 @@
-"""Prepare the functions of all layers over the course of training, and their inputs, for ``gallery.js``."""
+"""Prepare the data of ``gallery.js``: the functions of all layers in all snapshots, and the distributions of their inputs."""
 
 import base64
 import math
@@ -21,8 +21,8 @@ BARS = 32
 def gallery(run: RunData, limit: int = LIMIT) -> dict[str, Any]:
     """Return the content of the gallery for JSON: layers, snapshots, and bytes in base64.
 
-    If it does not fit the limit, leave out snapshots at even distances, except the first and the last; then the distributions
-    of inputs. ``left_out`` lists what is missing.
+    If it exceeds the limit, leave out snapshots, and keep evenly spaced ones with the first and the last. If that is not
+    enough, leave out the distributions of inputs too. ``left_out`` lists what is missing.
     """
     every = list(run.snapshots)
     inputs = {unit.name: unit for unit in run.alignment or ()}
@@ -31,7 +31,7 @@ def gallery(run: RunData, limit: int = LIMIT) -> dict[str, Any]:
     kept = len(every)
     content = _encode(run, every, fixed)
     if len(content) > limit and kept > 2:
-        kept, most = 2, len(every)  # bisection: `kept` fit (or not even 2 do), `most` do not
+        kept, most = 2, len(every)  # bisection: `kept` snapshots fit (unless not even 2 do), `most` snapshots do not
         while most - kept > 1:
             middle = (kept + most) // 2
             fits = len(_encode(run, _evenly_spaced(every, middle), fixed)) <= limit
@@ -65,7 +65,7 @@ def gallery(run: RunData, limit: int = LIMIT) -> dict[str, Any]:
 
 
 def _evenly_spaced(steps: list[float], most: int) -> list[float]:
-    """Return at most that many steps, at even distances, including the first and the last."""
+    """Return at most `most` evenly spaced steps, including the first and the last."""
     if most >= len(steps):
         return steps
     return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
@@ -95,7 +95,7 @@ def _sample_function(function: Any, kinks: tuple[float, ...]) -> list[list[float
 
 
 def _encode_fixed(run: RunData, inputs: dict[str, UnitAlignment], bars: bool) -> dict[str, bytes]:
-    """Return, by layer, what is the same in all snapshots: a few numbers per channel, and the distributions of inputs."""
+    """Return by layer the data that all snapshots share: a few numbers per channel, and the distributions of inputs."""
     assert run.shapes is not None
     parts = {}
     for unit in run.shapes:
@@ -105,7 +105,7 @@ def _encode_fixed(run: RunData, inputs: dict[str, UnitAlignment], bars: bool) ->
 
 
 def _encode(run: RunData, steps: list[float], fixed: dict[str, bytes]) -> str:
-    """Encode all layers in order: the functions at these steps, then what is the same in all snapshots."""
+    """Encode all layers in order: the functions at these steps, then the data that all snapshots share."""
     parts: list[bytes] = []
     for name in run.functions:
         snapshots = [run.snapshots[step][name] for step in steps]
@@ -122,9 +122,9 @@ def _columns(values: Tensor) -> Tensor:
 
 def _numbers(unit: UnitShapes, inputs: UnitAlignment | None) -> list[bytes]:
     """Encode per function: its classes as bits; movement, width, p5 and p95 of the inputs; IOU, shares outside and empty."""
-    of_classes = zip(*(unit.members(shape) for shape in CLASSES), strict=True)
-    bits = [sum(member << place for place, member in enumerate(members)) for members in of_classes]
-    known = torch.tensor([share == share for share in unit.outside], device="cpu")  # if unknown, low and high are the bounds
+    memberships = zip(*(unit.members(shape) for shape in CLASSES), strict=True)
+    bits = [sum(member << place for place, member in enumerate(members)) for members in memberships]
+    known = torch.tensor([share == share for share in unit.outside], device="cpu")  # if not, low and high are the bounds
     iou = torch.full((unit.channels,), torch.nan, dtype=torch.float64, device="cpu")
     if inputs is not None:
         measured = _tensor(inputs.iou)
@@ -154,7 +154,7 @@ def _distribution(inputs: UnitAlignment | None, channels: int) -> list[bytes]:
 
 
 def _pool_channels(low: Tensor, high: Tensor, bars: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean distribution over all channels, for a layer-wise function."""
+    """Return the mean distribution over all channels of the input, for a function that all channels share."""
     known = ~low.isnan()
     low, high, bars = low[known], high[known], bars[known]
     if not len(low):

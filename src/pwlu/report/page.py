@@ -1,4 +1,4 @@
-"""Assemble the page: one file, with a content security policy that forbids it to load anything."""
+"""Assemble the page: one file, whose content security policy forbids it to load anything else."""
 
 import base64
 import hashlib
@@ -39,7 +39,7 @@ def page(run: RunData, comparison: Comparison | None = None) -> str:
         ),
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace(
             "<", "\\u003c"
-        ),  # so that no name can end the script
+        ),  # so that a name with </script> cannot end the script element
     )
 
 

@@ -1,4 +1,4 @@
-"""Read what a run folder holds for its report, and note what is missing: a run may be unfinished or partly deleted."""
+"""Read the data of a report from a run folder, and note what is missing: a run may be unfinished or partly deleted."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from pwlu.analysis.curves import curves_of
 from pwlu.analysis.shapes import Shapes, describe
 from pwlu.initial_functions import INITIAL_FUNCTIONS, initial_parameters
 from pwlu.lab.recipes.settings import UNITS, UserError
-from pwlu.lab.runs.results import no_run
+from pwlu.lab.runs.results import no_run_error
 from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.lab.runs.tensor_files import tensors
 
@@ -26,9 +26,19 @@ FILES = ("config.json", "environment.json", "metrics.jsonl", "result.json", "fun
 class RunData:
     """Everything known about a run.
 
-    ``snapshots``: the functions by training step. The step of the last functions is infinity if no file tells it. ``ended``:
-    whether the last snapshot is the end of training. ``starts``: the name of the initial function by unit. ``notes``: sentences
-    on what is unknown, and why. ``damaged``: the notes on files that cannot be read.
+    Attributes:
+        path: the run folder.
+        config: the contents of config.json; empty if it is missing. Likewise for the next three.
+        environment: the contents of environment.json.
+        result: the contents of result.json.
+        metrics: the rows of metrics.jsonl.
+        alignment: how well bounds fit inputs; None if unknown.
+        shapes: the shapes of the last functions; None if there are none.
+        snapshots: the functions by training step. If no file states the step of the last functions, it is infinity.
+        ended: whether the last snapshot was taken at the end of training.
+        starts: the name of the initial function by unit.
+        notes: sentences on what is missing, and why.
+        damaged: those of the notes that are about unreadable files.
     """
 
     path: Path
@@ -56,18 +66,18 @@ class RunData:
 
     @property
     def learned(self) -> bool:
-        """Return whether the last known functions have begun to learn, which they do after Phase I."""
+        """Return whether the last known functions are from after Phase I, so that they have learned."""
         return self.ended or max(self.snapshots, default=0) > self.realigned_after
 
     @property
     def progress(self) -> str:
-        """Return the number of finished epochs, and of how many if known: iterations may end within an epoch."""
+        """Return the number of finished epochs, such as "3 of 9", or "3" if the length of training is given in iterations."""
         known = self.config.get("epochs") and not self.config.get("iterations")
         return f"{len(self.metrics)} of {self.config['epochs']}" if known else f"{len(self.metrics)}"
 
     @property
     def title(self) -> str:
-        """Return what was trained, as far as it is known."""
+        """Return recipe, activation and seed, or the name of the folder if they are unknown."""
         if not self.config:
             return self.path.resolve().name
         activation = self.config.get("activation", "pwlu").replace("pwlu", "PWLU").replace("relu", "ReLU")
@@ -93,10 +103,10 @@ class RunData:
 
 
 def read_run_data(path: Path) -> RunData:
-    """Read a run folder, finished or not, or what ``pwlu compare`` keeps of one."""
+    """Read a run folder, finished or not, or the files of a run that ``pwlu compare`` keeps."""
     folder, notes = RunFolder(path), list[str]()
     if not any(folder.has(name) for name in (*FILES, "snapshots")):
-        raise no_run(path, "config.json", "metrics.jsonl")
+        raise no_run_error(path, "config.json", "metrics.jsonl")
     folder.check_format()
 
     def read_if_present(name: str, read: Callable[[str], Any]) -> Any:
@@ -196,7 +206,7 @@ def _missing_notes(run: RunData) -> list[str]:
     learned = config.get("activation", "pwlu") in UNITS
 
     def without(name: str, consequence: str) -> str:
-        there = folder.has(name)  # then another note tells what is wrong with it
+        there = folder.has(name)  # if it is there, another note says what is wrong with it
         return consequence[0].upper() + consequence[1:] if there else f"There is no {name}: {consequence}"
 
     if not folder.finished:

@@ -10,7 +10,7 @@ from pwlu.analysis.alignment import HEALTHY, Alignment, UnitAlignment
 from pwlu.lab.recipes import catalog, experiment
 from pwlu.lab.recipes.metrics import format_metrics
 from pwlu.lab.recipes.settings import UserError
-from pwlu.lab.runs.divergence import described
+from pwlu.lab.runs.divergence import describe_divergence
 from pwlu.report.charts import Line, histogram, lines, whisker_plot
 from pwlu.report.run_data import RunData
 
@@ -38,7 +38,7 @@ def summary(run: RunData) -> str:
     for title, values in (("Settings", run.config), ("Environment", run.environment), ("Result", result)):
         if values:
             entries = "".join(
-                f"<div><dt>{escape(_spaced(k))}</dt><dd>{escape(_format(v))}</dd></div>" for k, v in values.items()
+                f"<div><dt>{escape(_with_spaces(k))}</dt><dd>{escape(_format(v))}</dd></div>" for k, v in values.items()
             )
             parts.append(f'<details><summary>{title}</summary><dl class="all">{entries}</dl></details>')
     return "".join(parts)
@@ -49,7 +49,7 @@ def headline(run: RunData, verdict: str) -> str:
     result = {name: value for name, value in run.result.items() if value is not None}
     parts = []
     if run.diverged:
-        return f"{described(run.result, run.config)} {verdict}".strip()
+        return f"{describe_divergence(run.result, run.config)} {verdict}".strip()
     if format_metrics(result):
         parts.append(f"{format_metrics(result)} on {result.get('measured_images', 0):,} {result.get('measured_on', 'images')}")
     if run.functions:
@@ -89,7 +89,7 @@ def curves(run: RunData) -> str:
 
 
 def alignment(aligned: Alignment, names: Iterable[str]) -> str:
-    """Return how well bounds fit inputs, over all channels and per layer; `names`: all layers in order."""
+    """Return text and charts on how well bounds fit inputs, over all channels and per layer. `names`: all layers in order."""
     if not aligned.iou:
         return "<p>No input reached any PWLU.</p>"
     outside = [(s, n) for unit in aligned for s, n in zip(unit.outside, unit.count, strict=True) if n]
@@ -97,9 +97,9 @@ def alignment(aligned: Alignment, names: Iterable[str]) -> str:
     words = (
         f"<p>The median IOU of the bounds of a function and the middle 90 % of its inputs is "
         f"<strong>{statistics.median(aligned.iou):.2f}</strong>. {100 * share:.2f} % of all inputs lie outside the bounds; "
-        "every input counts once, so layers with large feature maps weigh most. "
-        f"The dotted line at {HEALTHY:.2f} is the IOU of normally distributed inputs with bounds at {_REALIGNED}, where "
-        "realignment puts them.</p>"
+        "every input counts once, so layers with large feature maps have the most weight. "
+        f"The dotted line at {HEALTHY:.2f} is the IOU of normally distributed inputs with the bounds {_REALIGNED}, which "
+        "realignment sets.</p>"
     )
     if aligned.unreached:
         words += f"<p>No input reached {escape(', '.join(aligned.unreached))}.</p>"
@@ -146,14 +146,14 @@ def _settings(run: RunData) -> str:
     except (TypeError, UserError):  # settings of another version
         changed = {}
     if changed:
-        named = ", ".join(f"{_spaced(name)} {experiment.format_value(value)}" for name, value in changed.items())
+        named = ", ".join(f"{_with_spaces(name)} {experiment.format_value(value)}" for name, value in changed.items())
         sentences.append(f"Changed from the recipe: {named}.")
     return " ".join(sentences)
 
 
 def _epochs(metrics: Sequence[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(name for row in metrics for name in row))
-    head = "".join(f'<th scope="col">{escape(_spaced(name))}</th>' for name in names)
+    head = "".join(f'<th scope="col">{escape(_with_spaces(name))}</th>' for name in names)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(_format(row.get(name)))}</td>" for name in names) + "</tr>" for row in metrics
     )
@@ -167,7 +167,7 @@ def _quantiles(unit: UnitAlignment) -> tuple[float, float, float]:
     return known[round(0.1 * (len(known) - 1))], statistics.median(known), known[round(0.9 * (len(known) - 1))]
 
 
-def _spaced(name: str) -> str:
+def _with_spaces(name: str) -> str:
     return name.replace("_", " ")
 
 

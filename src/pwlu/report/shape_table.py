@@ -9,7 +9,7 @@ from pwlu.analysis.alignment import Alignment
 from pwlu.analysis.shapes import CLASSES, FLAT, Shapes, UnitShapes
 
 _SATURATING = "saturating"
-_SHAPES = {  # one column each, with its explanation
+_SHAPES = {  # the columns of the table, with explanations
     "linear": "within 5 % of a straight line",
     "relu_like": "within 10 % of a line with one bend upwards",
     "v_shaped": "falls, then rises, by at least 20 % of its range",
@@ -34,7 +34,7 @@ def shape_table(shapes: Shapes, alignment: Alignment | None) -> str:
     columns = {CLASSES[shape].words if shape in CLASSES else shape: why for shape, why in _SHAPES.items()} | _NUMBERS
     head = "".join(f'<th scope="col" title="{escape(why)}"><span>{name}</span></th>' for name, why in columns.items())
     body = []
-    for place, unit in enumerate(shapes):  # numbers the layers as the chart of the alignment does
+    for place, unit in enumerate(shapes):  # the chart of the alignment numbers the layers in the same way
         link = f'<a href="#functions" data-layer="{place}">{escape(unit.name or "the model")}</a>'
         body.append(f'<tr><th scope="row"><i>{place + 1}</i> {link}</th>{_cells(unit, iou.get(unit.name, []))}</tr>')
     every = _cells(shapes.together(), alignment.iou if alignment else [])

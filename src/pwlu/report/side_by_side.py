@@ -1,4 +1,4 @@
-"""Compare runs: their gain over a baseline in a sentence, in a table, and as curves."""
+"""Compare runs with a baseline: state their gain in a sentence and a table, and draw their curves."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,8 +15,8 @@ from pwlu.report.charts import Line, lines
 from pwlu.report.run_data import RunData
 from pwlu.text import counted
 
-_CLASSES = ("first", "third", "fourth")  # CSS classes of lines, in turn; the baseline has "second"
-_LONGEST = 9  # characters of a name that fit beside a line
+_CLASSES = ("first", "third", "fourth")  # the CSS classes of lines, in turn; the baseline has "second"
+_LONGEST = 9  # the longest name that fits beside a line, in characters
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All runs of a page. ``groups``: the first holds the run whose functions are shown. ``metric``: its name."""
+    """All runs of a page, as groups. The page shows the functions of the first run of the first group.
+
+    ``metric``: the name of the compared metric in result.json.
+    """
 
     metric: str
     groups: list[Group]
@@ -127,7 +130,7 @@ class Comparison:
         return f'<th scope="row"><i>{number}</i> {escape(group.name)}</th>{cells}'
 
 
-def compared(runs: Sequence[RunData], baseline: Sequence[RunData]) -> Comparison:
+def make_comparison(runs: Sequence[RunData], baseline: Sequence[RunData]) -> Comparison:
     """Group runs by experiment. Raise UserError if they cannot be compared."""
     first = runs[0]
     for run in (*runs, *baseline):
@@ -135,7 +138,8 @@ def compared(runs: Sequence[RunData], baseline: Sequence[RunData]) -> Comparison
             ours = (first.config if name == "recipe" else first.result).get(name)
             if known.get(name) not in (None, ours) and ours is not None:
                 raise UserError(
-                    f"{run.path} cannot be compared with {first.path}: {name.replace('_', ' ')} {known[name]}, not {ours}"
+                    f"{run.path} cannot be compared with {first.path}: {name.replace('_', ' ')} {known[name]}, not {ours}. "
+                    "Leave out one of them"
                 )
     metric = next((name for name in TITLES for run in (*runs, *baseline) if run.result.get(name) is not None), None)
     if metric is None:
@@ -143,7 +147,7 @@ def compared(runs: Sequence[RunData], baseline: Sequence[RunData]) -> Comparison
     shared = _shared([*runs, *baseline])
     groups, bases = _grouped(runs, shared), _grouped(baseline, shared)
     if len(bases) > 1:
-        raise UserError(f"--baseline must be runs of one experiment that differ only in their seeds, not {_listed(bases)}")
+        raise UserError(f"--baseline must be runs of one experiment that differ only in their seeds, not {_join_names(bases)}")
     if bases and not bases[0].values(metric):
         raise UserError(f"the baseline {bases[0].runs[0].path} is not finished: it has no {metric} to compare with")
     if bases and bases[0].name in [group.name for group in groups]:
@@ -179,7 +183,7 @@ def _name(run: RunData, shared: set[str]) -> str:
     return ", ".join([presets.TITLES.get(settings.activation, settings.activation), *words])
 
 
-def _listed(groups: Iterable[Group]) -> str:
+def _join_names(groups: Iterable[Group]) -> str:
     return " and ".join(group.name for group in groups)
 
 

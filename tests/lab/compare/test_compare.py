@@ -107,7 +107,7 @@ def test_every_setting_travels():
     assert job.flags(usual, machine_only=True) == []
 
 
-def test_what_is_wanted():
+def test_required_runs():
     asked = comparison.required_runs([compared("digits", "bounds", {}), compared("digits", "intervals", {})], seeds=2)
     names = [scheduler.title(settings) for settings in asked]
     assert len(names) == len(set(names)) == 2 * (9 + 6 - 2)  # ReLU and PWLU with 16 intervals are in both
@@ -128,7 +128,7 @@ def staged(folder, **accuracies):
         )
 
 
-def test_only_what_is_missing_is_run(here, acted, capsys):
+def test_only_missing_runs_are_trained(here, acted, capsys):
     example_run(here / "results" / "digits" / "any-name", 90.0, "digits", activation="relu", data="/of/another/machine")
     example_run(here / "runs" / "other-name", 92.0, "digits", activation="pwlu")
     example_run(here / "runs" / "stopped", None, "digits", activation="relu", seed=1, intervals=8, epochs_done=3)
@@ -180,7 +180,7 @@ def test_a_run_that_fails_does_not_stop_the_others(here, acted, capsys, monkeypa
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_what_is_wrong_for_two_is_wrong_for_all(here, acted, capsys, monkeypatch, jobs):
+def test_two_equal_failures_stop_the_comparison(here, acted, capsys, monkeypatch, jobs):
     monkeypatch.setattr(subprocesses, "_RUN_MODULE", "print('no data at data/'); raise SystemExit(2)")
     assert main([*ARGUMENTS, "--seeds", "4", "--jobs", str(jobs)]) == 2
     printed = capsys.readouterr()
@@ -188,7 +188,7 @@ def test_what_is_wrong_for_two_is_wrong_for_all(here, acted, capsys, monkeypatch
     assert 2 <= len(list((here / "runs" / "logs").iterdir())) <= 1 + jobs  # of two at a time, one may end before the other
 
 
-def test_what_a_child_said_last_time_is_not_told_again(here, acted, capsys, monkeypatch):
+def test_old_output_in_a_log_is_not_reported(here, acted, capsys, monkeypatch):
     for status in ("3", "4"):
         monkeypatch.setattr(subprocesses, "_RUN_MODULE", f"print('the end of {status}'); raise SystemExit({status})")
         assert main(["compare", "digits", "--acts", "pwlu", "--seeds", "1"]) == 1
@@ -198,7 +198,7 @@ def test_what_a_child_said_last_time_is_not_told_again(here, acted, capsys, monk
     assert (here / "runs" / "logs" / "digits-pwlu-seed0.txt").read_text() == "the end of 3\nthe end of 4\n"
 
 
-def test_a_child_that_leaves_no_result_failed(here, acted, capsys, monkeypatch):
+def test_a_child_without_a_result_has_failed(here, acted, capsys, monkeypatch):
     monkeypatch.setattr(subprocesses, "_RUN_MODULE", "pass")
     assert main(["compare", "digits", "--acts", "pwlu", "--seeds", "1"]) == 1
     printed = capsys.readouterr()
@@ -235,7 +235,7 @@ def test_a_run_that_dies_is_tried_again(here, acted, capsys, monkeypatch, how, s
     assert main(["compare", "digits", "--acts", "pwlu", "--seeds", "1"]) == status
     printed = capsys.readouterr()
     assert len((here / "tries").read_text()) == tries
-    assert printed.out.count("digits pwlu, seed 0: died, and is tried again. exit status -9, ") == tries - 1
+    assert printed.out.count("digits pwlu, seed 0: died and will be tried again. exit status -9, ") == tries - 1
     assert ("[1/1] digits pwlu, seed 0: 91.00 %" in printed.out) == (how == "epoch")
     assert ("digits pwlu, seed 0: exit status -9, runs/logs/" in printed.err) == (how == "at once")
 
@@ -250,7 +250,7 @@ def test_processes_of_torchrun(here, acted, capsys):
     assert log.startswith("pwlu.lab.compare.launch --standalone --nproc-per-node=2 -m pwlu train ")
 
 
-def test_a_run_that_another_process_is_at(here, acted, capsys, monkeypatch):
+def test_a_run_that_another_process_trains(here, acted, capsys, monkeypatch):
     staged(here, relu0=90.0, pwlu0=91.0)
     open_log = subprocesses.open_log
     with open_log(here / "runs" / "logs" / "digits-pwlu-seed0.txt"), monkeypatch.context() as patch:
@@ -280,7 +280,7 @@ def test_a_run_that_another_process_finished_in_the_meantime(here, acted, capsys
     assert not (here / "results" / "digits" / "runs.jsonl").exists()
 
 
-def test_results_that_were_cut_short_do_not_count(here, acted, capsys):
+def test_truncated_results_do_not_count(here, acted, capsys):
     example_run(here / "results" / "digits" / "pwlu-seed0", None, "digits")
     staged(here, pwlu0=91.0)
     assert main(["compare", "digits", "--acts", "pwlu", "--seeds", "1"]) == 0
@@ -339,15 +339,18 @@ def test_half_written_runs_are_skipped_by_name(here, acted, capsys):
         ),
         (
             ["digits", "--gpus-per-run", "0.5"],
-            "--gpus-per-run is for a cluster: add --on ray, or leave it out",
+            "--gpus-per-run works only on a cluster: add --on ray, or write --jobs N instead",
         ),
-        (["digits", "--cores-per-run", "2"], "--cores-per-run is for a cluster: add --on ray"),
-        (["digits", "--processes-per-run", "2", "--nodes-per-run", "2"], "--nodes-per-run is for a cluster: add --on ray"),
+        (["digits", "--cores-per-run", "2"], "--cores-per-run works only on a cluster: add --on ray"),
+        (
+            ["digits", "--processes-per-run", "2", "--nodes-per-run", "2"],
+            "--nodes-per-run works only on a cluster",
+        ),
         (["digits", "--on", "ray", "--nodes-per-run", "2"], "--processes-per-run 1 must be divisible by --nodes-per-run 2"),
         (["digits", "--on", "ray", "--nodes-per-run", "0"], "--nodes-per-run must be at least 1, not 0"),
         (["digits", "--epochs", "0"], "--epochs must be at least 1, not 0"),
         (["digits", "--preset", "bounds", "--fix-init", "3"], "the comparison 'bounds' varies --fix-init: leave it out"),
-        (["digits", "--check"], "--check needs a page: write --document FILE --check"),
+        (["digits", "--check"], "--check compares a page with the results: write --document FILE --check"),
         (["digits", "--document", "page.md"], "leave out recipes, --acts, --preset and settings"),
         (["--document", "page.md", "--epochs", "3"], "leave out recipes, --acts, --preset and settings"),
         (["digits", "--runs", "file"], "Not a directory: 'file/logs'"),
@@ -380,7 +383,7 @@ def test_help(capsys):
 # Nothing goes on without it.
 
 
-def test_stopped_by_hand(here, capsys, monkeypatch):
+def test_keyboard_interrupt(here, capsys, monkeypatch):
     def stopped(*_):
         raise KeyboardInterrupt
 
@@ -459,7 +462,7 @@ def test_children_end_with_the_work(here, monkeypatch, deaf):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no such signal")
-def test_signals_that_are_ignored_stay_so():
+def test_ignored_signals_stay_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with subprocesses.exit_on_signals():

@@ -45,8 +45,10 @@ def test_boxes_and_masks(runs):
         "+1.83 |"
     )
     assert lines[4] == "| FReLU | not measured yet |  |  |  |  |  | 40.25 | +1.19 | 36.90 | +1.60 |"
-    assert lines[6].startswith(f"`{NUCLEI}`; 20 epochs; measured on 133 validation images at the end of training; 2 seeds")
-    assert "± of an AP: sample standard deviation" in lines[6]
+    assert lines[6].startswith(
+        f"`{NUCLEI}`; 20 epochs; measured on 133 validation images at the end of training; means over 2 seeds"
+    )
+    assert "± after an AP: sample standard deviation over seeds" in lines[6]
 
 
 def test_boxes_alone(tmp_path):

@@ -95,12 +95,12 @@ def test_nodes_that_differ(there, text):
         ray_pool._compare("gpu7", HERE, HERE | there, Path("/shared/runs"))
 
 
-def test_what_a_node_says_of_itself(tmp_path):
+def test_inspect_node(tmp_path):
     """Sent as code, it needs no pwlu."""
-    found = ray_pool._by_value()(str(tmp_path / "token"))
+    found = ray_pool._as_code()(str(tmp_path / "token"))
     assert not found["shared"]
     (tmp_path / "token").touch()
-    assert ray_pool._by_value()(str(tmp_path / "token")) == found | {"shared": True}
+    assert ray_pool._as_code()(str(tmp_path / "token")) == found | {"shared": True}
     assert found["versions"]["pwlu"].startswith("with the sources ")
 
 
@@ -121,7 +121,7 @@ def test_a_node_with_other_sources(tmp_path):
 
 
 @pytest.mark.slow
-def test_stopped_by_hand_and_a_node_dies(tmp_path):
+def test_keyboard_interrupt_and_a_node_that_dies(tmp_path):
     """Nothing is lost: the same bits as on this machine alone."""
     ray, alone = tmp_path / "ray", tmp_path / "alone"
     ray.mkdir()
@@ -147,7 +147,7 @@ def test_stopped_by_hand_and_a_node_dies(tmp_path):
             assert nodes.stdout.readline() == "killed\n"
             out, err = again.communicate(timeout=MOST_SECONDS)
     assert again.returncode == 0, out + err
-    assert "died, and is tried again. NodeDiedError" in out
+    assert "died and will be tried again. NodeDiedError" in out
     assert "[4/4] " in out
     done = compare(alone, environment(), *arguments, "--jobs", "2")
     assert done.returncode == 0, done.stderr
@@ -190,7 +190,7 @@ def test_processes_over_nodes(tmp_path):
             os.kill(rank_of(str(ray), "1"), signal.SIGKILL)
             out, err = started.communicate(timeout=MOST_SECONDS)
         assert started.returncode == 0, out + err
-        assert ": died, and is tried again. exit status -9, " in out
+        assert ": died and will be tried again. exit status -9, " in out
         assert len(list(ray.glob("runs/logs/*.node-1.txt"))) == 2
         too_many = compare(ray, variables, "--on", "ray", "--processes-per-run", "3", "--nodes-per-run", "3", "--seeds", "2")
         assert "a run needs 3 nodes with 1 core and 0 GPUs each, but the cluster has 2 of them" in too_many.stderr

@@ -110,7 +110,7 @@ def test_names_of_tables():
         (RESNET, "relu,pwlu", {"epochs": 2}, "Phase I must be shorter than training: --realign-epochs is 2, --epochs is 2"),
     ],
 )
-def test_what_cannot_be_compared(recipe, what, changes, text):
+def test_arguments_that_give_no_comparison(recipe, what, changes, text):
     with pytest.raises(UserError, match=text):
         comparison(recipe, what, changes)
 
@@ -162,9 +162,9 @@ def test_markdown(three):
     assert lines[3] == "| PWLU | 74.67 ± 0.76 (3) | +2.67 ± 1.59 | 3.5 | 1,234,567 | 72.57 | +1.23 |"
     assert lines[4:] == [
         "",
-        "`cifar100/resnet18`; 30 epochs; measured on 10,000 test images at the end of training; 3 seeds (number of seeds in "
-        "brackets); ± of an accuracy: sample standard deviation; ± of a gain: standard error of the difference of the means; "
-        "A GPU; torch 2.15.0; pwlu 0.1.0; revision 1a2b3c4d5e.",
+        "`cifar100/resnet18`; 30 epochs; measured on 10,000 test images at the end of training; means over 3 seeds (number of "
+        "seeds in brackets); ± after an accuracy: sample standard deviation over seeds; ± after a gain: standard error of the "
+        "gain; A GPU; torch 2.15.0; pwlu 0.1.0; revision 1a2b3c4d5e.",
     ]
 
 
@@ -183,7 +183,7 @@ def test_median_iou(tmp_path):
     assert "| +1.00 | 0.42 | 2 |" in rows_of["stat-realign, channel-wise"]  # the mean of 0.5 and 0.35
     assert "| +2.00 | 0.10 | 2 |" in rows_of["fix-init-3, channel-wise"]
     assert rows_of["fix-init-6, layer-wise"].count("|") == rows_of["ReLU"].count("|")
-    assert "; IOU of bounds and inputs: median over channels; A GPU" in lines[-1]
+    assert "; median IOU: IOU of the bounds and the middle 90 % of the inputs, median over channels; A GPU" in lines[-1]
     assert [row["iou"] for row in csv.DictReader(table.csv().splitlines())] == ["", "0.1", "0.425"]
     (tmp_path / "c" / "alignment.json").write_text("{}")
     with pytest.raises(UserError, match=r"c.alignment.json does not hold the alignment of a run: .* KeyError\('units'\)"):
@@ -198,7 +198,7 @@ def test_one_run_has_no_deviation(tmp_path):
     assert "`digits` with `--epochs 60`; 60 epochs" in text
 
 
-def test_what_is_missing_or_went_wrong_is_said(tmp_path):
+def test_missing_and_diverged_runs_are_shown(tmp_path):
     example_run(tmp_path / "a", 70.0, activation="relu", environment={"side_by_side": 4})
     example_run(tmp_path / "b", 71.0, activation="swish", environment={"side_by_side": 2, "device": "Another"})
     for seed in (0, 1):
@@ -208,17 +208,17 @@ def test_what_is_missing_or_went_wrong_is_said(tmp_path):
     assert "| ReLU | 70.00 (1) |  | 2 (4 side by side) |" in text
     assert "| APL | 36.00 ± 49.50 (2, 1 diverged) | -34.00 | 2 (1 side by side) | 100 and 101 |" in text
     assert "| PWLU | not measured yet |  |  |  | 72.57 | +1.23 |" in text
-    assert "a run that diverged counts with the accuracy at its end" in text
-    assert "; 1 and 2 seeds (" in text
+    assert "diverged runs count with their final accuracy" in text
+    assert "; means over 1 and 2 seeds (" in text
     assert "; A GPU and Another; " in text
     assert made(tmp_path, "pau,pwlu").markdown() == "not measured yet"
     assert made(tmp_path, "swish,pwlu").gain(made(tmp_path, "swish,pwlu").rows[0]) is None  # there is no ReLU in it
 
 
-def test_runs_that_shared_the_device_alike(tmp_path):
+def test_caption_if_all_runs_shared_the_device(tmp_path):
     example_run(tmp_path / "a", 70.0, activation="relu", environment={"side_by_side": 4})
     text = made(tmp_path).markdown()
-    assert "; 4 runs shared the device; " in text
+    assert "; 4 runs shared the device at a time; " in text
     assert "side by side" not in text
 
 
@@ -329,7 +329,7 @@ def test_a_page(three, capsys):
         (None, "cannot be read"),
     ],
 )
-def test_pages_that_ask_for_what_there_is_not(tmp_path, capsys, page, text):
+def test_invalid_markers(tmp_path, capsys, page, text):
     path = tmp_path / "page.md"
     if page is not None:
         path.write_text(page)

@@ -33,7 +33,7 @@ def tried(tmp_path):
 
 def test_rows(tried):
     lines = made(tried, [RESNET, MOBILE], holdout=5000).splitlines()
-    title = "accuracy, % | training loss | loss"
+    title = "accuracy, % | training loss | loss on these images"
     assert lines == [
         f"|  | {RESNET}: {title} | {MOBILE}: {title} |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -42,12 +42,12 @@ def test_rows(tried):
         "| PWLU `--curvature 0.5` |  |  |  | 1.00 (diverged) |  | 0.50 |",
         "| PWLU `--granularity layer --curvature 0.001` |  |  |  | 63.00 | 0.40 | 0.50 |",
         "",
-        "Measured on 10,000 held-out training images at the end of training, one number per seed; training loss and loss: "
-        "means over seeds; A GPU and Another; torch 2.15.0; pwlu 0.1.0; revision 1a2b3c4d5e.",
+        "Measured on 10,000 held-out training images at the end of training, one number per seed; training loss and loss on "
+        "these images: means over seeds; A GPU and Another; torch 2.15.0; pwlu 0.1.0; revision 1a2b3c4d5e.",
     ]
 
 
-def test_settings_that_are_asked_for_are_not_repeated(tried):
+def test_selected_settings_are_not_repeated_in_rows(tried):
     lines = made(tried, [MOBILE], holdout=5000, curvature=0.5).splitlines()
     assert lines[2:4] == ["| PWLU | 1.00 (diverged) |  | 0.50 |", ""]
     assert made(tried, [MOBILE], holdout=1) == "not measured yet"
@@ -81,7 +81,7 @@ def test_in_a_page(tried, capsys):
         (": digits epoch=3", "line 1: 'epoch=3' does not name a setting. Did you mean epochs=...?"),
     ],
 )
-def test_pages_that_ask_for_what_there_is_not(tmp_path, capsys, words, text):
+def test_invalid_markers(tmp_path, capsys, words, text):
     page = tmp_path / "page.md"
     page.write_text(f"<!-- runs{words} -->\n<!-- end of table -->")
     assert main(["compare", "--document", str(page), "--results", str(tmp_path)]) == 2

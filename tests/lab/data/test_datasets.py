@@ -237,7 +237,7 @@ def test_missing_folders(tmp_path, capsys):
     assert f"{tmp_path}/val must have one folder of images per class" in refused(capsys, *command)
     Image.new("RGB", (9, 9)).save(tmp_path / "val" / "cat" / "a.png")
     text = refused(capsys, *command)
-    assert f"{tmp_path}/train and {tmp_path}/val have different classes: dog, eel in one of them only" in text
+    assert f"{tmp_path}/train and {tmp_path}/val must have the same classes, but only one of them has dog, eel" in text
 
 
 @pytest.mark.parametrize(

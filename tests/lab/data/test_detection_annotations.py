@@ -253,7 +253,7 @@ def test_numbers_that_are_none(tmp_path, what, changes, text):
 def test_parts_that_do_not_fit(tmp_path):
     write_part(tmp_path, "train", {1: WIDE}, [square(1, 1, 2, 20)])
     write_part(tmp_path, "val", {1: WIDE}, [square(1, 1, 2, 20)], [*CATEGORIES, {"id": 9, "name": "blue"}])
-    with pytest.raises(UserError, match=r"have different categories: \(9, 'blue'\) in one of them only"):
+    with pytest.raises(UserError, match=r"must have the same categories, but only one of them has \(9, 'blue'\)"):
         coco.load(tmp_path, True)
     write_part(tmp_path, "val", {1: WIDE}, [square(1, 1, 2, 20, iscrowd=1)])
     with pytest.raises(UserError, match=r"the val annotations under .* have no usable object: 1 image "):

@@ -73,7 +73,7 @@ def epochs_of(task, epochs=2):
 
 
 @pytest.mark.parametrize("source", ["folder", "shards"])
-def test_workers_and_processes_change_no_draw(tmp_path, source):
+def test_workers_and_processes_do_not_change_random_numbers(tmp_path, source):
     """0 and 2 workers, and 1 and 2 processes: the same bits in every step, and every image once per epoch."""
     patterns = write_shards(tmp_path)
     if source == "folder":
@@ -146,7 +146,7 @@ def test_few_open_files(tmp_path, monkeypatch):
     assert shards._open.cache_info().currsize == 1
 
 
-def test_a_run_of_shards_goes_on(tmp_path, capsys):
+def test_a_stopped_run_continues_with_shards(tmp_path, capsys):
     patterns = write_shards(tmp_path)
     sizes = ("--pixels", 32, "--width", 0.125, "--batch", 4, "--epochs", 1, "--act", "relu", "--workers", 0)
     assert train("imagenette/resnet18", "--data", patterns[0], "--holdout", 3, "--runs", tmp_path / "runs", *sizes) == 0
@@ -163,7 +163,7 @@ def test_a_run_of_shards_goes_on(tmp_path, capsys):
     assert RunFolder(run).json("result.json")["measured_images"] == 6
 
 
-def test_members_that_are_no_samples(tmp_path):
+def test_members_that_are_not_samples(tmp_path):
     """Other files, folders, a picture of labels, names of any length, and folders within the shard."""
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w") as tar:
@@ -218,7 +218,7 @@ def broken(path, how):
         ("no label", r"a\.tar has b without b\.cls\. Each image needs a file b\.cls right before or after it"),
         ("no image", r"a\.tar has b\.cls without an image"),
         ("a name", r"a\.cls in .*a\.tar must hold the number of a class, such as 7, not b'dog'"),
-        ("twice", r"a\.tar has two images named a\. Each needs a name of its own"),
+        ("twice", r"a\.tar has two images named a\. Give each image a different name"),
         ("empty", r"a\.tar: no images\. Expected NAME\.jpg and NAME\.cls in each tar file"),
         ("cut", r"a\.tar cannot be read as a tar file without compression: "),
         (
@@ -244,7 +244,7 @@ def test_bad_arguments(tmp_path):
         (patterns[0], patterns[1], 2): "--holdout 2 measures on training images: leave out --test-data or --holdout",
         (folder, patterns[1], 0): f"--test-data is for shards, but --data {folder} is a folder",
         (patterns[0].replace("002", "004"), None, 3): "2 of 5 shards do not exist, the first is ",
-        (patterns[0].replace("000..002", "2..0"), None, 3): "{2..0} of shards must begin with the smaller number: {0..2}",
+        (patterns[0].replace("000..002", "2..0"), None, 3): "{2..0} of shards must begin with the smaller number. Write {0..2}",
         (
             patterns[0].replace("{000..002}", "*"),
             None,
@@ -264,5 +264,5 @@ def test_other_classes_in_test_shards(tmp_path):
     patterns = write_shards(tmp_path)
     few, many = (shard(tmp_path / f"{label}.tar", ("a.jpg", jpeg()), ("a.cls", b"%d" % label)) for label in (1, 3))
     assert task([patterns[0], few]).data.classes == ["0", "1", "2"]
-    with pytest.raises(UserError, match="have different classes: 3 in one of them only"):
+    with pytest.raises(UserError, match="must have the same classes, but only one of them has 3"):
         task([patterns[0], many])

@@ -126,13 +126,13 @@ def refused(path):
 
 def test_not_a_run(run, tmp_path):
     here = run.parent
-    assert refused(here / "nowhere") == f"there is no folder {here / 'nowhere'}. There is {run}"
+    assert refused(here / "nowhere") == f"there is no folder {here / 'nowhere'}. Runs nearby: {run}"
     assert refused(tmp_path / "a" / "b") == (
-        f"there is no folder {tmp_path / 'a' / 'b'}. pwlu train makes a run: a folder with config.json and model.safetensors"
+        f"there is no folder {tmp_path / 'a' / 'b'}. pwlu train creates run folders, with config.json and model.safetensors"
     )
-    assert refused(run / "network.json") == f"{run / 'network.json'} is a file. Write the folder of a run. There is {run}"
-    assert refused(here) == f"{here} is not a run folder: it has no config.json, but {run.name}. There is {run}"
-    assert "it has no config.json, but nothing. pwlu train makes a run" in refused(tmp_path)
+    assert refused(run / "network.json") == f"{run / 'network.json'} is a file. Write the folder of a run. Runs nearby: {run}"
+    assert refused(here) == f"{here} is not a run folder: it has no config.json, only {run.name}. Runs nearby: {run}"
+    assert "it has no config.json and is empty. pwlu train creates run folders" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "network.json"])
@@ -142,9 +142,11 @@ def test_no_weights(copied, name):
     assert f"has the results of a run but no {name}, like the runs in results/" in text
     assert f"such as runs/{NAME.format('')}" in text
     (copied / "result.json").unlink()
-    assert refused(copied) == f"{copied} is not finished: it stands after 3 epochs. Go on with pwlu train --resume {copied}"
+    assert (
+        refused(copied) == f"{copied} is not finished: it has completed 3 epochs. Continue it with pwlu train --resume {copied}"
+    )
     (copied / "metrics.jsonl").unlink()
-    assert "it stands before the end of its first epoch. Go on with" in refused(copied)
+    assert "it has completed 0 epochs. Continue it with" in refused(copied)
 
 
 def test_a_run_in_results(run, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lab_helpers import SHORT, STEPS_AN_EPOCH, train
 
-from pwlu.lab.runs.divergence import STATUS, described, divergence
+from pwlu.lab.runs.divergence import STATUS, describe_divergence, divergence
 from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.lab.training import loop
 from pwlu.lab.training.trainer import Trainer
@@ -79,7 +79,7 @@ def test_what_is_a_divergence(losses, first, epoch):
     assert found.get("diverged_at_epoch") == epoch
 
 
-def test_a_loss_that_is_finite_but_absurd(tmp_path, capsys):
+def test_a_very_large_finite_loss(tmp_path, capsys):
     assert train(*SHORT, "--lr", "100", "--act", "relu", "--runs", tmp_path) == STATUS
     (path,) = tmp_path.iterdir()
     assert RunFolder(path).json("result.json")["train_loss"] > 1e3
@@ -97,5 +97,5 @@ def test_a_loss_that_is_finite_but_absurd(tmp_path, capsys):
         ),
     ],
 )
-def test_what_to_try(config, advice):
-    assert described({"diverged": True}, config) == f"The training diverged: the loss was no longer finite. {advice}"
+def test_advice(config, advice):
+    assert describe_divergence({"diverged": True}, config) == f"The training diverged: the loss was no longer finite. {advice}"

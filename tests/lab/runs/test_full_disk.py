@@ -49,7 +49,7 @@ def test_a_damaged_checkpoint(stopped, finished, capsys, damage):
     assert train("--resume", stopped.path) == 2
     text = capsys.readouterr().err
     assert f"the checkpoint {last} is damaged" in text
-    assert f"Remove or rename it, and --resume goes on from {previous.name}" in text
+    assert f"Remove or rename it. Then --resume continues from {previous.name}" in text
     last.rename(last.with_suffix(".pt.bad"))
     assert train("--resume", stopped.path) == 0
     assert_same_run(stopped, finished)
@@ -60,7 +60,7 @@ def test_the_only_checkpoint_is_damaged(stopped, finished, capsys):
     previous.unlink()
     last.write_bytes(b"nonsense")
     assert train("--resume", stopped.path) == 2
-    assert "--resume goes on from the beginning" in capsys.readouterr().err
+    assert "--resume continues from the beginning" in capsys.readouterr().err
     last.unlink()
     assert train("--resume", stopped.path) == 0
     assert_same_run(stopped, finished)
@@ -86,14 +86,14 @@ def changed(**changes):
         ),
         ('{"recipe": "nope"}', f"does not hold the settings of a run: it does not say epochs, batch, lr, {MORE}. {AGAIN}"),
         ('{"epochs": 3}', "it does not say recipe, batch, "),
-        (changed(epochs="three"), f"does not hold the settings of a run: epochs must be a whole number, not 'three'. {AGAIN}"),
+        (changed(epochs="three"), f"does not hold the settings of a run: epochs must be an integer, not 'three'. {AGAIN}"),
         (changed(lr=[1]), "lr must be a number, not [1]"),
         (changed(init=None), "it does not say init. "),
         (changed(epochs=0), "--epochs must be at least 1, not 0"),
         (changed(recipe="digit"), "Did you mean digits, "),
     ],
 )
-def test_what_is_no_run(tmp_path, capsys, content, text):
+def test_paths_without_a_run(tmp_path, capsys, content, text):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     assert train("--resume", tmp_path) == 2
@@ -155,9 +155,9 @@ def test_no_space_left(tmp_path, monkeypatch, capsys, finished, where, saved, er
     if where == "config.json":
         assert text.endswith("then start again\n")
         return
-    assert text.endswith(f"then go on with pwlu train --resume {path}\n")
+    assert text.endswith(f"then continue with pwlu train --resume {path}\n")
     if saved is None:
-        assert "Nothing of the run is saved yet" in text
+        assert "No checkpoint is saved yet" in text
     else:
         assert re.search(rf"The last checkpoint is step-{saved:08d}-\w{{8}}.pt", text)
     assert not list(tmp_path.rglob("*.partial"))

@@ -14,7 +14,7 @@ import pwlu
 from pwlu.analysis.alignment import Alignment
 from pwlu.cli import main
 from pwlu.lab.runs.run_folder import FORMAT, RunFolder
-from pwlu.text import parsed
+from pwlu.text import parse_json
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_epochs_without_their_numbers(stopped, capsys):
         (save({}, {"pwlu": '{"format": 1, "version": "0.1.0", "units": 5}'}), "the conversion in the file is damaged"),
     ],
 )
-def test_weights_that_are_none(run, tmp_path, capsys, content, wrong):
+def test_files_that_are_not_weights(run, tmp_path, capsys, content, wrong):
     (run / "model.safetensors").write_bytes(content)
     assert main(["export", str(run), str(tmp_path / "model.pt2")]) == 2
     text = capsys.readouterr().err
@@ -115,7 +115,7 @@ def test_weights_that_are_none(run, tmp_path, capsys, content, wrong):
         ({"classes": None}, "TypeError"),
     ],
 )
-def test_a_network_that_is_none(run, tmp_path, capsys, changes, wrong):
+def test_files_that_do_not_describe_a_network(run, tmp_path, capsys, changes, wrong):
     changed(run / "network.json", **changes)
     assert main(["export", str(run), str(tmp_path / "model.pt2")]) == 2
     text = capsys.readouterr().err
@@ -148,7 +148,7 @@ def test_odd_names_of_snapshots(run, capsys, name):
 
 
 @pytest.mark.parametrize("content", [[1], {"a": 3}, {"1": {"left": torch.zeros(2)}}, {}, {3: torch.zeros(2)}])
-def test_functions_that_are_none(run, capsys, content):
+def test_files_that_are_not_functions(run, capsys, content):
     torch.save(content, run / "functions.pt")
     assert main(["report", str(run)]) == 0
     assert "functions.pt cannot be read and is left out: " in capsys.readouterr().err
@@ -220,7 +220,7 @@ def test_a_file_that_is_a_folder(run, capsys):
         ({"name": 7}, "names of units must be strings"),
     ],
 )
-def test_an_alignment_that_is_none(run, capsys, changes, wrong):
+def test_files_that_are_not_an_alignment(run, capsys, changes, wrong):
     content = json.loads((run / "inputs.json").read_text())
     content["units"][0] |= changes
     (run / "inputs.json").write_text(json.dumps(content))
@@ -230,7 +230,7 @@ def test_an_alignment_that_is_none(run, capsys, changes, wrong):
     assert wrong in text
 
 
-def test_null_is_not_known(run):
+def test_null_means_unknown(run):
     """As to_json writes what is not finite."""
     found = Alignment.from_json((run / "alignment.json").read_text())
     found.units[0].iou[0] = float("nan")
@@ -239,7 +239,7 @@ def test_null_is_not_known(run):
 
 
 def test_numbers_as_json_has_them():
-    assert parsed('{"a": [1, -2.5, 1e300, null, true, "\u00e4"]}') == {"a": [1, -2.5, 1e300, None, True, "\u00e4"]}
+    assert parse_json('{"a": [1, -2.5, 1e300, null, true, "\u00e4"]}') == {"a": [1, -2.5, 1e300, None, True, "\u00e4"]}
 
 
 @pytest.mark.parametrize("flag", ["--lr", "--weight-decay", "--curvature"])

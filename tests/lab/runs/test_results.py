@@ -122,7 +122,7 @@ def test_lines_that_cannot_be_read(tmp_path):
     assert [run.settings.seed for run in find_runs(tmp_path / "results")[0]] == [0, 1]
 
 
-def test_a_folder_counts_before_a_line(tmp_path):
+def test_a_folder_takes_precedence_over_a_line(tmp_path):
     """A run that is being trained is not finished because another one with its name is."""
     example_run(tmp_path / "runs" / "a", 70.0, seed=1)
     kept = keep(read_run(tmp_path / "runs" / "a"), tmp_path / "results")
@@ -130,7 +130,7 @@ def test_a_folder_counts_before_a_line(tmp_path):
     assert not RunFolder(kept).finished
 
 
-def test_an_iou_that_is_none(tmp_path):
+def test_an_iou_that_is_not_a_number(tmp_path):
     example_run(tmp_path / "a", 70.0, seed=1)
     kept = keep(read_run(tmp_path / "a"), tmp_path)
     file = kept.parent / "runs.jsonl"
@@ -147,10 +147,10 @@ def test_reports_of_lines(tmp_path, capsys):
     assert main(["report", str(folder / "relu-seed0"), str(folder / "relu-seed1"), "-o", str(tmp_path / "page.html")]) == 0
     assert "70.50 ± 0.71" in (tmp_path / "page.html").read_text()
     assert main(["report", str(folder / "relu-seed0")]) == 2
-    assert "relu-seed0 has no folder, only a line of runs.jsonl. Write -o FILE for the page" in capsys.readouterr().err
+    assert "relu-seed0 is a line of runs.jsonl and has no folder for the page. Write -o FILE" in capsys.readouterr().err
 
 
-def test_what_is_not_known_of_a_setting_is_as_the_recipe_has_it(tmp_path):
+def test_missing_settings_get_the_value_of_the_recipe(tmp_path):
     """So it is for settings that were added after a run was made."""
     settings = example_run(tmp_path / "a", 70.0)
     (tmp_path / "a" / "config.json").write_text(json.dumps({"recipe": settings.recipe, "seed": 0}))

@@ -16,7 +16,7 @@ from pwlu.lab.recipes.catalog import RECIPES, settings
 from pwlu.lab.recipes.experiment import run_name
 from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.environment import revision
-from pwlu.lab.runs.results import no_run
+from pwlu.lab.runs.results import no_run_error
 from pwlu.lab.runs.run_folder import FORMAT, KEPT, RunFolder, new_folder
 
 
@@ -196,7 +196,7 @@ def test_json_of_another_kind(tmp_path, content):
         RunFolder(tmp_path / "environment.json").json("config.json")
 
 
-def test_runs_near_what_is_no_run(tmp_path):
+def test_runs_nearby_are_suggested(tmp_path):
     """In the folder itself, or down to where results/ has them; beside what is absent, no further than the next folder."""
     deep = tmp_path / "results" / "cifar100" / "resnet18" / "pwlu-seed0"
     shallow = tmp_path / "results" / "digits" / "relu-seed0"
@@ -204,20 +204,22 @@ def test_runs_near_what_is_no_run(tmp_path):
         path.mkdir(parents=True)
         (path / "config.json").touch()
     (deep / "model.safetensors").touch()
-    assert str(no_run(tmp_path / "results", "config.json")).endswith(f"but cifar100, digits. There is {shallow}")
-    assert str(no_run(tmp_path / "results", "config.json", "model.safetensors")).endswith(f". There is {deep}")
-    assert str(no_run(tmp_path / "results" / "digits" / "pwlu-seed0", "config.json")).endswith(f". There is {shallow}")
-    assert str(no_run(tmp_path / "results" / "digit", "config.json")).endswith(
-        ". pwlu train makes a run: a folder with config.json"
+    assert str(no_run_error(tmp_path / "results", "config.json")).endswith(f"only cifar100, digits. Runs nearby: {shallow}")
+    assert str(no_run_error(tmp_path / "results", "config.json", "model.safetensors")).endswith(f". Runs nearby: {deep}")
+    assert str(no_run_error(tmp_path / "results" / "digits" / "pwlu-seed0", "config.json")).endswith(
+        f". Runs nearby: {shallow}"
+    )
+    assert str(no_run_error(tmp_path / "results" / "digit", "config.json")).endswith(
+        ". pwlu train creates run folders, with config.json"
     )
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "runs.jsonl").write_text('{"run": "pwlu-seed0"}\n')
-    assert str(no_run(tmp_path / "other", "config.json")).endswith(f". There is {tmp_path / 'other' / 'pwlu-seed0'}")
-    assert str(no_run(tmp_path / "other" / "pwlu-seed1", "config.json")).endswith(
-        f". There is {tmp_path / 'other' / 'pwlu-seed0'}"
+    assert str(no_run_error(tmp_path / "other", "config.json")).endswith(f". Runs nearby: {tmp_path / 'other' / 'pwlu-seed0'}")
+    assert str(no_run_error(tmp_path / "other" / "pwlu-seed1", "config.json")).endswith(
+        f". Runs nearby: {tmp_path / 'other' / 'pwlu-seed0'}"
     )
-    assert str(no_run(tmp_path / "other", "config.json", "model.safetensors")).endswith(
-        "a folder with config.json and model.safetensors"
+    assert str(no_run_error(tmp_path / "other", "config.json", "model.safetensors")).endswith(
+        "with config.json and model.safetensors"
     )
 
 
@@ -273,9 +275,9 @@ def test_two_processes_do_not_train_the_same_run(tmp_path):
     """The lock is the process's: another that opens the file does not get it, and it ends with its holder."""
     folder, other = RunFolder(tmp_path), RunFolder(tmp_path)
     folder.write_json("config.json", {})
-    with folder.held(), pytest.raises(UserError, match="is being trained by another process"), other.held():
+    with folder.lock(), pytest.raises(UserError, match="is being trained by another process"), other.lock():
         pass
-    with other.held():
+    with other.lock():
         pass
 
 

@@ -55,7 +55,7 @@ def test_a_rank_that_is_killed(tmp_path):
         os.kill(rank_of(str(tmp_path), "1"), signal.SIGKILL)
         out, err = process.communicate(timeout=MOST_SECONDS)
     assert process.returncode == 0, out + err
-    assert ", seed 0: died, and is tried again. exit status -9, " in out
+    assert ", seed 0: died and will be tried again. exit status -9, " in out
     ((run,), complaints) = find_runs(tmp_path / "runs")
     assert not complaints
     assert run.environment["processes"] == 2

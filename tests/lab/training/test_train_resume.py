@@ -149,13 +149,13 @@ def test_another_number_of_processes(tmp_path, stop_before, capsys):
     (path,) = tmp_path.iterdir()
     folder = RunFolder(path)
     assert train("--resume", path) == 130
-    assert "begun with" not in capsys.readouterr().out
+    assert "started with" not in capsys.readouterr().out
     folder.write_json("environment.json", folder.environment() | {"processes": 4})
     stop_before(None)
     assert train("--resume", path) == 0
     said = capsys.readouterr().out
-    assert "begun with 4 processes, now 1. The same: the images of every step, their augmentation, the batch" in said
-    assert "Different: the rounding of sums, the random numbers of dropout, and batch statistics" in said
+    assert "started with 4 processes, now 1. Unchanged: the images of every step, their augmentation, the batch" in said
+    assert "Changed: the rounding of sums, the random numbers of dropout, the batch statistics" in said
 
 
 def test_what_is_finished_is_not_done_again(uninterrupted, capsys):

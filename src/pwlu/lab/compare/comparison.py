@@ -15,7 +15,10 @@ from pwlu.lab.training.loop import create_run, train
 
 
 def required_runs(comparisons: Iterable[Comparison], seeds: int) -> list[Settings]:
-    """Return the runs of all comparisons, each once, ordered by seed: if time runs out, all rows have as many runs."""
+    """Return the runs of all comparisons without repetitions, ordered by seed.
+
+    So if the comparison is stopped early, all rows of a table have nearly the same number of runs.
+    """
     experiments = [settings for comparison in comparisons for settings in comparison.experiments.values()]
     runs = [reset_unused(settings.replace(seed=seed)) for seed in range(seeds) for settings in experiments]
     return list({run_key(settings): settings for settings in runs}.values())
@@ -24,18 +27,18 @@ def required_runs(comparisons: Iterable[Comparison], seeds: int) -> list[Setting
 def complete_runs(
     required: list[Settings], runs: Path, results: Path, make_pool: Callable[[int], Pool], processes: int = 1, nodes: int = 1
 ) -> list[Failure]:
-    """Train the missing runs, and copy the small files of each run as soon as it is finished.
+    """Train the missing runs. When a run finishes, copy its small files to the results.
 
-    A failed run does not stop the others, unless a second run fails with the same output. A run that dies, because it was
-    killed or its machine was lost, is tried again and continues from its last checkpoint.
+    If a run fails, the others continue, unless a second run fails with the same output. If a run is killed or its machine is
+    lost, it is tried again and continues from its last checkpoint.
 
     Args:
         required: the runs, from :func:`required_runs`.
         runs: the folder of run folders.
         results: the folder that the small files are copied to.
-        make_pool: returns where to train, given the number of missing runs. It is not called if there are none.
-        processes: how many processes train each run.
-        nodes: over how many nodes the processes of a run are divided.
+        make_pool: a function from the number of missing runs to the pool that trains them. It is not called if none is missing.
+        processes: the number of processes that train each run.
+        nodes: the number of nodes over which the processes of a run are divided.
     """
     missing = _missing(required, runs, results)
     if not missing:
@@ -45,9 +48,9 @@ def complete_runs(
 
 
 def complete_runs_with_torchrun(required: list[Settings], runs: Path, results: Path, processes: Processes) -> None:
-    """Train the missing runs one after the other, each on all processes that torchrun started.
+    """Train the missing runs one after another, each on all processes that torchrun started.
 
-    Any error ends the comparison. Started again, it continues there.
+    Any error ends the comparison. To continue, run the same command again.
     """
     plan: list[tuple[int, str]] = []  # index of a run, and the folder to resume or ""; rank 0 decides
     if processes.is_main:

@@ -1,4 +1,4 @@
-"""One run of a comparison: whether it exists, and how it is started, on this machine or another."""
+"""Find the existing runs of a comparison, and start a missing one, on this machine or another."""
 
 import dataclasses
 import os
@@ -32,7 +32,7 @@ class ExistingRuns:
 
 
 def find_existing(*roots: Path) -> ExistingRuns:
-    """Find the runs below these folders. Of repeated runs, take the first finished one, else the one with most epochs."""
+    """Find the runs below these folders. If a run exists twice, take the first finished one, else the one with most epochs."""
     existing = ExistingRuns()
     for root in roots:
         runs, complaints = find_runs(root)
@@ -46,14 +46,14 @@ def find_existing(*roots: Path) -> ExistingRuns:
 
 @dataclass(frozen=True)
 class Job:
-    """A run to train, with all that the machine that trains it has to know.
+    """A run to train. It holds everything that the training machine needs.
 
     Attributes:
         settings: the settings of the run.
         runs: the folder of run folders.
-        processes: how many processes train the run together; torchrun starts them if there are several.
-        patience: how many seconds to wait for another process that trains the same run.
-        nodes: over how many nodes the processes are divided evenly.
+        processes: the number of processes that train the run together. If there are several, torchrun starts them.
+        patience: how many seconds to wait until another process releases the lock of the run.
+        nodes: the number of nodes over which the processes are divided evenly.
     """
 
     settings: Settings
@@ -77,10 +77,10 @@ class Job:
         return open_log(self.runs / "logs" / f"{run_name(self.settings)}{f'.node-{node}' if node else ''}.txt", self.patience)
 
     def command(self) -> list[str]:
-        """Return the command that trains the run, or resumes it if it exists. Open the log first: it keeps others away."""
+        """Return the command that trains or resumes the run. Call :meth:`open_log` first: its lock excludes other processes."""
         run = find_existing(self.runs).get(self.settings)
-        if run is None:
-            arguments = [self.settings.recipe, *flags(self.settings), f"--runs={self.runs}", "--again"]  # if one is damaged
+        if run is None:  # write --again, because a damaged folder of the same run may exist
+            arguments = [self.settings.recipe, *flags(self.settings), f"--runs={self.runs}", "--again"]
         else:
             arguments = [f"--resume={run.path}", *flags(self.settings, machine_only=True)]
         return ["pwlu", "train", *arguments]
@@ -100,7 +100,7 @@ class Job:
             log: from :meth:`open_log`.
             side_by_side: how many runs share the device.
             cores: how many cores of the node the run may use. Default: its share of this machine's.
-            launcher: flags of torchrun that say where the nodes meet.
+            launcher: the flags of torchrun for the rendezvous of the nodes.
         """
         if self.processes > 1:
             count = self.processes // self.nodes
@@ -108,7 +108,7 @@ class Job:
         return Child(command, log, self._environment(side_by_side, cores))
 
     def _environment(self, side_by_side: int, cores: int | None) -> dict[str, str]:
-        """Return environment variables for the child. By default, each of its processes would use all cores."""
+        """Return environment variables for the child. They limit its threads: each process would use all cores otherwise."""
         variables = {SIDE_BY_SIDE: str(side_by_side)}
         sharing = side_by_side * self.processes > 1 or cores is not None
         if sharing and "OMP_NUM_THREADS" not in os.environ:

@@ -1,7 +1,7 @@
 """Start the processes of a run as torchrun does: ``python -m pwlu.lab.compare.launch [FLAGS OF TORCHRUN] -m pwlu train ...``.
 
-The end of this process is that of the first rank that failed: its exit status or its signal. torchrun itself always returns 1,
-which does not tell a run that was killed, to be tried again, from one that would fail again.
+This process ends like the first rank that failed: with the same exit status, or by the same signal. torchrun itself always
+exits with 1. So its exit status cannot tell a killed run, which should be tried again, from a run that would fail again.
 """
 
 import os
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
         message = failure.message if isinstance(failure.message, str) else failure.message["message"]
         print(f"rank {rank} failed first, exit status {failure.exitcode}: {message}", file=sys.stderr, flush=True)
         if failure.exitcode < 0:
-            if failure.exitcode != -signal.SIGKILL:  # which cannot be handled
+            if failure.exitcode != -signal.SIGKILL:  # SIGKILL has no handler to reset
                 signal.signal(-failure.exitcode, signal.SIG_DFL)
             os.kill(os.getpid(), -failure.exitcode)
         return failure.exitcode

@@ -1,4 +1,4 @@
-"""The results of the paper, to print beside ours."""
+"""The results of the paper. Tables show them together with ours."""
 
 # Top-1 accuracy on ImageNet in percent, by our names of network and method (pwlu.lab.recipes.experiment.method). From the
 # paper's table of activations, and its tables of bounds and of the number of intervals, which have two or three networks.
@@ -93,7 +93,7 @@ INFERENCE: dict[str, dict[str, float]] = {
 
 
 def value(metric: str, network: str, method: str) -> float | None:
-    """Return the paper's value of a metric, or None if it has none. Detectors match whatever their ResNet."""
+    """Return the paper's value of a metric, or None. For detectors, the name of the backbone is ignored."""
     return _results(metric, network).get(method)
 
 

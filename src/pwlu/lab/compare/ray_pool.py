@@ -11,7 +11,7 @@ from typing import Any
 
 from pwlu.lab.compare import ray_task
 from pwlu.lab.compare.job import Job
-from pwlu.lab.compare.subprocesses import TIMEOUT, Ended
+from pwlu.lab.compare.subprocesses import TIMEOUT, Outcome
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import UserError
 from pwlu.text import counted, install
@@ -27,20 +27,20 @@ class RayPool:
     Args:
         address: "ray" for the cluster of this machine, or "ray://HOST:PORT".
         runs: the folder of run folders, which all nodes must share.
-        slots: how many runs to train at the same time; None: as many as the cluster has room for.
-        gpus: the number of GPUs per run, or a fraction. None: 1 per process if the cluster has GPUs.
+        slots: how many runs to train at the same time. None: as many as the cluster has room for.
+        gpus: the number of GPUs per run; it may be a fraction. None: 1 per process if the cluster has GPUs, else 0.
         cores: the number of cores per run.
         processes: the number of processes per run.
-        nodes: over how many nodes the processes, GPUs and cores of a run are divided evenly.
+        nodes: the number of nodes over which the processes, GPUs and cores of a run are divided evenly.
     """
 
     def __init__(
         self, address: str, runs: Path, slots: int | None, gpus: float | None, cores: int, processes: int, nodes: int
     ) -> None:
-        self.ray = _connected(address)
+        self.ray = _connect(address)
         self.slots = sys.maxsize if slots is None else slots
         self.tasks: dict[Any, Job] = {}
-        self.groups: dict[Any, Any] = {}  # the nodes reserved for a task, or None if its run has one node
+        self.groups: dict[Any, Any] = {}  # the placement group of each task; None if its run uses one node
         self.token = runs.resolve() / f".shared-{uuid.uuid4().hex}"
         try:
             alive = [node for node in self.ray.nodes() if node["Alive"]]
@@ -62,11 +62,11 @@ class RayPool:
 
     @property
     def running(self) -> int:
-        """Return how many tasks have been submitted and have not been returned by :meth:`wait`."""
+        """Return the number of submitted tasks that :meth:`wait` has not returned yet."""
         return len(self.tasks)
 
     def start(self, job: Job) -> None:
-        """Submit a task. Paths are made absolute, because nodes have working directories of their own."""
+        """Submit a task. Make its paths absolute, because the working directory differs between nodes."""
         data = {"data": job.settings.data, "test_data": job.settings.test_data}
         changes: dict[str, Any] = {name: path and os.path.abspath(path) for name, path in data.items()}
         if job.settings.workers is None and not find(job.settings.recipe).in_memory:
@@ -82,21 +82,21 @@ class RayPool:
         task = self.train.options(scheduling_strategy=strategy, name="pwlu train").remote(job, self.gpus, self.cores)
         self.tasks[task], self.groups[task] = job, group
 
-    def wait(self) -> list[tuple[Job, Ended]]:
-        """Wait a moment, and return the runs that have ended."""
+    def wait(self) -> list[tuple[Job, Outcome]]:
+        """Wait for a fraction of a second, and return the runs that have ended."""
         ready, _ = self.ray.wait(list(self.tasks), timeout=0.2)
-        found = [(self.tasks.pop(task), ray_task.ended(self.ray, task)) for task in ready]
+        found = [(self.tasks.pop(task), ray_task.task_outcome(self.ray, task)) for task in ready]
         self._release(ready)
         return found
 
     def _release(self, tasks: list[Any]) -> None:
-        """Give back the nodes that were reserved for these tasks."""
+        """Remove the placement groups that reserved nodes for these tasks."""
         for task in tasks:
             if (group := self.groups.pop(task, None)) is not None:
                 self.ray.util.remove_placement_group(group)
 
     def close(self) -> None:
-        """End all tasks, which end their runs, and disconnect."""
+        """Cancel all tasks, which end their runs. Then disconnect from the cluster."""
         for task in self.tasks:
             self.ray.cancel(task)
         if self.tasks:
@@ -106,9 +106,9 @@ class RayPool:
         self.ray.shutdown()
 
     def _check(self, nodes: list[dict[str, Any]]) -> None:
-        """Raise an error if a node does not see the folder of runs, or has other versions than this machine."""
+        """Raise an error if a node does not see the folder of runs or has other versions. Warn if no node has enough room."""
         here = inspect_node(str(self.token))
-        probe = self.ray.remote(_by_value())
+        probe = self.ray.remote(_as_code())
         strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         tasks = [
             probe.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy(node["NodeID"], soft=False)) for node in nodes
@@ -131,12 +131,13 @@ class RayPool:
             if self.processes * self.nodes > 1:
                 raise UserError(f"{lacking}. Write a smaller --processes-per-run, or another --nodes-per-run")
             print(
-                f"{lacking}. Runs wait until one joins; or stop, and write smaller --cores-per-run and --gpus-per-run",
+                f"{lacking}. Runs wait until such nodes join. Or stop this command and write smaller --cores-per-run and "
+                "--gpus-per-run",
                 file=sys.stderr,
             )
 
 
-def _connected(address: str) -> Any:
+def _connect(address: str) -> Any:
     """Connect to a cluster, and return the package ray."""
     if address != "ray" and not address.startswith(PREFIX):
         raise UserError(f"--on must be ray, or ray://HOST:10001 for a cluster elsewhere, not {address!r}")
@@ -146,7 +147,7 @@ def _connected(address: str) -> Any:
     except ImportError:
         raise UserError(f"--on {address} needs the package ray, here and on all nodes: {install('cluster')}") from None
     try:
-        _reach(os.environ.get("RAY_ADDRESS", "") if address == "ray" else address)
+        _check_reachable(os.environ.get("RAY_ADDRESS", "") if address == "ray" else address)
         ray.init("auto" if address == "ray" else address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, OSError, RuntimeError, ValueError, ImportError) as error:
         started = "Start one with ray start --head, and ray start --address HOST:6379 on the other nodes"
@@ -155,15 +156,18 @@ def _connected(address: str) -> Any:
     return ray
 
 
-def _reach(address: str) -> None:
-    """Raise an error if nothing listens at HOST:PORT: Ray itself would wait there for many minutes."""
+def _check_reachable(address: str) -> None:
+    """Raise an error if nothing listens at HOST:PORT. Ray itself would wait for many minutes."""
     host, colon, port = address.removeprefix(PREFIX).partition(":")
     if colon and port.isdecimal():
         socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def inspect_node(token: str) -> dict[str, Any]:
-    """Return whether this machine sees the file `token`, and its versions. A node without pwlu must be able to run this."""
+    """Return whether this machine sees the file `token`, and the versions of its packages.
+
+    The function imports only the standard library, so that a node without pwlu can run it.
+    """
     import hashlib
     import importlib.metadata
     import importlib.util
@@ -176,7 +180,7 @@ def inspect_node(token: str) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             return "missing"
 
-    spec = importlib.util.find_spec("pwlu")  # does not import it
+    spec = importlib.util.find_spec("pwlu")  # find_spec does not import pwlu
     sources = hashlib.sha256()
     if spec is not None and spec.origin is not None:
         folder = pathlib.Path(spec.origin).parent
@@ -192,8 +196,8 @@ def inspect_node(token: str) -> dict[str, Any]:
     return {"shared": pathlib.Path(token).exists(), "versions": versions}
 
 
-def _by_value() -> Any:
-    """Return a copy of :func:`inspect_node` that is sent to nodes as code: importing this file there would need pwlu."""
+def _as_code() -> Any:
+    """Return a copy of :func:`inspect_node` that Ray sends to nodes as code. Otherwise, nodes would import it from pwlu."""
     import types
 
     return types.FunctionType(inspect_node.__code__, {"__builtins__": __builtins__}, "inspect_node")

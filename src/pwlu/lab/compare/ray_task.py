@@ -1,19 +1,19 @@
-"""What the tasks of a Ray cluster do on its nodes: train a run, alone or with other nodes."""
+"""The tasks of a Ray cluster. A task trains a run on its node, alone or with the tasks of other nodes."""
 
 import socket
 import time
 from typing import Any
 
 from pwlu.lab.compare.job import Job, machine_cores
-from pwlu.lab.compare.subprocesses import BUSY, TIMEOUT, Child, Ended, end_all
+from pwlu.lab.compare.subprocesses import BUSY, TIMEOUT, Child, Outcome, end_all
 
-SECONDS_BETWEEN_LOOKS = 0.1
+SECONDS_BETWEEN_CHECKS = 0.1
 
 
-def train(job: Job, gpus: float, cores: int) -> Ended:
+def train(job: Job, gpus: float, cores: int) -> Outcome:
     """Train a run on this node and, if it has several, on the other nodes of this task's placement group.
 
-    Ray interrupts it if the comparison is stopped.
+    If the comparison is stopped, Ray interrupts this task.
 
     Args:
         job: the run.
@@ -26,27 +26,27 @@ def train(job: Job, gpus: float, cores: int) -> Ended:
     command, side_by_side = job.command(), _side_by_side(gpus, cores)
     if job.nodes == 1:
         return _watch(job.start_node(command, log, side_by_side, cores))
-    launcher = [f"--nnodes={job.nodes}", *_meeting_place()]
+    launcher = [f"--nnodes={job.nodes}", *_rendezvous_flags()]
     others = _start_others(job, command, launcher, gpus, cores)
     return _watch(job.start_node(command, log, side_by_side, cores, [*launcher, "--node-rank=0"]), others)
 
 
-def join(job: Job, node: int, command: list[str], launcher: list[str], gpus: float, cores: int) -> Ended:
-    """Train with the processes of one more node. The first node decides on the command."""
+def join(job: Job, node: int, command: list[str], launcher: list[str], gpus: float, cores: int) -> Outcome:
+    """Train a run with the processes of a further node. The first node passes the command."""
     log = job.open_log(node)
     if log is None:
         return BUSY
     return _watch(job.start_node(command, log, _side_by_side(gpus, cores), cores, [*launcher, f"--node-rank={node}"]))
 
 
-def ended(ray: Any, task: Any) -> Ended:
-    """Return how the run of a task ended, also if its node is gone."""
+def task_outcome(ray: Any, task: Any) -> Outcome:
+    """Return how the run of a task ended, even if its node was lost."""
     try:
-        found: Ended = ray.get(task)
+        found: Outcome = ray.get(task)
     except ray.exceptions.RayTaskError as error:  # raised by the task itself
-        return Ended(str(error), str(error))
-    except ray.exceptions.RayError as error:  # the node or the worker process is gone
-        return Ended(f"{type(error).__name__}: {error}", died=True)
+        return Outcome(str(error), str(error))
+    except ray.exceptions.RayError as error:  # the node or the worker process was lost
+        return Outcome(f"{type(error).__name__}: {error}", died=True)
     return found
 
 
@@ -68,12 +68,12 @@ def _start_others(job: Job, command: list[str], launcher: list[str], gpus: float
     return tasks
 
 
-def _watch(child: Child, others: list[Any] | None = None) -> Ended:
-    """Wait until the run ends, and return how. The first node that fails ends all, and is the one to report."""
+def _watch(child: Child, others: list[Any] | None = None) -> Outcome:
+    """Wait until the run ends, and return how it ended. If a node fails, end the run on all nodes and return that failure."""
     others = others or []
     try:
-        while (found := child.ended() or _first_failure(others)) is None:
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+        while (found := child.outcome() or _first_failure(others)) is None:
+            time.sleep(SECONDS_BETWEEN_CHECKS)
         return found
     finally:
         end_all([child])
@@ -85,14 +85,14 @@ def _watch(child: Child, others: list[Any] | None = None) -> Ended:
             ray.wait(others, num_returns=len(others), timeout=TIMEOUT + 5)
 
 
-def _first_failure(others: list[Any]) -> Ended | None:
+def _first_failure(others: list[Any]) -> Outcome | None:
     """Return how another node of the run failed, or None."""
     if not others:
         return None
     import ray
 
     ready, _ = ray.wait(others, num_returns=len(others), timeout=0)
-    return next((found for task in ready if not (found := ended(ray, task)).succeeded), None)
+    return next((found for task in ready if not (found := task_outcome(ray, task)).succeeded), None)
 
 
 def _side_by_side(gpus: float, cores: int) -> int:
@@ -100,8 +100,8 @@ def _side_by_side(gpus: float, cores: int) -> int:
     return int(1 / gpus) if 0 < gpus < 1 else 1 if gpus else max(1, machine_cores() // cores)
 
 
-def _meeting_place() -> list[str]:
-    """Return flags of torchrun with the address of this node, and a port that is free now."""
+def _rendezvous_flags() -> list[str]:
+    """Return flags of torchrun with the address of this node and a free port."""
     from ray.util import get_node_ip_address
 
     with socket.socket() as free:

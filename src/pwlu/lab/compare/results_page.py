@@ -1,12 +1,12 @@
-"""Update the tables of a Markdown page from results/, so that no number in it is typed by hand.
+"""Update the tables of a Markdown page from results/, so that nobody types their numbers.
 
     <!-- table: cifar100/resnet18 activations epochs=60 -->
     ... replaced ...
     <!-- end of table -->
 
-A ``table`` marker has a recipe, a preset (or activations separated by commas), and changes of settings. A ``runs`` marker has
-recipes and changes, and makes one row per experiment found. Markers start at the beginning of a line; an indented marker, as
-above, is text. Text outside of the markers is not changed.
+A ``table`` marker names a recipe, a preset (or activations separated by commas), and changes of settings. A ``runs`` marker
+names recipes and changes; its table has one row per experiment found. A marker must start at the beginning of a line. An
+indented marker, as above, is ordinary text. Text outside of the tables does not change.
 """
 
 import dataclasses

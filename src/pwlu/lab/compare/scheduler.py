@@ -1,4 +1,4 @@
-"""The scheduler of a comparison: which run is trained next, which one is tried again, and what is reported."""
+"""Schedule the runs of a comparison: choose the next run, try runs again that died, and report finished runs."""
 
 import dataclasses
 from collections import deque
@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pwlu.lab.compare.job import Job, find_existing
-from pwlu.lab.compare.subprocesses import Ended
+from pwlu.lab.compare.subprocesses import Outcome
 from pwlu.lab.recipes.experiment import label
 from pwlu.lab.recipes.metrics import format_metrics
 from pwlu.lab.recipes.settings import Settings, UserError
 from pwlu.lab.runs.progress import Progress
 from pwlu.lab.runs.results import Run, keep
 
-TRIES = 3  # of a run that dies without finishing another epoch
-PATIENCE = 120.0  # seconds until a file server has released the locks of a machine that died
+TRIES = 3  # how often to start a run that dies each time before it has finished another epoch
+PATIENCE = 120.0  # seconds in which a file server releases the locks of a machine that died
 
 
 class Pool(Protocol):
-    """Where runs are trained: in processes of this machine, or in tasks of a Ray cluster.
+    """Trains runs: in processes of this machine, or in tasks of a Ray cluster.
 
     Attributes:
         slots: how many runs to start at the same time.
@@ -34,16 +34,16 @@ class Pool(Protocol):
     def start(self, job: Job) -> None:
         """Start a run."""
 
-    def wait(self) -> list[tuple[Job, Ended]]:
-        """Wait a moment, and return the runs that have ended."""
+    def wait(self) -> list[tuple[Job, Outcome]]:
+        """Wait for a fraction of a second, and return the runs that have ended."""
 
     def close(self) -> None:
-        """End all runs that were started."""
+        """End all runs that are still running."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that failed, and why: the last lines of its output."""
+    """A run that failed. ``why`` has the last lines of its output."""
 
     settings: Settings
     why: str
@@ -66,14 +66,14 @@ class Scheduler:
         jobs: the missing runs, in the order in which to start them.
         pool: where they are trained.
         results: the folder that the small files of finished runs are copied to.
-        total: the number of runs of the comparison, with those that are finished.
+        total: the number of all runs of the comparison, including finished ones.
     """
 
     def __init__(self, jobs: list[Job], pool: Pool, results: Path, total: int) -> None:
         self.waiting, self.pool, self.results = deque(jobs), pool, results
         self.failures: list[Failure] = []
         self.failed_outputs: set[str] = set()
-        self.deaths: dict[Settings, tuple[int, int]] = {}  # how often a run died in a row, and its epochs then
+        self.deaths: dict[Settings, tuple[int, int]] = {}  # consecutive deaths of a run, and its epochs at the last one
         self.count, self.total = total - len(jobs), total
         self.progress = Progress("runs", total, done=self.count, unit="run")
 
@@ -83,27 +83,27 @@ class Scheduler:
             while self.waiting or self.pool.running:
                 while self.waiting and self.pool.running < self.pool.slots:
                     self.pool.start(self.waiting.popleft())
-                for job, ended in self.pool.wait():
-                    self._ended(job, ended)
+                for job, outcome in self.pool.wait():
+                    self._handle(job, outcome)
         finally:
             self.pool.close()
             self.progress.close()
         return self.failures
 
-    def _ended(self, job: Job, ended: Ended) -> None:
+    def _handle(self, job: Job, outcome: Outcome) -> None:
         run = find_existing(job.runs).get(job.settings)
         if run is not None and run.result is not None:
             self._finished(run)
-        elif ended.died and self._try_again(job.settings, 0 if run is None else run.epochs):
-            self.progress.say(f"{title(job.settings)}: died, and is tried again. {ended.why.splitlines()[0]}")
+        elif outcome.died and self._try_again(job.settings, 0 if run is None else run.epochs):
+            self.progress.say(f"{title(job.settings)}: died and will be tried again. {outcome.why.splitlines()[0]}")
             self.waiting.append(dataclasses.replace(job, patience=PATIENCE))
         else:
-            self.failures.append(Failure(job.settings, ended.why))
+            self.failures.append(Failure(job.settings, outcome.why))
             self._report(f"{title(job.settings)}: failed")
-            self._stop_if_repeated(ended.output)
+            self._stop_if_repeated(outcome.output)
 
     def _try_again(self, settings: Settings, epochs: int) -> bool:
-        """Return whether to try a run again that died: not if it died too often without finishing another epoch."""
+        """Return whether to try a run again that died. Give up if it dies repeatedly without finishing another epoch."""
         deaths, before = self.deaths.get(settings, (0, epochs))
         deaths = deaths + 1 if epochs <= before else 1
         self.deaths[settings] = deaths, epochs

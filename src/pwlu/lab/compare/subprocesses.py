@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
-from pwlu.lab.runs.locks import locked
+from pwlu.lab.runs.locks import try_lock
 
 TIMEOUT = 10.0  # seconds to wait for a child to end before it is killed, and for another process to release a log
 
@@ -23,13 +23,13 @@ _RUN_MODULE = (  # like python -m MODULE
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a run ended that may not be finished.
+class Outcome:
+    """The outcome of the processes of a run. The run itself may be unfinished.
 
     Attributes:
-        why: what to report if the run is not finished.
+        why: the message if the run is not finished.
         output: the last lines of its output.
-        died: whether it was killed or its machine was lost. Otherwise it ended by itself, and would do so again.
+        died: whether it was killed or its machine was lost. If not, it would end in the same way again.
         succeeded: whether its exit status was 0.
     """
 
@@ -39,7 +39,7 @@ class Ended:
     succeeded: bool = False
 
 
-BUSY = Ended("another process is training it")
+BUSY = Outcome("another process is training it")
 
 
 def end_with_parent() -> None:
@@ -77,7 +77,7 @@ class Child:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment,
-            start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the child and all that it started
+            start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the child and its descendants
         )
         log.close()
 
@@ -88,13 +88,13 @@ class Child:
             self.process.stdin.close()
         return status
 
-    def ended(self) -> Ended | None:
+    def outcome(self) -> Outcome | None:
         """Return how the child ended, or None while it runs."""
         status = self.status()
         if status is None:
             return None
         output = self.last_lines()
-        return Ended(f"exit status {status}, {self.log}:\n{output}", output, died=status < 0, succeeded=status == 0)
+        return Outcome(f"exit status {status}, {self.log}:\n{output}", output, died=status < 0, succeeded=status == 0)
 
     def last_lines(self, count: int = 12) -> str:
         """Return the last lines of the output."""
@@ -116,7 +116,7 @@ def open_log(path: Path, patience: float = TIMEOUT) -> BinaryIO | None:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab")
     deadline = time.monotonic() + patience
-    while not locked(file):
+    while not try_lock(file):
         if time.monotonic() > deadline:
             file.close()
             return None
@@ -125,7 +125,7 @@ def open_log(path: Path, patience: float = TIMEOUT) -> BinaryIO | None:
 
 
 class Startable(Protocol):
-    """Something that runs in a child process."""
+    """Work that runs in a child process."""
 
     def start(self, side_by_side: int = 1) -> Child | None:
         """Start the child. Return None if another process does the same work."""
@@ -143,20 +143,20 @@ class LocalPool(Generic[T]):
 
     @property
     def running(self) -> int:
-        """Return how many children have been started and have not been returned by :meth:`wait`."""
+        """Return the number of started children that :meth:`wait` has not returned yet."""
         return len(self.children)
 
     def start(self, job: T) -> None:
         """Start a child."""
         self.children.append((job, job.start(side_by_side=self.slots)))
 
-    def wait(self) -> list[tuple[T, Ended]]:
-        """Wait a moment, and return what has ended."""
+    def wait(self) -> list[tuple[T, Outcome]]:
+        """Wait for a fraction of a second, and return the jobs that have ended."""
         if all(child is not None and child.status() is None for _, child in self.children):
             time.sleep(0.1)
-        ended = [(job, BUSY if child is None else child.ended()) for job, child in self.children]
-        self.children = [pair for pair, (_, how) in zip(self.children, ended, strict=True) if how is None]
-        return [(job, how) for job, how in ended if how is not None]
+        outcomes = [(job, BUSY if child is None else child.outcome()) for job, child in self.children]
+        self.children = [pair for pair, (_, outcome) in zip(self.children, outcomes, strict=True) if outcome is None]
+        return [(job, outcome) for job, outcome in outcomes if outcome is not None]
 
     def close(self) -> None:
         """End all children."""
@@ -164,7 +164,7 @@ class LocalPool(Generic[T]):
 
 
 def end_all(children: list[Child]) -> None:
-    """End children and what they started: ask them, and after a while kill them."""
+    """End children and the processes that they started: send SIGTERM, and SIGKILL after a timeout."""
     for child in children:
         child.signal(signal.SIGTERM)
     deadline = time.monotonic() + TIMEOUT

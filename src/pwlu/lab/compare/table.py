@@ -66,12 +66,12 @@ class Row:
 
     @property
     def side_by_side(self) -> list[int]:
-        """Return the distinct numbers of runs that shared the device, each run included."""
+        """Return how many runs shared the device, with this row's run counted: one number per distinct value."""
         return sorted({run.environment.get("side_by_side", 1) for run in self.runs})
 
     @property
     def iou(self) -> float | None:
-        """Return the mean over runs of the median IOU of bounds and inputs."""
+        """Return the mean over runs of the median IOU of bounds and inputs; None if no run has it."""
         found = [iou for run in self.runs if (iou := run.iou) is not None]
         return mean(found) if found else None
 
@@ -98,10 +98,10 @@ class Table:
         self.measured = [row for row in self.rows if row.runs]
         self.baseline = next((row for row in self.measured if row.title == BASELINE), None)
         ious = {row.title: iou for row in self.measured if (iou := row.iou) is not None}
-        self.ious = ious if len(ious) > 1 else {}  # a column with one value compares nothing
+        self.ious = ious if len(ious) > 1 else {}  # leave out the column if only one row has a value
 
     def gain(self, row: Row, metric: str | None = None) -> tuple[float, float | None] | None:
-        """Return the difference of the means to ReLU, and its standard error sqrt(s^2/n + s_0^2/n_0); None for ReLU itself.
+        """Return the mean minus the mean of ReLU, and its standard error sqrt(s^2/n + s_0^2/n_0); None for ReLU itself.
 
         Args:
             row: a row of this table.
@@ -159,15 +159,12 @@ class Table:
             f"`{recipe}`" + (f" with `{changes}`" if changes else ""),
             join(sorted({_length(run.settings) for run in runs})),
             f"measured on {describe_images(runs)} at the end of training",
-            f"{join(sorted({len(row.runs) for row in self.measured}))} seeds (number of seeds in brackets)",
-            f"± of an {quantity}: sample standard deviation; ± of a gain: standard error of the difference of the means",
-            *(
-                [f"a run that diverged counts with the {quantity} at its end"]
-                if any(row.diverged for row in self.measured)
-                else []
-            ),
-            *(["IOU of bounds and inputs: median over channels"] if self.ious else []),
-            *([f"{sides[0]} runs shared the device"] if len(sides) == 1 and sides[0] > 1 else []),
+            f"means over {join(sorted({len(row.runs) for row in self.measured}))} seeds (number of seeds in brackets)",
+            f"± after an {quantity}: sample standard deviation over seeds; ± after a gain: standard error of the gain",
+            *([f"diverged runs count with their final {quantity}"] if any(row.diverged for row in self.measured) else []),
+            *(["median IOU: IOU of the bounds and the middle 90 % of the inputs, median over channels"] if self.ious else []),
+            *(["N side by side: N runs shared the device"] if len(sides) > 1 else []),
+            *([f"{sides[0]} runs shared the device at a time"] if len(sides) == 1 and sides[0] > 1 else []),
             *describe_environments(run.environment for run in runs),
         ]
         return "; ".join(parts) + "."

@@ -13,7 +13,7 @@ from pwlu.lab.recipes.metrics import TITLES as METRIC_TITLES
 from pwlu.lab.recipes.settings import flag
 from pwlu.lab.runs.results import Run
 
-_LOSSES = {"train_loss": "training loss", "test_loss": "loss"}
+_LOSSES = {"train_loss": "training loss", "test_loss": "loss on these images"}
 
 Cell = list[dict[str, Any]]  # the results of one experiment, ordered by seed
 

@@ -1,4 +1,4 @@
-"""Read CIFAR-100 from its original pickle files, allowing only arrays, lists, dictionaries, strings and numbers."""
+"""Read CIFAR-100 from its original pickle files. Only arrays, lists, dictionaries, strings and numbers are unpickled."""
 
 import pickle
 from pathlib import Path
@@ -55,7 +55,7 @@ class _Unpickler(pickle.Unpickler):
         array: Any = numpy.empty(0).__reduce__()[0]  # numpy 2 renamed the module of this function
         known |= {(f"numpy.{core}.multiarray", "_reconstruct"): array for core in ("core", "_core")}
         if (module, name) not in known:
-            raise pickle.UnpicklingError(f"it loads {module}.{name}, which CIFAR-100 never does: do not trust this file")
+            raise pickle.UnpicklingError(f"it loads {module}.{name}, which the real CIFAR-100 does not: do not trust this file")
         return known[module, name]
 
 

@@ -27,8 +27,8 @@ NO_AREA = "without a box of positive area in the image"
 NO_MASK = "without a mask"
 _MIN_SIDE = 0.01  # pixels; a smaller box becomes a point in float32 when it is scaled with its image
 _MAX_AREA = 1e10  # pixels; COCO's evaluator ignores larger objects
-_MAX_PIXELS = 2**20  # per side; no image has more, and the product of two such numbers does not overflow
-_MAX_ASPECT = 100  # longer side / shorter side; scaled to 64 x 107 pixels, a longer image would have no pixels left
+_MAX_PIXELS = 2**20  # the longest side allowed; the product of two such numbers does not overflow
+_MAX_ASPECT = 100  # longer side / shorter side; scaled to 64 x 107 pixels, a narrower image could lose its shorter side
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Annotations:
         codes: the masks of all objects as COCO's compressed run lengths, uint8.
         begin: the mask of object i is ``codes[begin[i] : begin[i + 1]]``.
         classes: the name of each category by id, ordered by id.
-        left_out: for each reason, the number of objects left out per image. Objects without an image count for the first.
+        left_out: for each reason, the number of objects left out per image. Objects of unknown images count for image 0.
     """
 
     folder: Path
@@ -142,8 +142,8 @@ def load(root: Path, with_masks: bool) -> tuple[Annotations, Annotations]:
     if train.classes != test.classes:
         different = sorted(str(c) for c in set(train.classes.items()) ^ set(test.classes.items()))
         raise UserError(
-            f"the annotation files for training and for validation under {root} have different categories: "
-            f"{', '.join(different[:5])} in one of them only"
+            f"the annotation files for training and for validation under {root} must have the same categories, but only one of "
+            f"them has {', '.join(different[:5])}"
         )
     for name, part in (("train", train), ("val", test)):
         if not any((part.folder / file).is_file() for file in part.names):
@@ -291,7 +291,7 @@ def _check_object(row: Any, height: int, width: int, with_masks: bool) -> tuple[
 
 
 def _area(value: Any) -> float:
-    """Return the area in the file, or 0 if it is not a valid area."""
+    """Return the area that the file states, or 0 if it is not valid."""
     try:
         area = float(value)
     except (TypeError, ValueError, OverflowError):

@@ -44,7 +44,7 @@ def load(settings: Settings, device: torch.device) -> Data:
     if settings.holdout:
         train, test = split_holdout(train, settings.holdout)
         measured_on = "held-out training images"
-    assert test is not None  # only shards have none, and only with --holdout
+    assert test is not None  # only shards may lack test images, and then --holdout has made some
     return Data(train, test, classes, 1 if kind == "digits" else 3, measured_on)
 
 

@@ -50,7 +50,10 @@ class _DetectionDataset(Dataset):
         return self.pixels[self.begin[index] : self.begin[index + 1]].view(shape), bool(self.readable[index])
 
     def _read(self, index: int) -> tuple[Tensor, bool]:
-        """Return an image, uint8 (3, height, width). If it is unreadable or has not the annotated size, return a black one."""
+        """Return an image, uint8 (3, height, width), and whether it is readable.
+
+        If it is unreadable, or its size is not the annotated size, return a black image.
+        """
         height, width = self.part.sizes[index].tolist()
         try:
             pixels = np.array(read_image(self.part.folder / self.part.names[index]))
@@ -95,7 +98,7 @@ class DetectionImages:
     def __init__(self, part: Annotations, first_label: int, flip: bool, device: torch.device, workers: int) -> None:
         self.part, self.flip, self.device = part, flip, device
         self.data = _DetectionDataset(part, first_label)
-        self.requests: list[list[tuple[int, bool]]] = []  # the loader reads it when an iteration starts
+        self.requests: list[list[tuple[int, bool]]] = []  # the loader reads this list when an iteration starts
         self.loader = DataLoader(
             self.data,
             batch_sampler=self.requests,
@@ -109,7 +112,7 @@ class DetectionImages:
 
     @property
     def unreadable(self) -> int | None:
-        """Return the number of unreadable images; None if images are not in memory, so that it is not known yet."""
+        """Return the number of unreadable images; None if it is unknown, because images are read only when needed."""
         return None if self.data.pixels is None else int((~self.data.readable).sum())
 
     def batches(self, plan: Sequence[list[int]], keys: Keys = None) -> Iterator[list[Example]]:
@@ -129,7 +132,7 @@ class DetectionImages:
     def _to_device(self, example: Example, flipped: bool) -> Example:
         """Move an example to the device and decode its masks there.
 
-        Decoded masks would be most of the bytes to move, and decoding them most of the CPU's work.
+        Moving decoded masks would transfer many more bytes, and decoding them would take most of the CPU's time.
         """
         image, target, readable = example
         pinned = self.device.type == "cuda"
@@ -137,6 +140,6 @@ class DetectionImages:
         for name, value in target.items():
             moved[name] = value.to(self.device, non_blocking=pinned)
         if "runs" in target:
-            pixels = int(target["runs"][1].sum())  # on the CPU, because reading it from the device would synchronise
+            pixels = int(target["runs"][1].sum())  # sum on the CPU, because reading a number from the device would synchronise
             moved["masks"] = decode_runs(moved.pop("runs"), pixels, len(target["boxes"]), *image.shape[1:])
         return *(_flip(image, moved) if flipped else (image, moved)), readable

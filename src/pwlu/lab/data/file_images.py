@@ -1,4 +1,4 @@
-"""Images that are read from files while training, by worker processes."""
+"""Images that worker processes read from files during training."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # the usual values for
 
 
 class Source(Protocol):
-    """Where images are: their number, labels and contents.
+    """A source of labelled images: a folder or shards.
 
     Attributes:
         classes: the names of the classes.
@@ -70,7 +70,7 @@ class FileImages:
     def __init__(self, files: _FileDataset, device: torch.device, workers: int) -> None:
         self.files, self.device, self.workers = files, device, workers
         self.mean, self.std = (torch.tensor(v, device=device)[:, None, None] * 255 for v in (MEAN, STD))
-        self.requests: list[list[tuple[int, tuple[int, ...] | None]]] = []  # the loader reads it when an iteration starts
+        self.requests: list[list[tuple[int, tuple[int, ...] | None]]] = []  # the loader reads it at the start of an iteration
         self.loader = DataLoader(
             files,
             batch_sampler=self.requests,
@@ -101,7 +101,7 @@ class FileImages:
                 images = images.to(self.device, non_blocking=pinned).float()
                 yield (images - self.mean) / self.std, labels.to(self.device, non_blocking=pinned)
         except Exception as error:
-            if "UserError" in str(error):  # raised in a worker, and wrapped with its traceback
+            if "UserError" in str(error):  # a worker raised it, and torch wrapped it with the worker's traceback
                 raise UserError(str(error).rpartition("UserError: ")[2].strip()) from None
             raise
 
@@ -147,14 +147,16 @@ def _sources(settings: Settings) -> tuple[Source, Source | None]:
 
 
 def _check_classes(settings: Settings, train: Source, test: Source) -> None:
-    """Raise an error if the test images have other classes. Shards may lack some: their classes are numbers."""
+    """Raise an error if the test images have other classes. Test shards may have fewer: their classes are numbers from 0."""
     numbers_fit = isinstance(train, Shards) and len(test.classes) <= len(train.classes)
     different = sorted(set(train.classes) ^ set(test.classes))
     if different and not numbers_fit:
         places = (
             (settings.data, settings.test_data) if settings.test_data else (f"{settings.data}/train", f"{settings.data}/val")
         )
-        raise UserError(f"{places[0]} and {places[1]} have different classes: {', '.join(different[:5])} in one of them only")
+        raise UserError(
+            f"{places[0]} and {places[1]} must have the same classes, but only one of them has {', '.join(different[:5])}"
+        )
 
 
 def _training_transform(pixels: int, augmentation: str) -> Any:

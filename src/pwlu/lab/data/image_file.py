@@ -10,15 +10,15 @@ _SIXTEEN_BITS = ("PNG", "PPM")  # Pillow stores their 16-bit integers, 0 to 6553
 
 
 class UnreadableImage(Exception):
-    """An error for a file that is no image, is truncated or too large, or has values of unknown range."""
+    """Raised if a file is not an image, is truncated, is too large, or has values of unknown range."""
 
 
 def read_image(file: str | Path | BinaryIO) -> Image.Image:
     """Return an image in mode RGB, or raise :class:`UnreadableImage`.
 
-    Pillow clips values above 255, which would turn 16-bit greyscale images, as from microscopes, white. Divide them by 257
-    instead, so that 65535 becomes 255. The range of 32-bit values is unknown, so they are an error. Ignore the rotation in
-    EXIF data: annotations refer to the image without it.
+    16-bit greyscale values are divided by 257, so that 65535 becomes 255. (Pillow would clip them to 255, and most images of
+    microscopes would be white.) 32-bit values are an error, because their range is unknown. The rotation in EXIF data is
+    ignored, because annotations refer to the image without it.
     """
     try:
         with Image.open(file) as image:

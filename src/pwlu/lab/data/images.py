@@ -56,7 +56,7 @@ class Images:
         """
         parts = list(plan)
         sizes = [len(part) for part in parts]
-        # For all batches at once: a copy per step would synchronise, and the random numbers take a hundred small launches.
+        # Compute these for all batches at once: per step, they would synchronise and launch a hundred small kernels.
         together = torch.cat(parts).to(self.images.device)
         uniform = torch.stack([keyed_random.uniform(*(keys or ()), self.numbers[together], k) for k in range(3)], 1)
         for indices, drawn in zip(together.split(sizes), uniform.split(sizes), strict=True):

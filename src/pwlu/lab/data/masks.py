@@ -15,7 +15,7 @@ try:
 except ImportError:
     raise UserError(f"detection needs the package faster-coco-eval: {install('train', 'detection')}") from None
 
-# Polygons may reach this many image sizes from the origin: COCO's code uses memory for each pixel along a polygon.
+# Reject polygons that reach further than this many image sizes: COCO's code uses memory for each pixel along a polygon.
 _MAX_REACH = 10
 
 
@@ -23,7 +23,7 @@ def run_lengths(segmentation: Any, height: int, width: int) -> dict[str, Any] | 
     """Return a mask in any of COCO's formats as compressed run lengths; None if it is invalid or has another size."""
     try:
         if isinstance(segmentation, list):
-            polygons = [polygon for polygon in segmentation if len(polygon) >= 6]  # three points
+            polygons = [polygon for polygon in segmentation if len(polygon) >= 6]  # at least three points
             near = all(_within(polygon, _MAX_REACH * max(height, width)) for polygon in polygons)
             return rle.merge(rle.frPyObjects(polygons, height, width)) if polygons and near else None
         if segmentation["size"] != [height, width]:
@@ -54,7 +54,7 @@ def encode_runs(codes: list[dict[str, Any]]) -> Tensor:
     (number of its first pixel - mask pixels before it, length). Repeat each first value by its length and add 0, 1, 2, ...:
     this gives the numbers of all mask pixels.
     """
-    lengths = []  # alternately outside and inside of the mask; an object starts outside and is padded to end inside
+    lengths = []  # runs outside and inside of the mask alternate; each object has as many of both, the last may have length 0
     for code in uncompressed(codes):
         lengths += code["counts"] + [0] * (len(code["counts"]) % 2)
     clear, length = torch.tensor(lengths, dtype=torch.int64).view(-1, 2).unbind(1)

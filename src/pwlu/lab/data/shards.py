@@ -1,7 +1,7 @@
-"""Images in tar files of the WebDataset layout: NAME.jpg beside NAME.cls, which holds the number of the class.
+"""Images in tar files of the WebDataset layout: NAME.jpg and NAME.cls, which holds the number of the class.
 
-The headers of all shards are read once, so that any image can be read by its place in its shard. Images are then drawn as from
-a folder: in one random order of all images, which does not depend on the number of processes or workers.
+The headers of all shards are read once. After that, any image can be read from its offset in its shard. So the order of
+training is the same as for a folder: one random order of all images, whatever the number of processes or workers.
 """
 
 import io
@@ -16,7 +16,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from pwlu.lab.recipes.settings import UserError
 
-OPEN_FILES = 128  # per process; systems allow about 1,000
+OPEN_FILES = 128  # the most files that a process keeps open; systems allow about 1,000
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)")
 
@@ -41,10 +41,10 @@ class Shards:
                 f"{len(missing)} of {len(self.paths)} shards do not exist, the first is {missing[0]}. Write --data "
                 "'DIR/NAME-{000..146}.tar' in quotes, with the numbers of the files"
             )
-        rows = [(shard, *image) for shard, path in enumerate(self.paths) for image in _images(path)]
+        rows = [(shard, *image) for shard, path in enumerate(self.paths) for image in _read_headers(path)]
         if not rows:
             raise UserError(f"{pattern}: no images. Expected NAME.jpg and NAME.cls in each tar file, as WebDataset writes them")
-        # Arrays, because each worker process gets a copy: 1.3 million tuples would take long to send.
+        # Store arrays: each worker process gets a copy, and sending 1.3 million tuples would take long.
         self.shards, self.offsets, self.sizes, self.labels = np.array(rows, dtype=np.int64).T.copy()
         self.classes = [str(number) for number in range(int(self.labels.max()) + 1)]
 
@@ -73,7 +73,7 @@ def expand(pattern: str) -> list[str]:
         return [pattern]
     first, last = found.groups()
     if int(first) > int(last):
-        raise UserError(f"the range {found[0]} of shards must begin with the smaller number: {{{last}..{first}}}")
+        raise UserError(f"the range {found[0]} of shards must begin with the smaller number. Write {{{last}..{first}}}")
     before, after = pattern[: found.start()], pattern[found.end() :]
     return [path for number in range(int(first), int(last) + 1) for path in expand(f"{before}{number:0{len(first)}}{after}")]
 
@@ -91,40 +91,40 @@ class _OpenFile:
         return self.file.read(size)
 
 
-_open = lru_cache(OPEN_FILES)(_OpenFile)  # opening a file takes a message to a file server
+_open = lru_cache(OPEN_FILES)(_OpenFile)  # keep files open, because opening one may take a request to a file server
 
 
-def _images(path: str) -> Iterator[tuple[int, int, int]]:
+def _read_headers(path: str) -> Iterator[tuple[int, int, int]]:
     """Yield where each image of a shard begins, its size, and its label."""
     length = Path(path).stat().st_size
     key, image, label = "", None, None
     try:
         with tarfile.open(path, "r:") as tar:
             while (member := tar.next()) is not None:
-                tar.members.clear()  # type: ignore[attr-defined]  # otherwise, it keeps all of them
+                tar.members.clear()  # type: ignore[attr-defined]  # otherwise, tarfile keeps all headers in memory
                 matched = _NAME.fullmatch(member.name) if member.isfile() else None
                 if matched is None:
                     continue
                 if matched[1] != key:
-                    yield from _sample(path, key, image, label)
+                    yield from _check_sample(path, key, image, label)
                     key, image, label = matched[1], None, None
                 if member.offset_data + member.size > length:
                     raise tarfile.ReadError(f"it ends within {member.name}")
                 if f".{matched[2].lower()}" in IMG_EXTENSIONS:
                     if image is not None:
-                        raise UserError(f"{path} has two images named {key}. Each needs a name of its own")
+                        raise UserError(f"{path} has two images named {key}. Give each image a different name")
                     image = member.offset_data, member.size
                 elif matched[2] == "cls":
                     file = tar.extractfile(member)
                     label = b"" if file is None else file.read()
-            yield from _sample(path, key, image, label)
+            yield from _check_sample(path, key, image, label)
             _check_end(tar)
     except (tarfile.TarError, OSError) as error:
         raise UserError(f"the shard {path} cannot be read as a tar file without compression: {error}. Copy it again") from None
 
 
 def _check_end(tar: tarfile.TarFile) -> None:
-    """Raise an error if the headers do not stop at the end of the archive: tarfile stops at a damaged header without a word."""
+    """Raise an error if the headers end before the archive does: tarfile does not report a damaged header, it just stops."""
     assert tar.fileobj is not None
     tar.fileobj.seek(tar.offset)
     block = tar.fileobj.read(tarfile.BLOCKSIZE)
@@ -134,8 +134,8 @@ def _check_end(tar: tarfile.TarFile) -> None:
         raise tarfile.ReadError(f"the header at byte {tar.offset:,} is damaged")
 
 
-def _sample(path: str, key: str, image: tuple[int, int] | None, label: bytes | None) -> Iterator[tuple[int, int, int]]:
-    """Yield an image, or nothing if these files are no image, or raise an error if its label is missing or wrong."""
+def _check_sample(path: str, key: str, image: tuple[int, int] | None, label: bytes | None) -> Iterator[tuple[int, int, int]]:
+    """Yield the image of a sample, or nothing if it has neither image nor label. Raise UserError if only one is there."""
     if image is None and label is None:
         return
     if image is None or label is None:

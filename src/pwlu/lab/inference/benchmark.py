@@ -1,4 +1,4 @@
-"""Time a trained network beside the same network with ReLU: in PyTorch, compiled, and in ONNX Runtime."""
+"""Compare the speed of a trained network with that of ReLU: in PyTorch, under torch.compile, and in ONNX Runtime."""
 
 import copy
 import tempfile
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pwlu.deploy.fuse import fuse_
 from pwlu.lab.compare.presets import BASELINE, TITLES
-from pwlu.lab.inference.shipping import session, write_onnx
+from pwlu.lab.inference.exporting import session, write_onnx
 from pwlu.lab.inference.timing import interleaved, percentiles
 from pwlu.lab.inference.trained_network import TrainedNetwork
 from pwlu.lab.recipes.settings import UserError
@@ -23,16 +23,21 @@ from pwlu.lab.runs.progress import Progress
 from pwlu.module import units_of
 
 ONNX_RUNTIME = "ONNX Runtime"
-SECONDS = 0.01  # shortest time of a measurement: small networks are called several times in one
+SECONDS = 0.01  # the shortest time of a measurement; one measurement calls a small network several times
 MOST_CALLS = 50
 
 
 @dataclass
 class Contender:
-    """One way to run the network. ``call`` is None if it cannot run here; ``why`` then says why and what to do.
+    """One way to run the network.
 
-    ``times``: p20, p50 and p80 of the milliseconds per call. ``of_relu``: the median divided by the median of ReLU in the same
-    runtime; None if ReLU could not be timed.
+    Attributes:
+        runtime: PyTorch, torch.compile or ONNX Runtime.
+        activation: the title of the activation.
+        call: runs the network once. None if it cannot run here.
+        why: why it cannot run, and what to do.
+        times: p20, p50 and p80 of the milliseconds per call.
+        ratio_to_relu: the median divided by the median of ReLU in the same runtime. None if ReLU could not be timed.
     """
 
     runtime: str
@@ -40,7 +45,7 @@ class Contender:
     call: Callable[[], Any] | None = None
     why: str = ""
     times: tuple[float, float, float] | None = None
-    of_relu: float | None = None
+    ratio_to_relu: float | None = None
 
     @property
     def name(self) -> str:
@@ -49,10 +54,10 @@ class Contender:
 
 
 def with_relu(trained: TrainedNetwork) -> nn.Module:
-    """Return a copy with the same weights and with ReLU in place of every activation that the run put in.
+    """Return a copy with the same weights, in which ReLU replaces every activation that the run inserted.
 
-    The ReLUs work in place, as those of published networks do: otherwise ReLU would look slower than it is. Where the network
-    calls a function such as F.relu, its input may be needed again, so that ReLU is not in place.
+    The ReLUs work in place, as in published networks. Otherwise the comparison would make ReLU look too slow. If the network
+    calls a function such as F.relu, it may use the input again. So these ReLUs are not in place.
     """
     network = copy.deepcopy(trained.network)
     for name, was in trained.sites.items():
@@ -60,10 +65,10 @@ def with_relu(trained: TrainedNetwork) -> nn.Module:
     return network
 
 
-def measured(
+def measure(
     trained: TrainedNetwork, device: torch.device, batch: int, rounds: int, compiled: bool
 ) -> tuple[list[Contender], int]:
-    """Time all ways to run the network, by turns. Return them, and the number of calls per measurement.
+    """Time all ways to run the network, in turn. Return them, and the number of calls per measurement.
 
     Args:
         trained: a network that takes tensors.
@@ -80,13 +85,13 @@ def measured(
     }
     wait = torch.accelerator.synchronize if device.type != "cpu" else None
     with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
-        found = _made_ready(networks, x, compiled, Path(folder))
+        found = _prepare_contenders(networks, x, compiled, Path(folder))
         able = {contender.name: contender.call for contender in found if contender.call is not None}
         inner = _calls(next(iter(able.values())), wait)
-        # separately: idle threads of one runtime take time from the threads of the other
+        # Time the runtimes separately: idle threads of one runtime take time from the threads of the other.
         others = {name: call for name, call in able.items() if name.startswith(ONNX_RUNTIME)}
-        of_torch = {name: call for name, call in able.items() if name not in others}
-        parts = [part for part in (of_torch, others) if part]
+        in_torch = {name: call for name, call in able.items() if name not in others}
+        parts = [part for part in (in_torch, others) if part]
         times: dict[str, list[float]] = {}
         with closing(Progress("timed", rounds * len(parts), unit="round")) as progress:
             for part in parts:
@@ -96,7 +101,7 @@ def measured(
             low, middle, high = percentiles(times[contender.name]).values()
             contender.times = (low, middle, high)
             if base := times.get(f"{contender.runtime}, {BASELINE}"):
-                contender.of_relu = middle / percentiles(base)["p50_ms"]
+                contender.ratio_to_relu = middle / percentiles(base)["p50_ms"]
     return found, inner
 
 
@@ -114,23 +119,25 @@ def _networks(trained: TrainedNetwork) -> dict[str, nn.Module]:
     return networks
 
 
-def _made_ready(networks: dict[str, nn.Module], x: Tensor, compiled: bool, folder: Path) -> list[Contender]:
+def _prepare_contenders(networks: dict[str, nn.Module], x: Tensor, compiled: bool, folder: Path) -> list[Contender]:
     names = list(networks)
     shipped = list(dict.fromkeys((BASELINE, names[-1])))
     written = names[:2]  # write_onnx fuses the network itself, and compares the file with it
     found = [Contender("PyTorch", name, partial(network, x)) for name, network in networks.items()]
-    with closing(Progress("made ready", len(shipped) * compiled + len(written), unit="way")) as progress:
+    with closing(Progress("prepared", len(shipped) * compiled + len(written), unit="way")) as progress:
         for name in shipped if compiled else ():
-            found.append(_tried("torch.compile", name, partial(_compiled, networks[name], x)))
+            found.append(_try_to_prepare("torch.compile", name, partial(_compiled, networks[name], x)))
             progress.step()
         for name in written:
-            found.append(_tried(ONNX_RUNTIME, name, partial(_in_onnx_runtime, networks[name], x, folder / f"{name}.onnx")))
+            found.append(
+                _try_to_prepare(ONNX_RUNTIME, name, partial(_in_onnx_runtime, networks[name], x, folder / f"{name}.onnx"))
+            )
             progress.step()
     return found
 
 
-def _tried(runtime: str, name: str, make: Callable[[], Callable[[], Any]]) -> Contender:
-    """Return a contender; if it cannot be made, one that says why. The others run all the same."""
+def _try_to_prepare(runtime: str, name: str, make: Callable[[], Callable[[], Any]]) -> Contender:
+    """Return a contender. If it cannot be prepared, return one without a call that says why, so that the others can run."""
     try:
         return Contender(runtime, name, make())
     except (ImportError, UserError) as error:
@@ -156,7 +163,7 @@ def _in_onnx_runtime(network: nn.Module, x: Tensor, file: Path) -> Callable[[], 
 
 
 def _calls(call: Callable[[], Any], wait: Callable[[], None] | None) -> int:
-    """Return how many calls take long enough for one measurement."""
+    """Return how many calls a measurement needs to take at least ``SECONDS``, but at most ``MOST_CALLS``."""
     for _ in range(3):
         begin = time.perf_counter()
         call()

@@ -1,4 +1,4 @@
-"""Time several functions by turns, so that a slow moment of the machine affects all of them."""
+"""Time several functions in turn, so that other load on the machine affects all of them."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -14,16 +14,16 @@ def interleaved(
     after_round: Callable[[], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Return the milliseconds per call of every function, measured by turns.
+    """Return the milliseconds per call of every function, measured in turn.
 
-    Each function is called once just before its measurement, so that the caches hold its data and not its neighbour's.
+    Each function is called once just before its measurement, so that the caches hold its data and not those of another.
 
     Args:
         calls: the functions by name.
         rounds: number of measurements of each function.
         inner: number of calls per measurement.
         wait: waits until the device has finished its work.
-        after_round: called after each round, such as for a progress bar.
+        after_round: a function to call after each round, for example to update a progress bar.
         clock: returns seconds; ``time.process_time`` excludes the time of other programs on a busy machine.
     """
     for call in calls.values():

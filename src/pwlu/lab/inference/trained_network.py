@@ -1,4 +1,4 @@
-"""The network of a finished run, built again from its folder: no data set is needed."""
+"""Rebuild the network of a finished run from its folder. This needs no data set."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -15,11 +15,12 @@ from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.experiment import run_name
 from pwlu.lab.recipes.settings import UNITS, Settings, UserError
 from pwlu.lab.runs import network_info
-from pwlu.lab.runs.divergence import described
+from pwlu.lab.runs.divergence import describe_divergence
 from pwlu.lab.runs.network_info import NetworkInfo, read_network_info
-from pwlu.lab.runs.results import no_run
+from pwlu.lab.runs.results import no_run_error
 from pwlu.lab.runs.run_folder import MODEL, RunFolder
 from pwlu.lab.training.trainer import replace_activations
+from pwlu.text import counted
 
 _MODEL_OF_FORMAT_1 = "model.pt"
 
@@ -40,7 +41,7 @@ class TrainedNetwork:
 
     @property
     def sites(self) -> dict[str, str]:
-        """Return the name of every activation that the run put in, with what it replaced."""
+        """Return the name of every activation that the run inserted, and the original activation there."""
         return self.info.sites
 
     def sample(self, batch: int) -> Tensor:
@@ -56,21 +57,21 @@ class TrainedNetwork:
 
 
 def load(path: Path) -> TrainedNetwork:
-    """Return the network of a run. Raise an error that says what is missing or wrong, and what to do.
+    """Return the network of a run. If a file is missing or damaged, raise an error that says so and what to do.
 
     Args:
         path: the run folder.
     """
     folder = RunFolder(path)
     if not folder.has("config.json"):
-        raise no_run(path, "config.json", MODEL)
+        raise no_run_error(path, "config.json", MODEL)
     settings = folder.settings()
     if folder.finished and (result := folder.result()).get("diverged"):
-        raise UserError(f"{path} has no trained network. {described(result, settings.as_dict())}")
+        raise UserError(f"{path} has no trained network. {describe_divergence(result, settings.as_dict())}")
     if missing := next((name for name in (MODEL, network_info.FILE) if not folder.has(name)), None):
-        raise UserError(_without(missing, folder, settings))
+        raise UserError(_explain_missing(missing, folder, settings))
     info = read_network_info(folder)
-    network, sample = _new(settings, info)
+    network, sample = _unconverted_network(settings, info)
     try:
         if settings.activation in UNITS:
             load_into(network, path / MODEL)
@@ -88,15 +89,15 @@ def load(path: Path) -> TrainedNetwork:
     return TrainedNetwork(path, settings, network.float().eval(), info)
 
 
-def _new(settings: Settings, info: NetworkInfo) -> tuple[nn.Module, Any]:
+def _unconverted_network(settings: Settings, info: NetworkInfo) -> tuple[nn.Module, Any]:
     """Return the network as it was before its conversion, and a sample to convert it with."""
     classes, channels = len(info.classes), info.shape[0]
     if find(settings.recipe).detects:
-        return detectors.of_recipe(settings, classes), detectors.sample(settings)
-    return networks.of_recipe(settings, classes, channels), networks.sample(settings, channels)
+        return detectors.from_recipe(settings, classes), detectors.sample(settings)
+    return networks.from_recipe(settings, classes, channels), networks.sample(settings, channels)
 
 
-def _without(missing: str, folder: RunFolder, settings: Settings) -> str:
+def _explain_missing(missing: str, folder: RunFolder, settings: Settings) -> str:
     path = folder.path
     if (path / _MODEL_OF_FORMAT_1).exists():
         return (
@@ -109,6 +110,5 @@ def _without(missing: str, folder: RunFolder, settings: Settings) -> str:
             f"{path} has the results of a run but no {missing}, like the runs in results/. Write the folder that pwlu train "
             f"made, such as runs/{run_name(settings)}"
         )
-    rows = folder.metrics()
-    epochs = f"after {len(rows)} epochs" if rows else "before the end of its first epoch"
-    return f"{path} is not finished: it stands {epochs}. Go on with pwlu train --resume {path}"
+    epochs = counted(len(folder.metrics()), "epoch")
+    return f"{path} is not finished: it has completed {epochs}. Continue it with pwlu train --resume {path}"

@@ -1,8 +1,8 @@
 """Build torchvision's Mask R-CNN and RetinaNet on ResNets with feature pyramids, with new weights.
 
-A normalisation layer follows every convolution of the ResNet and of the feature pyramid, except for its extra levels P6 and P7.
-Batch norms are trained with the network and synchronised over all GPUs; fine-tuned detectors freeze them instead. Heads have
-no normalisation, as in torchvision: a head that runs on five levels would mix the different statistics of these levels.
+A normalisation layer follows every convolution of the ResNet and of the feature pyramid, except in the extra levels P6 and P7.
+Batch norms are trained with the network and synchronised over all GPUs; fine-tuned detectors freeze them instead. As in
+torchvision, heads have no normalisation. It would mix the statistics of the five levels on which a head runs.
 """
 
 from typing import Any
@@ -21,11 +21,11 @@ from pwlu.lab.models.mask_pasting import Transform
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import Settings
 
-SIZES = (32, 64, 128, 256, 512)  # of anchors, in pixels of the resized image, from the finest level to the coarsest
+SIZES = (32, 64, 128, 256, 512)  # the sizes of anchors in pixels of the resized image, from the finest level to the coarsest
 RATIOS = (0.5, 1.0, 2.0)
 
 
-def of_recipe(settings: Settings, classes: int) -> nn.Module:
+def from_recipe(settings: Settings, classes: int) -> nn.Module:
     """Return the detector of a recipe with new weights and its original activations."""
     recipe = find(settings.recipe)
     return build(
@@ -40,7 +40,7 @@ def of_recipe(settings: Settings, classes: int) -> nn.Module:
 
 
 def sample(settings: Settings) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Return two images with one object each, for :func:`pwlu.convert_`. Two, because batch norm needs several values."""
+    """Return a sample for :func:`pwlu.convert_`: two images with one object each, because batch norm needs several values."""
     pixels = settings.pixels
     inside = slice(pixels // 4, pixels // 2)
     mask = torch.zeros(1, pixels, pixels, dtype=torch.uint8)

@@ -17,7 +17,7 @@ class Transform(GeneralizedRCNNTransform):
         self, result: list[dict[str, Tensor]], image_shapes: list[tuple[int, int]], original_image_sizes: list[tuple[int, int]]
     ) -> list[dict[str, Tensor]]:
         """Return the detections in coordinates of the original images."""
-        if self.training:  # there are no detections
+        if self.training:  # in training, there are no detections
             return result
         masks = [found.pop("masks") for found in result]
         result = super().postprocess(result, image_shapes, original_image_sizes)
@@ -30,7 +30,7 @@ def paste(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
     """Resize masks (N, 1, M, M) to their boxes (N, 4), in images of size (height, width). Return (N, 1, height, width).
 
     Bilinear interpolation of a mask is R mask C^T. A row of R (height, M) has the weights of the mask's rows in one row of the
-    image; C (width, M) has those of its columns.
+    image. A row of C (width, M) has the weights of the mask's columns in one column of the image.
     """
     with torch.autocast(masks.device.type, enabled=False):
         masks, scale = expand_masks(masks.float(), padding=1)
@@ -47,5 +47,5 @@ def _weights(first: Tensor, last: Tensor, cells: int, length: int) -> Tensor:
     which are padding with the value 0.
     """
     pixel = torch.arange(length, device=first.device) - first[:, None]
-    position = (pixel + 0.5) * (cells / (last - first + 1))[:, None] - 0.5  # of pixel centres, in cells from the first centre
+    position = (pixel + 0.5) * (cells / (last - first + 1))[:, None] - 0.5  # pixel centres, in cells from the first centre
     return (1 - (position[..., None] - torch.arange(cells, device=first.device)).abs()).clamp_(min=0)

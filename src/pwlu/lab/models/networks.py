@@ -1,4 +1,4 @@
-"""Build torchvision's classification networks, narrower and for smaller images if a recipe asks for it."""
+"""Build torchvision's classification networks, with fewer channels or for smaller images if a recipe says so."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from pwlu.lab.recipes.settings import Settings, UserError
 Norm = Callable[[int], nn.Module]
 
 
-def of_recipe(settings: Settings, classes: int, channels: int) -> nn.Module:
+def from_recipe(settings: Settings, classes: int, channels: int) -> nn.Module:
     """Return the network of a recipe with new weights and its original activations."""
     recipe = find(settings.recipe)
     return build(recipe.network, classes, channels, width=settings.width, small=recipe.small, norm=settings.norm)
@@ -37,7 +37,7 @@ def build(
         classes: the number of classes.
         channels: the number of channels of images.
         width: a factor on the number of channels of all layers.
-        small: adapt the network to images of 32 pixels by removing the first reductions of resolution.
+        small: whether to adapt the network to images of 32 pixels, by setting the first strides to 1.
         norm: "batch", or "group" for group normalisation with up to 8 groups.
     """
     return _BUILDERS[network](network, classes, channels, width, small, normalisation(norm))
@@ -83,7 +83,7 @@ def _resnet(name: str, classes: int, channels: int, width: float, small: bool, n
 
 
 def _mobilenet(name: str, classes: int, channels: int, width: float, small: bool, norm: Norm) -> nn.Module:
-    # torchvision's MobileNet-V3 averages batch statistics over 100 steps, too many for the short training on small images.
+    # torchvision's MobileNet-V3 averages batch statistics over 100 steps. That is too long for short training on small images.
     options = {} if norm is nn.BatchNorm2d and not small else {"norm_layer": norm}
     model = torchvision.models.get_model(name, weights=None, num_classes=classes, width_mult=width, **options)
     return _adapt(model, channels, small)
@@ -104,7 +104,7 @@ def _adapt(model: nn.Module, channels: int, small: bool) -> nn.Module:
         for convolution in [c for c in convolutions if c.stride == (2, 2)][:2]:
             convolution.stride = (1, 1)
     if channels != 3:
-        raise ValueError(f"this network is for images with 3 channels, not {channels}")
+        raise ValueError(f"this network needs images with 3 channels, not {channels}. Use a ResNet, which accepts any number")
     return model
 
 

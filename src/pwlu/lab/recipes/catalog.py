@@ -17,11 +17,11 @@ class Recipe:
         warm_up: the fraction of the steps over which the learning rate rises.
         small: use small strides in the first layers, for 32-pixel images.
         realign_epochs: the length of Phase I, the paper's T'.
-        iterations: the number of steps of ``batch`` images, instead of ``epochs``; 0 to use epochs.
+        iterations: the length of training in steps of ``batch`` images. 0: train for ``epochs`` instead.
         schedule: how the learning rate falls after the warm-up: "cosine" or "steps".
-        pau_lr: the factor on the learning rate of PAU's parameters, chosen on held-out images. A factor of 1 is too large for
-            them, because powers up to x^5 make their gradients large.
-        anchors: for detectors, the factor on the sizes of anchors, which are 32, 64, ..., 512 pixels at 1.
+        pau_lr: the factor on the learning rate of PAU's parameters, chosen on held-out images. A factor of 1 is too large,
+            because powers up to x^5 make their gradients large.
+        anchors: for detectors, the factor on the sizes of anchors. A factor of 1 gives 32, 64, ..., 512 pixels.
         detections: for detectors, the largest number of detections per image.
     """
 
@@ -178,7 +178,7 @@ def find(name: str) -> Recipe:
 
 
 def settings(recipe: str, **changes: Any) -> Settings:
-    """Return the settings of a recipe with changes. A change to None is ignored, and ``epochs`` overrides the iterations."""
+    """Return the settings of a recipe with changes. Ignore changes to None. If ``epochs`` is given, set iterations to 0."""
     row = {k: v for k, v in dataclasses.asdict(find(recipe)).items() if k in _SHARED}
     row["unit_lr"] = find(recipe).pau_lr if changes.get("activation") == "pau" else 1.0
     if changes.get("epochs") is not None:
@@ -213,7 +213,7 @@ def _check_task(settings: Settings, recipe: Recipe) -> None:
 
 
 def total_steps(settings: Settings, steps_per_epoch: int) -> int:
-    """Return the number of optimizer steps. With iterations, scale it so that any batch size sees the same number of images."""
+    """Return the number of optimizer steps. Iterations are scaled, so that all batch sizes see the same number of images."""
     if not settings.iterations:
         return settings.epochs * steps_per_epoch
     return max(1, round(settings.iterations * find(settings.recipe).batch / settings.batch))

@@ -1,4 +1,4 @@
-"""Decide when two runs are the same experiment, and name experiments."""
+"""Decide whether two runs are the same experiment, and name experiments."""
 
 import hashlib
 import re
@@ -11,7 +11,7 @@ from pwlu.lab.recipes.settings import UNITS, Settings
 _PWLU_SETTINGS = ("intervals", "init", "realign_epochs", "fix_init", "rule", "curvature")
 _LEARNED_SETTINGS = ("granularity", "unit_lr")
 _WITHOUT_PARAMETERS = ("relu", "swish", "silu", "gelu", "mish", "hardswish")
-# Without realign_epochs, which depends on the length of training.
+# realign_epochs is not in this list, because it depends on the length of training.
 _ACTIVATION_SETTINGS = ("activation", "intervals", "init", "fix_init", "rule", "curvature", *_LEARNED_SETTINGS)
 
 _MAX_LABEL = 160  # characters; folder names have at most 255, and include the recipe and the seed as well
@@ -75,7 +75,7 @@ def slug(changes: dict[str, Any]) -> str:
 
 
 def _shorten(name: str) -> str:
-    """Replace the end of a name that is too long for a folder by a checksum."""
+    """Replace the end of a name by a checksum if the name is too long for a folder."""
     return name if len(name) <= _MAX_LABEL else f"{name[: _MAX_LABEL - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 

@@ -19,9 +19,9 @@ def _setting(default: Any, help: str, *, machine: bool = False, unit: bool = Fal
     Args:
         default: None if the recipe sets it.
         help: the help text of the flag: imperative, no full stop. The default is appended unless the text names it.
-        machine: whether the setting affects where and how fast a run computes, but not its result.
+        machine: whether the setting affects only where and how fast a run computes, and not its result.
         unit: whether the setting is about PWLUs.
-        options: further arguments of ``ArgumentParser.add_argument``, and ``flag`` for a flag with another name.
+        options: further arguments of ``ArgumentParser.add_argument``. ``flag`` gives the flag another name than the field.
     """
     return dataclasses.field(default=default, metadata={"help": help, "machine": machine, "unit": unit, "options": options})
 
@@ -47,11 +47,12 @@ class Settings:
     epochs: int = _setting(None, "pass N times over the training images")
     iterations: int = _setting(
         0,
-        "train on as many images as N steps of the recipe's batch size have, instead of --epochs (default: set by the recipe)",
+        "train for N steps of the recipe's batch size instead of --epochs; another --batch sees the same number of images "
+        "(default: set by the recipe)",
     )
     batch: int = _setting(None, "use N images per optimizer step, over all processes")
     lr: float = _setting(None, "set the peak learning rate for the recipe's batch size; it is scaled in proportion to --batch")
-    weight_decay: float = _setting(None, "set the weight decay of weights; parameters of activations have none")
+    weight_decay: float = _setting(None, "set the weight decay of weights; the parameters of activations have no weight decay")
     norm_weight_decay: float = _setting(
         None,
         "set the weight decay of normalisation layers; 0 keeps inputs aligned with the bounds of PWLUs "
@@ -119,7 +120,8 @@ class Settings:
     channels_last: bool = _setting(None, "use the channels-last memory format (default: on for GPUs, else off)", machine=True)
     data: str = _setting(
         "data",
-        "read the data set from this folder; images of an image recipe also from tar shards, in quotes: 'NAME-{000..146}.tar'",
+        "read the data set from this folder, or the images of ImageNet and Imagenette from tar shards, in quotes: "
+        "'NAME-{000..146}.tar'",
         machine=True,
         metavar="DIR",
     )

@@ -1,6 +1,6 @@
-"""Decide whether a training diverged, and say when it did and what to try.
+"""Decide whether a training diverged, and describe when it did and what to try.
 
-The command line, report.md and the HTML page use the same words.
+The command line, report.md and the HTML page show the same description.
 """
 
 import itertools
@@ -11,35 +11,35 @@ from pwlu.lab.recipes.catalog import RECIPES
 from pwlu.lab.recipes.settings import UNITS
 
 STATUS = 3  # exit status of `pwlu train`
-_BLOWN_UP = 10.0  # times the loss of the first step, which a network that learned nothing has: more is not noise
+_LOSS_RATIO = 10.0  # a final loss above this multiple of the first step's loss, that of an untrained network, is divergence
 
 
 def divergence(rows: Sequence[Mapping[str, Any]], first_loss: float | None) -> dict[str, Any]:
     """Return the entries of result.json: ``diverged``, and if it is true ``diverged_at_epoch`` and ``diverged_at_step``.
 
-    A run diverged if its loss is not finite, or if its loss at the end is far above that of its first step.
+    A run diverged if its loss is not finite, or if its last loss is more than 10 times that of its first step.
 
     Args:
         rows: the metrics of each epoch.
         first_loss: the loss of the first step; None if it is not known.
     """
 
-    def lost(row: Mapping[str, Any]) -> bool:
-        return row["loss"] is None or (first_loss is not None and row["loss"] > _BLOWN_UP * first_loss)
+    def too_high(row: Mapping[str, Any]) -> bool:
+        return row["loss"] is None or (first_loss is not None and row["loss"] > _LOSS_RATIO * first_loss)
 
-    at_the_end = list(itertools.takewhile(lost, reversed(rows)))  # a loss that fell again is not divergence
-    if not at_the_end:
+    last_rows = list(itertools.takewhile(too_high, reversed(rows)))  # a loss that rose and fell again is not divergence
+    if not last_rows:
         return {"diverged": False}
-    first = at_the_end[0 if at_the_end[0]["loss"] is None else -1]  # a run stops once its loss is not finite
+    first = last_rows[0 if last_rows[0]["loss"] is None else -1]  # a run stops once its loss is not finite
     return {"diverged": True, "diverged_at_epoch": first["epoch"], "diverged_at_step": first.get("diverged_at")}
 
 
-def described(result: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+def describe_divergence(result: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """Return a sentence on when a run diverged, and one on what to try.
 
     Args:
-        result: the contents of result.json. Older versions did not write when the run diverged.
-        config: the contents of config.json; empty if they are not known.
+        result: the contents of result.json. Files of older versions lack the epoch and the step.
+        config: the contents of config.json; empty if unknown.
     """
     epoch, step = result.get("diverged_at_epoch"), result.get("diverged_at_step")
     when = "" if epoch is None else f" in epoch {epoch}" + ("" if step is None else f", at step {step:,}")

@@ -13,7 +13,7 @@ from pwlu.lab.runs.processes import Processes
 from pwlu.lab.runs.run_folder import FORMAT
 from pwlu.version import __version__
 
-SIDE_BY_SIDE = "PWLU_SIDE_BY_SIDE"  # set by `pwlu compare`: how many runs share the device, because times depend on it
+SIDE_BY_SIDE = "PWLU_SIDE_BY_SIDE"  # `pwlu compare` sets it to the number of runs that share the device; times depend on it
 
 
 def environment(processes: Processes) -> dict[str, Any]:
@@ -43,9 +43,9 @@ def processor() -> str:
 
 
 def revision() -> str:
-    """Return the commit of the source, with a + if files have changed since; "" for an installed package.
+    """Return the commit of the source, with a + if files have changed since. Return "" for an installed package.
 
-    If the source is a copy without its history, PWLU_REVISION names the commit.
+    For a copy of the source without its git history, set PWLU_REVISION to the commit.
     """
     root = Path(__file__).parents[4]
     if not (root / ".git").exists():

@@ -1,18 +1,18 @@
 """Lock a file. The system releases the lock when the process ends, even if it was killed.
 
-This is not `filelock`, because a child process must inherit the lock. `pwlu compare` passes a locked log to the training that
-it starts, and the log stays locked until that training has ended. `filelock` opens a file of its own, which no new program
-inherits.
+The package `filelock` cannot be used here, because a child process must inherit the lock. `pwlu compare` passes a locked log to
+the training that it starts, and the log stays locked until that training has ended. `filelock` opens a file of its own, which a
+new program does not inherit.
 """
 
 import sys
 from typing import IO, Any
 
 
-def locked(file: IO[Any]) -> bool:
-    """Lock the file for this process and its child processes; return False if another process holds the lock.
+def try_lock(file: IO[Any]) -> bool:
+    """Lock the file for this process and its child processes. Return False if another process holds the lock.
 
-    Return True on systems without locks.
+    On systems without locks, do nothing and return True.
     """
     if sys.platform == "win32":
         return True

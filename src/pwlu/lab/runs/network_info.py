@@ -1,4 +1,4 @@
-"""What a run folder says about its network beside the weights: its input, its classes, and where its activations are."""
+"""Describe the network of a run besides its weights: its input, its classes, and the places of its activations."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,12 +13,12 @@ class NetworkInfo:
     """The contents of network.json.
 
     Args:
-        shape: of an image, (C, H, W).
-        image: what the pixels of an input show, in words.
-        mean: per channel. An input is (x - mean)/std for pixels x between 0 and 1.
-        std: per channel.
-        classes: their names.
-        sites: the name of every activation that the run put in, with what it replaced, such as ``ReLU()`` or ``F.relu``.
+        shape: the shape of an input image, (C, H, W).
+        image: a description of the input, such as "RGB images of 32 x 32".
+        mean: the mean of the pixels per channel. An input is (x - mean)/std for pixels x between 0 and 1.
+        std: the standard deviation of the pixels per channel.
+        classes: the names of the classes.
+        sites: the name of every activation that the run inserted, and the original there, such as ``ReLU()`` or ``F.relu``.
     """
 
     shape: tuple[int, int, int]

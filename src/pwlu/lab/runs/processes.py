@@ -1,4 +1,4 @@
-"""The processes of a training: one, or several that `torchrun` started, each with its rank and device."""
+"""The processes of a training: a single one, or several that `torchrun` started. Each has a rank and a device."""
 
 import os
 import time
@@ -14,9 +14,9 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from pwlu.lab.recipes.settings import UserError
 
-# If one rank fails, the others lose their connection to it, and fail too. They wait, so that torchrun ends them and reports the
-# error of the first.
-SECONDS_TO_BE_ENDED = 5
+# If one rank fails, the others lose their connection to it and fail too. They wait this long before they raise their errors, so
+# that torchrun ends them first and reports the error of the rank that failed first.
+SECONDS_BEFORE_RAISING = 5
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Return whether this process prints and writes files: rank 0 does."""
+        """Return whether this is rank 0, which alone prints and writes files."""
         return self.rank == 0
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Return the sum over all processes, computed in place."""
+        """Sum a tensor over all processes, in place, and return it."""
         if self.count > 1:
             dist.all_reduce(values)
         return values
@@ -45,7 +45,7 @@ class Processes:
                 dist.broadcast(tensor, src=0)
 
     def barrier(self) -> None:
-        """Wait until all processes have come here."""
+        """Wait until all processes have called this method."""
         if self.count > 1:
             dist.barrier()
 
@@ -66,7 +66,7 @@ class Processes:
 
 
 @contextmanager
-def joined(device: str | None) -> Iterator[Processes]:
+def join_process_group(device: str | None) -> Iterator[Processes]:
     """Join the process group if torchrun started this process, and leave it at the end."""
     chosen = _device(device)
     rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -80,7 +80,7 @@ def joined(device: str | None) -> Iterator[Processes]:
         yield Processes(rank, count, chosen)
     except Exception as error:
         if not isinstance(error, UserError):
-            time.sleep(SECONDS_TO_BE_ENDED)
+            time.sleep(SECONDS_BEFORE_RAISING)
         get_error_handler().record_exception(error)
         raise
     finally:
@@ -93,19 +93,19 @@ def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"--device {name}: torch knows no such device. Write cpu or cuda") from None
+        raise UserError(f"--device {name}: torch has no such device. Write cpu or cuda") from None
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise UserError(f"--device {name}: torch {torch.__version__} sees no GPU here. Write --device cpu")
         number = int(os.environ.get("LOCAL_RANK", 0)) if device.index is None else device.index
         if number >= torch.cuda.device_count():
             raise UserError(
-                f"process {number} of this machine has no GPU: the machine has {torch.cuda.device_count()}. Start "
+                f"there is no GPU for process {number} of this machine, which has {torch.cuda.device_count()} GPUs. Start "
                 f"torchrun with --nproc-per-node {torch.cuda.device_count()}"
             )
         return torch.device("cuda", number)
     try:
         torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, ImportError):  # the error depends on the device
+    except (RuntimeError, AssertionError, ImportError):  # the type of the error depends on the device
         raise UserError(f"--device {name}: torch {torch.__version__} cannot use it here. Write --device cpu") from None
     return device

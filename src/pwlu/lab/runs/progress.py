@@ -11,11 +11,11 @@ class Progress:
     """A progress bar, or lines of text if the output is not a terminal.
 
     Args:
-        title: stands in front of the bar.
-        total: number of steps of the whole run.
-        done: number of steps that were done before, if the run is resumed.
-        silent: print nothing, because another process does.
-        unit: the name of what is counted.
+        title: the text in front of the bar.
+        total: the number of steps of the whole run.
+        done: the number of steps that an earlier process has done, if the run is resumed.
+        silent: whether to print nothing, because another process does.
+        unit: the name of a step.
     """
 
     def __init__(self, title: str, total: int, *, done: int = 0, silent: bool = False, unit: str = "step") -> None:
@@ -38,7 +38,7 @@ class Progress:
             print(text, flush=True)
 
     def left(self) -> str:
-        """Return the time that the remaining steps will take at the speed so far."""
+        """Return the time that the remaining steps will take at the average speed so far."""
         steps = max(self.done - self.begun_at, 1)
         seconds = (time.monotonic() - self.begin) / steps * (self.total - self.done)
         return f"{int(seconds // 3600)}:{int(seconds // 60 % 60):02d}:{int(seconds % 60):02d}"

@@ -1,8 +1,8 @@
-"""Finished runs without their folders: ``results/RECIPE/runs.jsonl`` has one line of JSON per run.
+"""Records of finished runs without their run folders: ``results/RECIPE/runs.jsonl`` has one line of JSON per run.
 
 A line has the keys ``run`` (a name), ``settings``, ``environment``, ``metrics`` (one object per epoch), ``result`` and ``iou``.
-The path of such a run is that of the folder it would have beside the file: ``results/digits/pwlu-seed0``. That folder may hold
-more of the run, such as its functions.
+The path of such a run consists of the folder of the file and the name, such as ``results/digits/pwlu-seed0``. A folder at that
+path may hold further files of the run, such as its functions.
 """
 
 import functools
@@ -14,7 +14,7 @@ from typing import Any
 import filelock
 
 from pwlu import files
-from pwlu.text import parsed
+from pwlu.text import parse_json
 
 FILE = "runs.jsonl"
 KEYS = {"config.json": "settings", "environment.json": "environment", "metrics.jsonl": "metrics", "result.json": "result"}
@@ -47,7 +47,7 @@ def _read(file: Path, *_: int) -> tuple[dict[str, Record], list[str]]:
         return {}, [f"{file} cannot be read: {error.strerror}"]
     for number, line in enumerate(lines, start=1):
         try:
-            record = parsed(line)
+            record = parse_json(line)
             name = record["run"] if isinstance(record, dict) else None
             if not isinstance(name, str) or Path(name).name != name:
                 raise ValueError('expected {"run": "pwlu-seed0", ...}')
@@ -62,10 +62,13 @@ def _read(file: Path, *_: int) -> tuple[dict[str, Record], list[str]]:
 def add_record(folder: Path, name: str, record: Record, attach: Callable[[Path], None]) -> Path:
     """Add a line, and return the path of the new run.
 
-    Another experiment may have had the name before, if the recipe was different then. The next number is appended in that case.
+    If the name is taken, a number is appended to it. This happens if a recipe has changed since an earlier run.
 
     Args:
-        attach: writes what the run keeps beside its line, given its path. It is called before the line is written.
+        folder: the folder of runs.jsonl.
+        name: the name of the run.
+        record: the line, without the name.
+        attach: writes further files of the run, given its path. It is called before the line is written.
     """
     file = folder / FILE
     with files.explain_errors(file):

@@ -14,12 +14,12 @@ from pwlu.lab.runs.records import FILE, add_record, read_records
 from pwlu.lab.runs.run_folder import RunFolder
 
 _MEASURED = ("measured_on", "measured_images", "seconds_per_epoch", "parameters", "diverged")
-_ATTACHED = ("functions.pt", "alignment.json")  # kept of seed 0 only: they are large, and no table is made from them
+_ATTACHED = ("functions.pt", "alignment.json")  # copied for seed 0 only, because they are large and no table needs them
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a run. ``result`` is None while the run is not finished; ``epochs``: how many are done."""
+    """A run on disk. ``result``: None until the run is finished. ``epochs``: the number of finished epochs."""
 
     path: Path
     settings: Settings
@@ -34,9 +34,9 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Return the run at a path: a run folder, or a line of runs.jsonl. Raise an error that says what is wrong with it.
+    """Return the run at a path, which is a run folder or stands for a line of runs.jsonl. Raise UserError if it is damaged.
 
-    A setting that the run does not name has the value of the recipe. It belongs to the machine, or was added later.
+    A setting that the run does not name gets the recipe's value: it is a machine setting, or a later version introduced it.
     """
     folder = RunFolder(path)
     folder.check_format()
@@ -60,7 +60,7 @@ def find_runs(root: Path) -> tuple[list[Run], list[str]]:
     runs, complaints = list[Run](), list[str]()
     for folder, folders, names in os.walk(root):
         path = Path(folder)
-        empty = not folders and not names and path != root  # made by a process that was killed at once
+        empty = not folders and not names and path != root  # a process created it and was killed at once
         if empty or "config.json" in names or "result.json" in names:
             folders.clear()
             found = [path]
@@ -77,25 +77,25 @@ def find_runs(root: Path) -> tuple[list[Run], list[str]]:
     return runs, complaints
 
 
-def no_run(path: Path, *names: str) -> UserError:
+def no_run_error(path: Path, *names: str) -> UserError:
     """Return the error for a path without a run. It names runs nearby that have all of these files."""
     levels = range(2)
     if path.is_dir():
         inside = sorted(entry.name for entry in path.iterdir())
-        there = ", ".join(inside[:5]) + (", ..." if len(inside) > 5 else "") if inside else "nothing"
-        what, near, levels = f"{path} is not a run folder: it has no config.json, but {there}", path, range(4)
+        there = f", only {', '.join(inside[:5])}" + (", ..." if len(inside) > 5 else "") if inside else " and is empty"
+        what, near, levels = f"{path} is not a run folder: it has no config.json{there}", path, range(4)
     elif path.exists():
         what, near = f"{path} is a file. Write the folder of a run", path.parent
     else:
         what, near = f"there is no folder {path}", next(parent for parent in path.parents if parent.is_dir())
     for level in levels:  # results/ has runs three levels down
         if runs := [str(run) for run in _runs_at(near, level) if all(RunFolder(run).has(name) for name in names)]:
-            return UserError(f"{what}. There is {', '.join(runs[:5])}" + (", ..." if len(runs) > 5 else ""))
-    return UserError(f"{what}. pwlu train makes a run: a folder with {' and '.join(names)}")
+            return UserError(f"{what}. Runs nearby: {', '.join(runs[:5])}" + (", ..." if len(runs) > 5 else ""))
+    return UserError(f"{what}. pwlu train creates run folders, with {' and '.join(names)}")
 
 
 def _runs_at(root: Path, level: int) -> list[Path]:
-    """Return the paths of runs so many levels below a folder."""
+    """Return the paths of the runs that are exactly `level` levels below a folder."""
     folders = {file.parent for file in root.glob("*/" * level + "config.json")}
     if level:
         folders |= {
@@ -107,7 +107,7 @@ def _runs_at(root: Path, level: int) -> list[Path]:
 def keep(run: Run, results: Path) -> Path:
     """Add a finished run to ``results/RECIPE/runs.jsonl``, and return its path there.
 
-    Of seed 0, the functions and their alignment are copied to a folder at that path.
+    If its seed is 0, copy its functions and their alignment to a folder at that path.
     """
     record = {
         "settings": run.settings.identity(),

@@ -1,14 +1,14 @@
 """A run on disk: the settings, the environment, the results, and checkpoints to continue from.
 
 RUN/config.json         the settings
-RUN/environment.json    source revision, versions, hardware, the format of this folder, and what --fuse-norms auto decided
+RUN/environment.json    source revision, versions, hardware, the format of this folder, and the decision of --fuse-norms auto
 RUN/metrics.jsonl       one line per epoch
 RUN/checkpoints/        step-00000980-1f2e3d4c.pt: the number of steps, and the first digits of the contents' SHA-256
 RUN/snapshots/          step-00000980.pt: the functions of all PWLUs, 90 bytes per function
 RUN/result.json         written last: the run is finished
 
 A finished run also has
-RUN/model.safetensors   weights and conversion, as pwlu.save writes them; network.json has what else describes the network
+RUN/model.safetensors   weights and conversion, as pwlu.save writes them; network.json describes the input and the classes
 RUN/functions.pt        the parameters of all PWLUs
 RUN/inputs.json         alignment of bounds and inputs, with histograms of the inputs; alignment.json has no histograms
 RUN/report.md           the result for people to read, with functions.png
@@ -32,24 +32,24 @@ import torch
 from pwlu import files
 from pwlu.analysis.alignment import Alignment
 from pwlu.lab.recipes.settings import Settings, UserError, check
-from pwlu.lab.runs.locks import locked
+from pwlu.lab.runs.locks import try_lock
 from pwlu.lab.runs.records import FILE, KEYS, Record, find_record
 from pwlu.lab.runs.tensor_files import serialised, tensors
 from pwlu.learning.shared_rule import PAPER
-from pwlu.text import parsed
+from pwlu.text import parse_json
 from pwlu.version import __version__, later_version
 
-FORMAT = 2  # of run folders. Those without a number in environment.json are of format 1, which had model.pt
+FORMAT = 2  # the format of run folders. Folders without a number in environment.json have format 1, with model.pt
 _AGAIN = "Copy it again from where it was trained, or train again"
 _OPTIONAL = ("norm_weight_decay", "channels_last", "device", "test_data", "workers")  # settings of a run that may be None
 _KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {  # type of a setting -> its name in errors, and what JSON may hold
-    str: ("a text", (str,)),
-    int: ("a whole number", (int,)),
+    str: ("a string", (str,)),
+    int: ("an integer", (int,)),
     float: ("a number", (int, float)),
     bool: ("true or false", (bool,)),
 }
 MODEL = "model.safetensors"
-KEPT = 2  # checkpoints: the last, and the one before it in case the last is damaged
+KEPT = 2  # the number of checkpoints to keep: the last, and the previous one in case the last is damaged
 
 
 def new_folder(root: Path, name: str) -> Path:
@@ -60,7 +60,7 @@ def new_folder(root: Path, name: str) -> Path:
         try:
             path.mkdir(parents=True)
         except OSError as error:
-            if not os.path.lexists(path):  # the problem is `root`
+            if not os.path.lexists(path):  # the name is not taken, so the problem is `root`
                 raise UserError(f"the run folder {path} cannot be made: {error.strerror}. Write --runs DIR") from None
             number += 1
         else:
@@ -70,7 +70,7 @@ def new_folder(root: Path, name: str) -> Path:
 class RunFolder:
     """Reads and writes the files of one run. A file is complete or does not exist.
 
-    A path without config.json may be that of a line in runs.jsonl: then settings, metrics and results are read from there.
+    A path without config.json may stand for a line of runs.jsonl. Settings, metrics and results are then read from that line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,35 +96,35 @@ class RunFolder:
             return f"{KEYS[name]!r} of {self.path.name} in {self.path.parent / FILE}"
         return str(path)
 
-    def remove_if_bare(self) -> None:
-        """Remove a folder that holds nothing but settings: training refused them."""
+    def remove_if_only_settings(self) -> None:
+        """Remove the folder if it contains only the settings. Call this if training rejected them."""
         if [path.name for path in self.path.iterdir()] == ["config.json"]:
             (self.path / "config.json").unlink()
             self.path.rmdir()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep other processes from training the run meanwhile."""
+    def lock(self) -> Iterator[None]:
+        """Lock the run inside the context, so that no other process trains it. Remove leftovers of a killed process."""
         with (self.path / "config.json").open() as file:
-            if not locked(file):
+            if not try_lock(file):
                 raise UserError(f"{self.path} is being trained by another process")
-            for left in self.path.rglob(f".*{files.PARTIAL}"):  # by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
+            for leftover in self.path.rglob(f".*{files.PARTIAL}"):
+                shutil.rmtree(leftover, ignore_errors=True)
             yield
 
-    # What it is.
+    # Reading settings and results.
 
     def check_format(self) -> None:
         """Raise an error if a later version wrote the folder in a format that this version does not know."""
-        stamp = self._stamp()
+        stamp = self._raw_environment()
         if isinstance(found := stamp.get("format", 1), int) and found > FORMAT:
             raise UserError(later_version(str(self.path), stamp.get("pwlu"), (found, FORMAT)))
 
-    def _stamp(self) -> dict[str, Any]:
+    def _raw_environment(self) -> dict[str, Any]:
         """Return environment.json unchecked; empty if it cannot be read."""
         path = self.path / "environment.json"
         try:
-            found = parsed(path.read_bytes()) if path.exists() else (self._record() or {}).get("environment")
+            found = parse_json(path.read_bytes()) if path.exists() else (self._record() or {}).get("environment")
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -142,8 +142,8 @@ class RunFolder:
         return check(Settings(**config))
 
     def config(self) -> dict[str, Any]:
-        """Return config.json. Another version may have written other settings; the types of known ones are checked."""
-        config = {"rule": PAPER} | self.json("config.json")  # runs from before there were other rules do not name theirs
+        """Return config.json, with the types of known settings checked. Other versions may have written unknown settings."""
+        config = {"rule": PAPER} | self.json("config.json")  # older runs do not name a rule, and used that of the paper
         for f in dataclasses.fields(Settings):
             kind, types = _KINDS[f.type]
             if config.get(f.name) is not None and not isinstance(config[f.name], types):
@@ -151,7 +151,7 @@ class RunFolder:
         return config
 
     def fuse_norms(self) -> str:
-        """Return what --fuse-norms auto came to when the run was begun, on or off; auto if that is not known."""
+        """Return what --fuse-norms auto chose when the run started, on or off; auto if that is unknown."""
         known = self.json("environment.json") if (self.path / "environment.json").exists() else {}
         return str(known.get("fuse_norms", "auto"))
 
@@ -159,8 +159,8 @@ class RunFolder:
         return self.unreadable(f"{self.locate('config.json')} does not hold the settings of a run: {wrong}")
 
     def unreadable(self, what: str, remedy: str = _AGAIN) -> UserError:
-        """Return the error that says what is wrong with a file of the run, or that a later version wrote it."""
-        written_by = self._stamp().get("pwlu")
+        """Return an error that says what is wrong with a file of the run. If a later version wrote it, say that instead."""
+        written_by = self._raw_environment().get("pwlu")
         if _release(written_by) > _release(__version__):
             return UserError(f"{later_version(str(self.path), written_by)}. ({what})")
         return UserError(f"{what}. {remedy}")
@@ -170,7 +170,7 @@ class RunFolder:
         path = self.path / name
         try:
             text = path.read_text(encoding="utf-8")
-            content = parsed(text)
+            content = parse_json(text)
         except (FileNotFoundError, NotADirectoryError):
             record = self._record() if name in KEYS else None
             if record is None:
@@ -186,20 +186,20 @@ class RunFolder:
         return content
 
     def environment(self) -> dict[str, Any]:
-        """Return environment.json: texts and numbers on where the run was made, and with what."""
+        """Return environment.json: strings and numbers about the versions and the hardware of the run."""
         found = self.json("environment.json")
         for name, value in found.items():
             kind = (int,) if name == "side_by_side" else (str, int, float, type(None))
-            self._check("environment.json", name, value, kind, "a number" if name == "side_by_side" else "a text or a number")
+            self._check("environment.json", name, value, kind, "a number" if name == "side_by_side" else "a string or a number")
         return found
 
     def result(self) -> dict[str, Any]:
-        """Return result.json: numbers, or None if they are not known, and what was measured on."""
+        """Return result.json: numbers, None where unknown, and the kind of images that the run was measured on."""
         result = self.json("result.json")
         for name, value in result.items():
             text = name == "measured_on"
             kind = (str, type(None)) if text else (int, float, type(None))
-            self._check("result.json", name, value, kind, "a text" if text else "a number")
+            self._check("result.json", name, value, kind, "a string" if text else "a number")
         return result
 
     def _check(self, file: str, name: str, value: Any, kind: tuple[type, ...], words: str) -> None:
@@ -228,11 +228,11 @@ class RunFolder:
         self.write(name, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
     def write_tensors(self, name: str, content: Any) -> None:
-        """Write what ``torch.load(weights_only=True)`` reads."""
+        """Write a file that ``torch.load(weights_only=True)`` reads."""
         self.write(name, serialised(content))
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file completely or not at all. On a full disk, the error says which checkpoint is the last."""
+        """Write a file atomically. If that fails, as on a full disk, the error names the last checkpoint."""
         target = self.path / name
         try:
             with files.explain_errors(target):
@@ -240,17 +240,17 @@ class RunFolder:
             files.write(target, content)
         except files.CannotWrite as error:
             last = next(reversed(self.checkpoints()), None)
-            done = f"The last checkpoint is {last.name}" if last else "Nothing of the run is saved yet"
+            done = f"The last checkpoint is {last.name}" if last else "No checkpoint is saved yet"
             begun = (self.path / "config.json").exists()
             raise UserError(
                 f"{error.what}. {done}: {error.remedy}, then "
-                + (f"go on with pwlu train --resume {self.path}" if begun else "start again")
+                + (f"continue with pwlu train --resume {self.path}" if begun else "start again")
             ) from None
 
     # Metrics.
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return one row per epoch: numbers or None by name. An incomplete last line, as after a full disk, is left out."""
+        """Return one row per epoch: numbers or None by name. Leave out an incomplete last line, as a full disk leaves."""
         path = self.path / "metrics.jsonl"
         try:
             *lines, end = path.read_bytes().split(b"\n")
@@ -262,7 +262,7 @@ class RunFolder:
         found = []
         for number, line in enumerate([*lines, end], start=1):
             try:
-                found.append(_row(line))
+                found.append(_parse_row(line))
             except ValueError as error:
                 if number <= len(lines) or not isinstance(error, json.JSONDecodeError):
                     raise self.unreadable(
@@ -277,7 +277,7 @@ class RunFolder:
         self._write_metrics([*self.metrics(), row])
 
     def forget_metrics_after(self, step: int) -> None:
-        """Remove the rows after a step: the run continues from the checkpoint of that step."""
+        """Remove the rows after a step, because the run continues from the checkpoint of that step."""
         self._write_metrics([row for row in self.metrics() if row["step"] <= step])
 
     def _write_metrics(self, rows: list[dict[str, Any]]) -> None:
@@ -286,18 +286,18 @@ class RunFolder:
     # Checkpoints.
 
     def checkpoints(self) -> list[Path]:
-        """Return the files from the oldest to the newest."""
+        """Return the checkpoint files from the oldest to the newest."""
         return sorted((self.path / "checkpoints").glob("step-*.pt"))
 
     def save_checkpoint(self, step: int, state: dict[str, Any]) -> None:
-        """Write one, then remove those that are no longer needed."""
+        """Write a checkpoint, then remove all but the last two."""
         content = serialised(state)
         self.write(f"checkpoints/step-{step:08d}-{_digest(content)}.pt", content)
         for old in self.checkpoints()[:-KEPT]:
             old.unlink()
 
     def load_checkpoint(self, device: torch.device) -> dict[str, Any] | None:
-        """Return the newest; None if there is none. If it is damaged, raise an error that names it and the one before."""
+        """Return the newest checkpoint; None if there is none. If it is damaged, raise an error that names it."""
         found = self.checkpoints()
         if not found:
             return None
@@ -305,8 +305,8 @@ class RunFolder:
         if _digest(content) != found[-1].stem.rpartition("-")[2]:
             instead = f"from {found[-2].name}" if len(found) > 1 else "from the beginning"
             raise UserError(
-                f"the checkpoint {found[-1]} is damaged: its contents are not what was written. Remove or rename it, and "
-                f"--resume goes on {instead}"
+                f"the checkpoint {found[-1]} is damaged: its contents have changed since it was written. Remove or rename it. "
+                f"Then --resume continues {instead}"
             )
         try:
             return tensors(io.BytesIO(content), device)
@@ -314,8 +314,8 @@ class RunFolder:
             raise UserError(f"the checkpoint {found[-1]} is damaged: {error}. Remove or rename it") from None
 
 
-def _row(line: bytes) -> dict[str, Any]:
-    row = parsed(line)
+def _parse_row(line: bytes) -> dict[str, Any]:
+    row = parse_json(line)
     numbers = isinstance(row, dict) and all(value is None or isinstance(value, (int, float)) for value in row.values())
     if not numbers or not isinstance(row.get("step"), int) or row["step"] < 1:
         raise ValueError('it must be the numbers of an epoch, such as {"epoch": 1, "step": 98, "loss": 2.5}')

@@ -11,7 +11,7 @@ def tensors(file: Path | io.BytesIO, device: torch.device | str = "cpu") -> dict
     """Return the dictionary that ``torch.save`` wrote to a file. Raise ValueError if there is none."""
     try:
         content = torch.load(file, map_location=device, weights_only=True)
-    except Exception as error:  # torch raises errors of ten types, with six lines on options of its own
+    except Exception as error:  # torch raises many types of errors; only their first line is about the file
         raise ValueError((str(error).strip().splitlines() or ["it is empty"])[0]) from None
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise ValueError(f"expected a dictionary of names, not {type(content).__name__}")

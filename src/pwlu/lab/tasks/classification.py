@@ -19,7 +19,7 @@ from pwlu.lab.runs.processes import Processes
 from pwlu.lab.tasks.task import ImageTask
 
 ALIGNMENT_IMAGES = 2048
-IMAGES = {  # what the pixels of an input show, by kind of data set
+IMAGES = {  # descriptions of an input, by kind of data set
     "folder": "RGB images, their shorter side scaled to {shorter}, the {pixels} x {pixels} in the middle",
     "cifar100": "RGB images of 32 x 32",
     "digits": "grey images of 8 x 8, scikit-learn's numbers times 15/255",
@@ -47,7 +47,7 @@ class Classification(ImageTask):
 
     def network(self) -> nn.Module:
         """Return the network with new weights and its original activations."""
-        return networks.of_recipe(self.settings, len(self.data.classes), self.data.channels)
+        return networks.from_recipe(self.settings, len(self.data.classes), self.data.channels)
 
     def sample(self) -> Tensor:
         """Return a sample input of the network, for :func:`pwlu.convert_`."""

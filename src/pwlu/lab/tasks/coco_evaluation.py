@@ -29,8 +29,8 @@ _FIELDS = {"box": "bbox", "mask": "segmentation"}
 def names(kind: str) -> list[str]:
     """Return the names of the metrics for "box" or "mask".
 
-    They are the mean over thresholds, the values at two thresholds, and the means for objects below 32 x 32 pixels, up to
-    96 x 96, and above.
+    These are the mean over all IOU thresholds, and the values at the thresholds 0.5 and 0.75. Then come the means for small
+    objects (below 32 x 32 pixels), medium ones (up to 96 x 96) and large ones.
     """
     return [f"{kind}_ap{name}" for name in ("", "50", "75", "_small", "_medium", "_large")]
 
@@ -66,7 +66,7 @@ def average_precision(part: Annotations, rows: list[dict[str, Any]], kind: str, 
         part: the annotations. Detections in crowds are ignored.
         rows: the detections in images of `part`, with boxes or masks according to `kind`.
         kind: "box" or "mask": which overlap counts. Objects are small, medium or large by the areas in the annotation file.
-        most: the number of detections per class and image that count, those with the highest scores.
+        most: how many detections count per class and image: those with the highest scores.
 
     Returns:
         The values by the :func:`names` of `kind`; nan if there are no objects of that size.
@@ -96,7 +96,7 @@ def _ground_truth(part: Annotations) -> Any:
         for index, (category, box, area, crowd) in enumerate(objects[here], start=here.start):
             row = {"id": index + 1, "image_id": number, "category_id": category, "bbox": box, "area": area, "iscrowd": crowd}
             annotations.append(row | ({"segmentation": part.code(image, index)} if part.with_masks else {}))
-    return _indexed(part, annotations)
+    return _make_coco(part, annotations)
 
 
 def _coco_detections(part: Annotations, rows: list[dict[str, Any]], kind: str) -> Any:
@@ -104,10 +104,10 @@ def _coco_detections(part: Annotations, rows: list[dict[str, Any]], kind: str) -
     for number, row in enumerate(rows, start=1):
         area = math.prod(row["bbox"][2:]) if kind == "box" else float(rle.area(row["segmentation"]))
         annotations.append(row | {"id": number, "area": area, "iscrowd": 0})
-    return _indexed(part, annotations)
+    return _make_coco(part, annotations)
 
 
-def _indexed(part: Annotations, annotations: list[dict[str, Any]]) -> Any:
+def _make_coco(part: Annotations, annotations: list[dict[str, Any]]) -> Any:
     coco = COCO()
     sizes = part.sizes.tolist()
     coco.dataset = {
@@ -119,8 +119,8 @@ def _indexed(part: Annotations, annotations: list[dict[str, Any]]) -> Any:
     return coco
 
 
-def saved(path: Path) -> tuple[list[Any], list[str]]:
-    """Read a file of detections. Return its rows, to be checked by :func:`checked`, and which of "box" and "mask" they have."""
+def read_detections(path: Path) -> tuple[list[Any], list[str]]:
+    """Read a file of detections. Return its rows, unchecked, and which of "box" and "mask" they have."""
     try:
         rows = json.loads(path.read_bytes())
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -131,8 +131,12 @@ def saved(path: Path) -> tuple[list[Any], list[str]]:
     return rows, kinds or ["box"]
 
 
-def checked(path: Path, rows: list[Any], kinds: Sequence[str], part: Annotations) -> list[dict[str, Any]]:
-    """Return the rows of :func:`saved` for :func:`average_precision`, or raise an error if they do not fit these images."""
+def check_detections(path: Path, rows: list[Any], kinds: Sequence[str], part: Annotations) -> list[dict[str, Any]]:
+    """Check rows of :func:`read_detections`, and return them for :func:`average_precision`.
+
+    Raises:
+        UserError: if a row is not valid, or its image or category is not among these annotations.
+    """
     sizes = dict(zip(part.image_ids.tolist(), part.sizes.tolist(), strict=True))
     found = []
     for number, row in enumerate(rows, start=1):

@@ -29,7 +29,7 @@ LOSSES = {
     "retinanet": ("classification", "bbox_regression"),
 }
 ALIGNMENT_BATCHES = 64
-UNREADABLE = "unreadable_measured_images"  # in metrics.jsonl and result.json, if there are any
+UNREADABLE = "unreadable_measured_images"  # an entry of metrics.jsonl and result.json, only if there are unreadable images
 
 Batch = tuple[list[Tensor], list[dict[str, Tensor]], int]  # images, their objects, the number of unreadable images
 
@@ -81,7 +81,7 @@ class Detection(ImageTask):
 
     def network(self) -> nn.Module:
         """Return the detector with new weights and its original activations."""
-        return detectors.of_recipe(self.settings, len(self.classes))
+        return detectors.from_recipe(self.settings, len(self.classes))
 
     def sample(self) -> Any:
         """Return a sample input of the detector, for :func:`pwlu.convert_`."""
@@ -142,8 +142,8 @@ class Detection(ImageTask):
     def test_batches(self) -> Iterator[tuple[list[Tensor], list[int], int]]:
         """Yield this process's share of the images to measure on, each once, with indices and the number of unreadable ones.
 
-        Skip images that are too long and narrow; their objects count as missed. A batch has images of one size only: images
-        of different sizes would be padded, and the detections in an image would depend on the others.
+        Images that are too long and narrow are skipped, and their objects count as missed. All images of a batch have the same
+        size. Otherwise they would be padded, and the detections in an image would depend on the other images.
         """
         sizes = self.test.part.sizes.tolist()
         fitting = self.test.part.fits().nonzero().flatten().tolist()

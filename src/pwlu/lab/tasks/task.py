@@ -20,8 +20,8 @@ class Task(Protocol):
 
     Attributes:
         metric: the main metric, in percent; larger is better.
-        measured_on: the kind of images to measure on, such as "test images".
-        measured_images: how many images are measured on.
+        measured_on: the kind of images that measurements use, such as "test images".
+        measured_images: the number of these images.
         steps_per_epoch: the number of optimizer steps per epoch.
         total_steps: the number of optimizer steps of the run. It need not be a multiple of ``steps_per_epoch``.
         dtype: the type of parameters and images.
@@ -42,7 +42,7 @@ class Task(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """Lines that describe the data."""
+        """Return lines that describe the data."""
 
     def network(self) -> nn.Module:
         """Return the network with new weights and its original activations."""
@@ -63,7 +63,7 @@ class Task(Protocol):
         """Return the metric and further values, over all processes, each image counted once."""
 
     def files(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, bytes]:
-        """Return further files for the run folder at the end, by name. All ranks must call this; rank 0 writes the files."""
+        """Return further files for the finished run folder, by name. All ranks must call this; rank 0 writes the files."""
 
     def network_info(self, report: Report) -> NetworkInfo:
         """Return what the run folder says about the network, given the report of its conversion."""

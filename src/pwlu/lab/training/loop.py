@@ -26,9 +26,9 @@ from pwlu.plotting.functions import plot_functions
 from pwlu.text import counted, install
 
 SECONDS_BETWEEN_CHECKPOINTS = 600  # within an epoch; each epoch ends with a checkpoint as well
-STEPS_BETWEEN_CLOCK_CHECKS = 50  # how often the ranks agree whether that time has passed
-FIGURES = 5  # of the functions per run, for TensorBoard; drawing one takes a second or two
-_FORMATS = {  # values in the line of an epoch, and on the progress bar if they are known during the epoch
+STEPS_BETWEEN_CLOCK_CHECKS = 50  # after so many steps, the ranks agree whether that time has passed
+FIGURES = 5  # the number of figures of the functions for TensorBoard; drawing one takes a second or two
+_FORMATS = {  # the values in the line of an epoch; the progress bar shows those that are known during the epoch
     "loss": "loss {:.4f}",
     "train_accuracy": "train {:.2f} %",
     "accuracy": "test {:.2f} %",
@@ -57,7 +57,7 @@ def create_run(runs: Path, settings: Settings, processes: Processes, again: bool
             RunFolder(Path(created)).write_json("config.json", settings.as_dict())
         except UserError as error:
             message = str(error)
-    if message := processes.broadcast_text(message) or "":  # raise on all ranks, otherwise the others would wait for rank 0
+    if message := processes.broadcast_text(message) or "":  # raise on all ranks, or the others would wait for rank 0
         raise UserError(message)
     return Path(processes.broadcast_text(created) or "")
 
@@ -81,18 +81,18 @@ def _refuse_duplicate(runs: Path, settings: Settings) -> None:
 
 
 def train(settings: Settings, path: Path, processes: Processes) -> dict[str, Any]:
-    """Train a new run or resume the one in the run folder. Return the content of result.json."""
+    """Train the run in a run folder, from the start or from its last checkpoint. Return the content of result.json."""
     folder = RunFolder(path)
     if settings.channels_last is None:
         settings = settings.replace(channels_last=processes.device.type == "cuda")
     if settings.fuse_norms == "auto":
         settings = settings.replace(fuse_norms=folder.fuse_norms())
-    with folder.held() if processes.is_main else nullcontext():
+    with folder.lock() if processes.is_main else nullcontext():
         try:
             loop = _Loop(settings, folder, processes)
         except UserError:
             if processes.is_main:
-                folder.remove_if_bare()
+                folder.remove_if_only_settings()
             raise
         return loop.run()
 
@@ -104,11 +104,11 @@ class _Loop:
         self.trainer = Trainer(self.task, settings, processes)
         self.total = self.task.total_steps
         self.epochs = math.ceil(self.total / self.task.steps_per_epoch)
-        self.number = 0  # of steps done
+        self.number = 0  # the number of steps done
         self.sums = torch.zeros((), device=processes.device)
-        self.finite_steps = torch.zeros((), dtype=torch.int64, device=processes.device)  # of this epoch, with finite sums
-        self.first_loss: float | None = None  # of the first step
-        self.seconds = 0.0  # of training in this epoch
+        self.finite_steps = torch.zeros((), dtype=torch.int64, device=processes.device)  # steps of this epoch with finite sums
+        self.first_loss: float | None = None  # the loss of the first step
+        self.seconds = 0.0  # the training time of this epoch
         self.saved_at = time.monotonic()
 
     def run(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class _Loop:
         for note in (*self.task.notes, *self._changed_processes()):
             self.progress.say(note)
         try:
-            while self.number < self.total and self._finite():
+            while self.number < self.total and self._loss_is_finite():
                 self._epoch(self.number // self.task.steps_per_epoch)
         finally:
             self.progress.close()
@@ -154,15 +154,16 @@ class _Loop:
             )
 
     def _changed_processes(self) -> list[str]:
-        """Return a note if the run was begun with another number of processes: what stays the same, and what does not."""
+        """Return a note on what changes and what does not, if the run started with another number of processes."""
         known = self.folder.environment() if self.folder.has("environment.json") else {}
         begun, now = known.get("processes"), self.processes.count
         if begun in (None, now):
             return []
-        norms = "" if self.processes.device.type == "cuda" else ", and batch statistics, which are those of each process"
+        norms = "" if self.processes.device.type == "cuda" else ", the batch statistics of each process"
         return [
-            f"begun with {counted(int(begun), 'process', 'processes')}, now {now}. The same: the images of every step, their "
-            "augmentation, the batch, the learning rate. Different: the rounding of sums, the random numbers of dropout" + norms
+            f"started with {counted(int(begun), 'process', 'processes')}, now {now}. Unchanged: the images of every step, "
+            "their augmentation, the batch, the learning rate. Changed: the rounding of sums, the random numbers of dropout"
+            + norms
         ]
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -176,7 +177,7 @@ class _Loop:
         self.number, self.seconds = state["step"], state["seconds"]
         self.first_loss = state.get("first_loss")
         self.finite_steps += state.get("sound", self.number % self.task.steps_per_epoch)
-        if self.processes.is_main:  # the saved sums are those of all processes
+        if self.processes.is_main:  # the saved sums are over all processes, so only one process may continue them
             self.sums = state["sums"]
 
     def _epoch(self, epoch: int) -> None:
@@ -189,7 +190,7 @@ class _Loop:
             if self.number == 1:
                 self.first_loss = self._summary()["loss"]
             now = time.monotonic()
-            if self.progress.bar is not None and self.number % 10 == 0:  # not always, because reading the sums synchronises
+            if self.progress.bar is not None and self.number % 10 == 0:  # not each time: reading the sums synchronises
                 shown = self._bar_values(epoch, now - begin + self.seconds)
             self.progress.step(**shown)
             if self.number % STEPS_BETWEEN_CLOCK_CHECKS == 0 and self.number % steps and self._checkpoint_due():
@@ -197,7 +198,7 @@ class _Loop:
         row: dict[str, Any] = {"epoch": epoch + 1, "step": self.number} | _rounded(self._summary())
         if row["loss"] is None:
             row["diverged_at"] = epoch * steps + min(self.processes.gather([self.finite_steps.item()])) + 1
-        self.seconds += time.monotonic() - begin  # _summary() has synchronised
+        self.seconds += time.monotonic() - begin  # _summary() has synchronised with the device
         self.processes.broadcast(self.trainer.measured.buffers())  # without SyncBatchNorm, ranks differ in batch statistics
         if (epoch + 1) % self.settings.measure_every == 0 or self.number == self.total or row["loss"] is None:
             row |= _rounded(self.task.measure(self.trainer.measured, self.trainer.autocast()))
@@ -208,10 +209,10 @@ class _Loop:
         row |= _rounded({"seconds": self.seconds, "images_per_second": speed})
         if self.processes.is_main:
             self.folder.add_metrics(row)
-            if self._is_spaced(epoch, self.settings.snapshots):
+            if self._is_due(epoch, self.settings.snapshots):
                 self._snapshot()
             self._report_epoch(row)
-            if self.board is not None and self.trainer.units and self._is_spaced(epoch, FIGURES):
+            if self.board is not None and self.trainer.units and self._is_due(epoch, FIGURES):
                 self.board.add_figure("functions", plot_functions(self.trainer.measured), self.number)
         self.last = row
         self.sums, self.seconds = torch.zeros((), device=self.processes.device), 0.0
@@ -232,12 +233,12 @@ class _Loop:
         if self.processes.is_main:
             state = {"trainer": self.trainer.state(), "step": self.number, "sums": sums, "seconds": seconds}
             state |= {"steps_per_epoch": self.task.steps_per_epoch, "first_loss": self.first_loss}
-            state["sound"] = self.finite_steps.item()  # the name in checkpoints of all versions
+            state["sound"] = self.finite_steps.item()  # all versions use this name in checkpoints
             self.folder.save_checkpoint(self.number, state)
         self.saved_at = time.monotonic()
 
-    def _is_spaced(self, epoch: int, times: int) -> bool:
-        """Return whether this epoch is one of `times` evenly spaced epochs, of which the last epoch is one."""
+    def _is_due(self, epoch: int, times: int) -> bool:
+        """Return whether this epoch is one of `times` evenly spaced epochs, including the last epoch."""
         times = min(times, self.epochs)
         return (epoch + 1) * times // self.epochs > epoch * times // self.epochs
 
@@ -245,7 +246,7 @@ class _Loop:
         if self.trainer.units and self.settings.snapshots:
             self.folder.write_tensors(f"snapshots/step-{self.number:08d}.pt", self.trainer.functions())
 
-    def _finite(self) -> bool:
+    def _loss_is_finite(self) -> bool:
         return self.last is None or self.last["loss"] is not None
 
     # Progress.
@@ -258,7 +259,7 @@ class _Loop:
         return {"epoch": f"{epoch + 1}/{self.epochs}"} | shown | {"images/s": speed}
 
     def _steps_in_epoch(self) -> int:
-        """Return the number of steps done in this epoch, after the first."""
+        """Return the number of steps done in the current epoch. At least one step must have been done."""
         return (self.number - 1) % self.task.steps_per_epoch + 1
 
     def _report_epoch(self, row: dict[str, Any]) -> None:
@@ -285,7 +286,7 @@ class _Loop:
     def _end(self) -> dict[str, Any]:
         try:
             result = self._result(self.folder.metrics())
-        except (LookupError, TypeError, ValueError) as error:  # another program changed the file
+        except (LookupError, TypeError, ValueError) as error:  # another program has changed the file
             path = self.folder.path / "metrics.jsonl"
             raise UserError(f"{path} is damaged: it does not give a result ({error!r}). Start a new run") from None
         files = self.task.files(self.trainer.measured, self.trainer.autocast())
@@ -324,7 +325,7 @@ class _Loop:
 
 
 def _task(settings: Settings, processes: Processes) -> Task:
-    """Return the task of a recipe. Import it here, because each task needs packages that the other does not."""
+    """Return the task of a recipe. Import only its module, because each task needs packages that the other does not."""
     try:
         if find(settings.recipe).detects:
             from pwlu.lab.tasks.detection import Detection

@@ -9,11 +9,11 @@ from torch import nn
 from pwlu.analysis.alignment import Alignment
 from pwlu.lab.recipes.metrics import format_metrics
 from pwlu.lab.recipes.settings import Settings
-from pwlu.lab.runs.divergence import described
+from pwlu.lab.runs.divergence import describe_divergence
 from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.plotting.functions import plot_functions
 
-_SAME_SCALE = 3  # layers; up to this many are drawn in one row with the same axes
+_SAME_SCALE = 3  # up to this many layers are drawn in one row with the same axes
 
 
 def write_report(
@@ -49,7 +49,7 @@ def write_report(
 def headline(result: dict[str, Any], config: dict[str, Any]) -> str:
     """Return the result in one sentence. For a diverged run, return what happened and what to try."""
     if result["diverged"]:
-        return described(result, config)
+        return describe_divergence(result, config)
     return (
         f"{format_metrics(result)} on {result['measured_images']:,} {result['measured_on']}, "
         f"{result['parameters']:,} parameters, {result['seconds_per_epoch']:.3g} s per epoch"

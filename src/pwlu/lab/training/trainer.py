@@ -25,7 +25,7 @@ from pwlu.learning.two_phase import TwoPhase
 from pwlu.module import PWLU, units_of
 from pwlu.squeeze import function_parameters
 
-LEARNED = (PWLU, nn.PReLU, baselines.APL, baselines.PAU, baselines.ACONC)  # activations whose parameters describe functions
+LEARNED = (PWLU, nn.PReLU, baselines.APL, baselines.PAU, baselines.ACONC)  # their parameters describe functions: no decay
 
 
 class Trainer:
@@ -78,11 +78,11 @@ class Trainer:
 
     @property
     def phase(self) -> int:
-        """1 while the parameters of PWLUs are fixed, else 2."""
+        """Return 1 in Phase I, in which the parameters of PWLUs are fixed, else 2."""
         return self.phases.phase if self.phases else 2
 
     def autocast(self) -> Any:
-        """Return the context in which the network computes in the precision of the settings."""
+        """Return the autocast context for the precision of the settings."""
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings.precision)
         return torch.autocast(self.device_type, dtype) if dtype else nullcontext()
 
@@ -92,7 +92,7 @@ class Trainer:
         torch.manual_seed(int(seed))  # for dropout
         sums = torch.zeros((), device=self.processes.device)
         for part, batch in enumerate(batches, start=1):
-            postpone = self.parallel is not None and part < len(batches)  # all-reduce gradients with the last micro-batch
+            postpone = self.parallel is not None and part < len(batches)  # all-reduce gradients only in the last micro-batch
             with self.parallel.no_sync() if postpone else nullcontext():
                 with self.autocast():
                     loss, each = self.task.loss(self.model, batch)
@@ -132,7 +132,7 @@ class Trainer:
             self.average.load_state_dict(state["average"])
 
     def serialised(self) -> bytes:
-        """Return the contents of a safetensors file: that of :func:`pwlu.save` if there are PWLUs, else the weights only."""
+        """Return the contents of a safetensors file: as :func:`pwlu.save` writes it, or with the weights only."""
         return serialise(self.measured) if self.units else tensors_to_bytes(self.measured.state_dict())
 
     def functions(self) -> dict[str, dict[str, Tensor]]:
@@ -144,14 +144,14 @@ class Trainer:
 
 
 def _fuse_norms(network: nn.Module, sample: Any, settings: Settings, device: str) -> str:
-    """Fuse batch norms with the PWLUs behind them if the settings ask for it. Return "on" or "off": whether they are fused."""
-    # On a CPU, fused norms are no faster in channels_last: docs/norms.md.
+    """Fuse batch norms with the PWLUs after them if the settings say so. Return "on" if they are fused, else "off"."""
+    # On a CPU, fused norms are not faster in channels_last: see docs/norms.md.
     pays = device == "cuda" or (device == "cpu" and not settings.channels_last and bool(warm_up("cpu")))
     if settings.fuse_norms == "off" or (settings.fuse_norms == "auto" and (settings.compile or not pays)):
         return "off"
     try:
         fuse_norms_(network, sample)
-    except ValueError as error:  # nothing to fuse
+    except ValueError as error:  # no norm can be fused
         if settings.fuse_norms == "on":
             raise UserError(f"--fuse-norms on: {error}") from None
         return "off"

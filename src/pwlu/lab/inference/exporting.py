@@ -1,4 +1,4 @@
-"""Write files that run without pwlu. Each is loaded again and compared with the network before it gets its name."""
+"""Write files that run without pwlu. Each file is loaded and compared with the network before it replaces the target."""
 
 import copy
 import importlib
@@ -23,9 +23,9 @@ from pwlu.deploy.onnx_forms import FASTEST
 from pwlu.module import units_of
 from pwlu.text import install
 
-OPSET = 18  # the oldest that torch writes without a conversion
+OPSET = 18  # the oldest opset that torch writes without a conversion
 METADATA = "metadata.json"  # extra file in a .pt2
-_OF_TORCH_2_11 = r"`isinstance\(treespec, LeafSpec\)`|The given buffer is not writable"  # its own warnings
+_TORCH_2_11_WARNINGS = r"`isinstance\(treespec, LeafSpec\)`|The given buffer is not writable"  # caused by torch itself
 
 
 def write_onnx(
@@ -53,7 +53,7 @@ def write_onnx(
 
 
 def session(file: Path, threads: int = 0) -> Callable[[Tensor], list[Any]]:
-    """Return a function that runs an ONNX file with one input, on so many CPU threads; 0 lets ONNX Runtime choose."""
+    """Return a function that runs an ONNX file with one input. `threads`: CPU threads; 0 lets ONNX Runtime choose."""
     runtime = importlib.import_module("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 3  # errors only
@@ -72,9 +72,9 @@ def write_pt2(network: nn.Module, sample: Tensor, path: Path, metadata: Mapping[
     written = copy.deepcopy(network)
     if units_of(written):
         fuse_(written)
-    content = io.BytesIO()  # given a path, torch aborts the process on a full disk
+    content = io.BytesIO()  # not a path: torch aborts the process if it writes to a full disk
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.filterwarnings("ignore", _OF_TORCH_2_11)
+        warnings.filterwarnings("ignore", _TORCH_2_11_WARNINGS)
         folded = fold_batch_norm_(written, sample)
         batch = torch.export.Dim("batch", min=1)
         program = torch.export.export(written, (sample,), dynamic_shapes=({0: batch},))
@@ -89,8 +89,7 @@ def write_pt2(network: nn.Module, sample: Tensor, path: Path, metadata: Mapping[
 def fold_batch_norm_(model: nn.Module, sample: Tensor) -> int:
     """Fold every batch norm into the convolution before it, in place; return how many were folded.
 
-    A batch norm is folded if nothing else uses the output of the convolution. The graph of torch.export shows which module
-    follows which.
+    A batch norm is folded only if it alone uses the output of the convolution. The graph of torch.export shows that.
     """
     program = torch.export.export(model, (sample,))
     parameters = program.graph_signature.inputs_to_parameters
@@ -99,7 +98,7 @@ def fold_batch_norm_(model: nn.Module, sample: Tensor) -> int:
         if norm.target != torch.ops.aten.batch_norm.default or norm.args[0].target != torch.ops.aten.conv2d.default:
             continue
         convolution = norm.args[0]
-        weights = (convolution.args[1], norm.args[1])  # used only once each: a layer may run on several maps
+        weights = (convolution.args[1], norm.args[1])  # each must be used once: a layer may run on several maps
         if len(convolution.users) > 1 or any(weight is None or len(weight.users) > 1 for weight in weights):
             continue
         names = [parameters[weight.name].rpartition(".")[0] for weight in weights]
@@ -118,7 +117,7 @@ def _write_plain(network: nn.Module, sample: Tensor, path: Path, opset: int, met
     except ImportError as error:
         raise ImportError(f"ONNX needs onnx, onnxscript and onnxruntime ({error}): {install('onnx')}") from error
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", _OF_TORCH_2_11)
+        warnings.filterwarnings("ignore", _TORCH_2_11_WARNINGS)
         program = torch.onnx.export(
             network, (sample,), opset_version=opset, dynamo=True, dynamic_shapes=({0: "batch"},), verbose=False
         )

@@ -46,6 +46,10 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("code", names, indirect=True)
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # else packages that count their objects at exit complain of leaks
+
+
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # what was imported stays: collections then look at what tests make

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from cuda_emulator import H200
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from imported import SOURCES
@@ -243,7 +244,6 @@ def test_warm_up_refuses_what_has_no_kernel():
 
 # How work is shared out.
 
-H200 = plans.Processor("sm_90", 132, 2048, 228 << 10, 227 << 10)
 RTX = plans.Processor("sm_86", 28, 1536, 100 << 10, 99 << 10)
 SMALL = plans.Processor("sm_75", 2, 1024, 64 << 10, 64 << 10)  # many rounds and splits even for few elements
 

@@ -55,22 +55,12 @@ class Kernel:
     very many intervals exceeds shared memory.
     """
 
-    def __init__(self, index: int) -> None:
-        found = torch.cuda.get_device_properties(index)
+    def __init__(self, index: int, processor: Processor | None = None) -> None:
         self.index = index
-        self.processor = Processor(
-            f"sm_{found.major}{found.minor}",
-            found.multi_processor_count,
-            found.max_threads_per_multi_processor,
-            found.shared_memory_per_multiprocessor,
-            found.shared_memory_per_block_optin,
-        )
+        self.processor = processor or _processor(index)
         self._loaded: dict[str, Loaded] = {}
         self._lock = threading.Lock()
-        self.make_plans()
-
-    def make_plans(self) -> None:
-        """Create empty caches of plans. A plan is computed once per shape."""
+        # A plan is computed once per shape.
         gpu = Gpu(self.processor, lambda name, threads, shared: self.load(name).resident(threads, shared))
         self._map_plan = functools.lru_cache(_PLANS)(functools.partial(plan_map, gpu=gpu))
         self._backward_plan = functools.lru_cache(_PLANS)(functools.partial(plan_backward, gpu=gpu))
@@ -324,6 +314,18 @@ class Kernel:
         self._run(x, key, plan, second, 3 * channels, tensors)
         layout.note_changes(state)
         return norm
+
+
+def _processor(index: int) -> Processor:
+    """Return the properties of a device."""
+    found = torch.cuda.get_device_properties(index)
+    return Processor(
+        f"sm_{found.major}{found.minor}",
+        found.multi_processor_count,
+        found.max_threads_per_multi_processor,
+        found.shared_memory_per_multiprocessor,
+        found.shared_memory_per_block_optin,
+    )
 
 
 def _is_plain(tensor: Tensor | None) -> bool:

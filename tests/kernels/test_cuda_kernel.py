@@ -8,7 +8,6 @@ import sys
 import threading
 import warnings
 
-import cuda_emulator
 import pytest
 import test_norm_ops
 import torch
@@ -28,11 +27,6 @@ def on_gpu(device):
 
 
 needs_gpu = pytest.mark.usefixtures("on_gpu")
-
-
-@pytest.fixture
-def kernel(device):
-    return cuda_emulator.kernel_for(device)
 
 
 def fresh(kernel, **processor):
@@ -492,8 +486,8 @@ MISTAKES_IN_BLOCKS = [
         "for (int step = threadIdx.x ? 16 : 8; step; step >>= 1) value",
         "different barriers",
     ),
-    ("#define LINES(intervals) ((intervals) + 3)", "#define LINES(intervals) ((intervals) + 4)", "beyond shared memory"),
-    ("lines = lines_from(address_of(table), 8)", "lines = lines_from(address_of(table), 4)", "not in shared memory"),
+    ("((kind) & KNOTS ? 2 : 3)", "4", "beyond shared memory"),
+    ("lines_from<KIND>(address_of(table), 8)", "lines_from<KIND>(address_of(table), 4)", "not in shared memory"),
     ("store_pair(own + k * stride, make_float2(0.0f, 0.0f));", ";", "differ; the worst is nan"),
 ]
 

@@ -91,7 +91,8 @@ class _Loaded:
 
 
 def _group(name):
-    return name.startswith("norm"), re.split("_(?=planes|rows|mixed)", name)[1:]
+    what, _, form = re.fullmatch("(.*?)(_(planes|rows|mixed).*)?", name).groups()
+    return [kind in what for kind in ("norm", "nonuniform")], form
 
 
 class Emulated(cuda.Kernel):

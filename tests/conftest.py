@@ -12,6 +12,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 if sys.platform != "win32" and any(map(shutil.which, ("c++", "g++", "clang++"))):
     os.environ.setdefault("PWLU_EAGER", "compiled")
 
+import cuda_emulator
 import helpers
 import imported
 import pytest
@@ -78,6 +79,12 @@ def digits_run(tmp_path_factory):
 @pytest.fixture
 def device(request):
     return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture
+def kernel(device):
+    """Return the CUDA kernels: those of the GPU, or emulated ones if the device is the CPU."""
+    return cuda_emulator.kernel_for(device)
 
 
 @pytest.fixture(autouse=True)

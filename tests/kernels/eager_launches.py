@@ -6,7 +6,6 @@ replaced by one that notes what it got.
 
 import ctypes
 import itertools
-import threading
 from functools import partial
 
 import torch
@@ -32,9 +31,7 @@ def launch(function, x, y, z, threads, _y, _z, shared, stream, arguments, _extra
 
 def pretended():
     """The kernels of a GPU, without one."""
-    kernel = cuda.Kernel.__new__(cuda.Kernel)
-    kernel.index, kernel._loaded, kernel._lock = 0, {}, threading.Lock()
-    kernel.processor = plan.Processor("sm_90", 132, 2048, 228 << 10, 227 << 10)
+    kernel = cuda.Kernel(0, plan.Processor("sm_90", 132, 2048, 228 << 10, 227 << 10))
 
     def load(name):
         if name not in kernel._loaded:
@@ -47,7 +44,6 @@ def pretended():
     driver.launcher = cuda.calls.launcher = lambda: launch
     torch._C._cuda_getDevice = lambda: 0
     torch._C._cuda_getCurrentRawStream = lambda index: 0
-    kernel.make_plans()
     return kernel
 
 

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from cuda_emulator import H200
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from imported import SOURCES
@@ -243,7 +244,6 @@ def test_warm_up_refuses_what_has_no_kernel():
 
 # How work is shared out.
 
-H200 = plans.Processor("sm_90", 132, 2048, 228 << 10, 227 << 10)
 RTX = plans.Processor("sm_86", 28, 1536, 100 << 10, 99 << 10)
 SMALL = plans.Processor("sm_75", 2, 1024, 64 << 10, 64 << 10)  # many rounds and splits even for few elements
 
@@ -306,9 +306,7 @@ def shapes(draw):
     intervals=st.sampled_from([1, 4, 16, 64, 256]),
     dtype=st.sampled_from(list(kernels.TYPES)),
     aligned=st.booleans(),
-    what=st.sampled_from(
-        ["forward", "lookup", "observe", "moments", "backward", "backward_input", "norm_forward", "norm_backward", "norm_input"]
-    ),
+    what=st.sampled_from([what for what in {**kernels.MAPS, **kernels.BACKWARDS} if "_add_" not in what]),
     processor=st.sampled_from([H200, RTX, SMALL]),
 )
 def test_every_element_is_taken_once(shape, intervals, dtype, aligned, what, processor):
@@ -338,7 +336,7 @@ def check_plan(outer, channels, inner, intervals, dtype, aligned, what, processo
     else:
         plan = plans.plan_map(what, dtype, geometry, intervals, 0, aligned, gpu(processor))
     lines = plans.sum_lines(what, intervals) if what in kernels.BACKWARDS else 0
-    least = lines * (4 + 8 * 32)  # bytes: a table, and the columns of one warp
+    least = lines * ((8 if "nonuniform" in what else 4) + 8 * 32)  # bytes: tables, and the columns of one warp
     assert (plan is None) == (least > processor.shared_of_block)  # plain torch then does the work
     if plan is None:
         return
@@ -350,7 +348,8 @@ def check_plan(outer, channels, inner, intervals, dtype, aligned, what, processo
     assert max(plan.blocks[1:]) <= plans._MOST_BLOCKS
     assert (elements(plan, geometry) == 1).all()
     if lines:
-        last = plans.plan_finish(plan, channels, lines)
+        last = plans.plan_finish(what, plan, channels, lines)
+        assert last.kernel in kernels.functions()
         assert last.shared <= 48 << 10
         assert last.threads <= kernels.FINISH_THREADS
 

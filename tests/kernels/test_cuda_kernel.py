@@ -1,4 +1,4 @@
-"""The CUDA kernels on a GPU: streams, graphs, threads, devices, sizes, and that the comparisons can fail.
+"""The CUDA kernels against the oracle, on a GPU or in emulation on the CPU; streams, graphs, threads and devices on a GPU only.
 
 Run with ``pytest --device cuda``; test_kernels.py and test_ops.py compare every operator with the oracle there, too.
 """
@@ -20,22 +20,25 @@ from pwlu.kernels import cuda, dispatch, eager
 from pwlu.kernels.cuda import compile as kernels
 
 
-@pytest.fixture(autouse=True)
-def _on_a_gpu(device):
+@pytest.fixture
+def on_gpu(device):
     if device.type != "cuda":
         pytest.skip("needs --device cuda")
 
 
-@pytest.fixture
-def kernel():
-    return cuda.kernel(torch.cuda.current_device())
+needs_gpu = pytest.mark.usefixtures("on_gpu")
+
+
+def fresh(kernel, **processor):
+    """The kernels of the same device, without the plans made so far, as on a processor with these properties."""
+    return type(kernel)(kernel.index, kernel.processor._replace(**processor))
 
 
 @pytest.fixture
 def wide(kernel, monkeypatch):
     """Reads several elements at once where there are few, too."""
     monkeypatch.setattr(cuda.plan, "_ELEMENTS_OF_THREAD", 0)
-    return cuda.Kernel(kernel.index)
+    return fresh(kernel)
 
 
 # (shape, channel_dim) of every form a kernel has: planes, pieces of planes, small planes, rows, one channel.
@@ -53,6 +56,7 @@ FORMS = {
     "one channel, no even size": ((7, 1001), None),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTERVALS = [pytest.param(n, marks=() if n == 16 else pytest.mark.slow) for n in (1, 2, 16, 39, 40, 100, 256)]
 
 
 def problem(form, dtype, device, intervals=16):
@@ -82,7 +86,7 @@ def compare(kernel, form, dtype, device, intervals=16):
     torch.testing.assert_close(m2.double(), values.var(1, correction=0) * values.shape[1], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("intervals", [1, 2, 16, 39, 40, 100, 256])
+@pytest.mark.parametrize("intervals", INTERVALS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_and_numbers_of_intervals(kernel, device, form, dtype, intervals):
@@ -118,16 +122,14 @@ def test_rounded_up_to_the_last_knot(kernel, device):
 def test_many_splits(kernel, device, form, monkeypatch):
     """As on a GPU with more multiprocessors than there is work for: every block has one step."""
     monkeypatch.setattr(cuda.plan.Gpu, "slots", lambda *_: 100_000)
-    compare(cuda.Kernel(kernel.index), form, torch.float32, device)
+    compare(fresh(kernel), form, torch.float32, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["planes", "small planes", "rows", "many channels"])
 def test_little_shared_memory(kernel, device, form, dtype):
     """As on sm_86 and sm_89: blocks have fewer threads, and vectors are narrower."""
-    small = cuda.Kernel(kernel.index)
-    small.processor = small.processor._replace(multiprocessors=8, shared=100 << 10, shared_of_block=99 << 10)
-    small.make_plans()
+    small = fresh(kernel, multiprocessors=8, shared=100 << 10, shared_of_block=99 << 10)
     for intervals in (16, 30, 64, 256):
         compare(small, form, dtype, device, intervals)
 
@@ -210,7 +212,9 @@ def compare_pools(kernel, device, shape=(6, 37, 8)):
         assert torch.equal(pool.isnan(), expected.isnan()), kind
 
 
-@pytest.mark.parametrize("shape", [(3, 1, 50), (4, 2, 1), (2, 31, 7), (2, 129, 16), (2, 100_000, 1)])
+@pytest.mark.parametrize(
+    "shape", [(3, 1, 50), (4, 2, 1), (2, 31, 7), (2, 129, 16), pytest.param((2, 100_000, 1), marks=pytest.mark.slow)]
+)
 def test_pools(kernel, device, shape):
     compare_pools(kernel, device, shape)
 
@@ -225,6 +229,7 @@ def test_pools_that_are_left_to_plain_torch(kernel, device):
         assert torch.equal(pool, expected)
 
 
+@needs_gpu
 def test_a_captured_forward_of_phase_one():
     """In a process where the pool has not been touched before: run once, then capture, and every replay adds to the pool."""
     code = """
@@ -250,6 +255,7 @@ assert torch.equal(act.statistics.pool, torch.stack([2 * count, mean, 2 * m2])),
 # Streams, graphs, threads, devices.
 
 
+@needs_gpu
 def test_the_current_stream(device):
     """The kernel waits for what is queued before it on a stream of its own, and nothing waits on the host."""
     grad, x, parameters, dim = problem("planes", torch.float32, device)
@@ -277,6 +283,7 @@ def test_the_current_stream(device):
     assert all(torch.equal(a, b) for a, b in zip(grads, expected[1], strict=True))
 
 
+@needs_gpu
 def test_a_captured_step_of_training(device):
     act = pwlu.PWLU(5, init="silu").to(device)
     x = torch.randn(8, 5, 30, 30, device=device, requires_grad=True)
@@ -300,16 +307,18 @@ def test_a_captured_step_of_training(device):
     assert all(torch.equal(a, b) for a, b in zip(results, step(), strict=True))
 
 
+@needs_gpu
 def test_a_first_use_inside_a_capture_is_a_clear_error(kernel, device):
     _, x, parameters, dim = problem("planes", torch.float32, device)
-    fresh = cuda.Kernel(kernel.index)
+    unused = fresh(kernel)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         with pytest.raises(RuntimeError, match=r"first use of kernel forward_planes_float32_4 .* pwlu\.warm_up"):
-            fresh.forward(x, *weight_of(parameters), dim)
+            unused.forward(x, *weight_of(parameters), dim)
         x + 1  # a graph of nothing is a warning
     torch.cuda.synchronize()
 
 
+@needs_gpu
 def test_warm_up(device, monkeypatch):
     number = pwlu.warm_up(device, [torch.bfloat16])
     assert number == sum("bfloat16" in name or "finish" in name for name in kernels.functions())
@@ -320,6 +329,7 @@ def test_warm_up(device, monkeypatch):
     assert pwlu.warm_up("cpu") == 1
 
 
+@needs_gpu
 def test_warm_up_then_a_capture_at_once():
     """In a process where nothing else has run: the first launch of all is a captured one."""
     code = """
@@ -338,6 +348,7 @@ assert torch.equal(y, act(x))
     assert not done.returncode, done.stderr
 
 
+@needs_gpu
 def test_a_thread_that_never_used_cuda(device):
     _, x, parameters, dim = problem("rows", torch.float32, device)
     expected, results = function(x, *parameters, channel_dim=dim), []
@@ -347,6 +358,7 @@ def test_a_thread_that_never_used_cuda(device):
     assert torch.equal(results[0], expected)
 
 
+@needs_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_a_device_that_is_not_the_current_one():
     for index in reversed(range(torch.cuda.device_count())):
@@ -354,6 +366,7 @@ def test_a_device_that_is_not_the_current_one():
         compare(cuda.kernel(index), "rows", torch.bfloat16, torch.device("cuda", index))
 
 
+@needs_gpu
 def test_tensors_on_two_devices(device):
     _, x, parameters, dim = problem("planes", torch.float32, device)
     with pytest.raises(ValueError, match="heights is on cpu"):
@@ -363,6 +376,7 @@ def test_tensors_on_two_devices(device):
         ops.forward(x, weight.cpu(), intervals, dim)
 
 
+@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("form", ["planes", "rows", "small planes", "one channel"])
 def test_more_than_2_to_the_31_elements(kernel, device, form, dtype):
@@ -406,6 +420,18 @@ def test_more_than_2_to_the_31_elements(kernel, device, form, dtype):
     torch.testing.assert_close(mean, torch.full_like(mean, 0.25), rtol=1e-3, atol=1e-3)
 
 
+# Norms: test_norm_ops.py has the comparisons, and makes them for the operators on a GPU.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *(pytest.param(d, marks=pytest.mark.slow) for d in DTYPES[1:])])
+@pytest.mark.parametrize("form", ["planes", "small planes", "rows"])
+def test_norms(kernel, device, form, dtype):
+    shape, _ = FORMS[form]
+    for residual in (False, True):
+        test_norm_ops.check_parts(*test_norm_ops.problem(shape, dtype, device, residual), kernel)
+    test_norm_ops.check_rounding(shape, device, kernel)
+
+
 # A comparison has to be able to fail: each of these mistakes is found.
 
 MISTAKES = [
@@ -424,7 +450,7 @@ MISTAKES = [
     ("finish.cu", "for (int group = 1; group < groups; ++group)", "for (int group = 2; group < groups; ++group)"),
     ("finish.cu", "__fadd_rn(*pool_mean, __fmul_rn(distance, share))", "fmaf(distance, share, *pool_mean)"),
     ("finish.cu", "__fmul_rn(__fmul_rn(distance, n_1), __fmul_rn(distance, share))", "distance * distance * n_1 * share"),
-    ("finish.cu", "*pool_mean = pool + a.channels", "*pool_mean = pool + 2 * a.channels"),
+    ("finish.cu", "*pool_m2 = pool_mean + a.channels", "*pool_m2 = pool_mean"),
     (
         "finish.cu",
         "if (threadIdx.x % 32 == 0) add_to_pool",
@@ -448,13 +474,44 @@ MISTAKES_IN_NORMS = [
 ]
 
 
+# Mistakes that a GPU need not notice, and what the emulator says of them.
+MISTAKES_IN_BLOCKS = [
+    (
+        "    __syncthreads();\n    if (threadIdx.x == 0) {",
+        "    if (threadIdx.x == 0) {\n      __syncthreads();",
+        "different barriers",
+    ),
+    (
+        "for (int step = 16; step; step >>= 1) value",
+        "for (int step = threadIdx.x ? 16 : 8; step; step >>= 1) value",
+        "different barriers",
+    ),
+    ("((kind) & KNOTS ? 2 : 3)", "4", "beyond shared memory"),
+    ("lines_from<KIND>(address_of(table), 8)", "lines_from<KIND>(address_of(table), 4)", "not in shared memory"),
+    ("store_pair(own + k * stride, make_float2(0.0f, 0.0f));", ";", "differ; the worst is nan"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("old", "new", "message"), MISTAKES_IN_BLOCKS)
+def test_the_emulator_finds_mistakes_in_blocks(kernel, device, old, new, message, monkeypatch):
+    if device.type == "cuda":
+        pytest.skip("needs no GPU")
+    assert kernels.source([]).count(old) == 1
+    source = kernels.source
+    monkeypatch.setattr(kernels, "source", lambda chosen: source(chosen).replace(old, new))
+    with pytest.raises(AssertionError, match=message):
+        compare(fresh(kernel), "planes", torch.float32, device)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "old", "new"), MISTAKES_IN_NORMS)
 def test_mistakes_in_norms_are_found(kernel, device, file, old, new, monkeypatch):
     assert kernels.source([]).count(old) == 1, f"{file} no longer contains {old!r}"
     source = kernels.source
     monkeypatch.setattr(kernels, "source", lambda chosen: source(chosen).replace(old, new))
     monkeypatch.setattr(cuda.plan, "_ELEMENTS_OF_THREAD", 0)
-    broken = cuda.Kernel(kernel.index)
+    broken = fresh(kernel)
     monkeypatch.setattr(dispatch, "_kernel_for_device", lambda device: broken)
     eager.forget()
     try:
@@ -468,6 +525,7 @@ def test_mistakes_in_norms_are_found(kernel, device, file, old, new, monkeypatch
         eager.forget()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "old", "new"), MISTAKES)
 def test_mistakes_are_found(kernel, device, file, old, new, monkeypatch):
     text = kernels.source([])
@@ -476,7 +534,7 @@ def test_mistakes_are_found(kernel, device, file, old, new, monkeypatch):
     monkeypatch.setattr(kernels, "source", lambda chosen: source(chosen).replace(old, new))
     monkeypatch.setattr(cuda.plan.Gpu, "slots", lambda *_: 64)
     monkeypatch.setattr(cuda.plan, "_ELEMENTS_OF_THREAD", 0)
-    broken = cuda.Kernel(kernel.index)
+    broken = fresh(kernel)
     with pytest.raises(AssertionError):  # noqa: PT012
         compare_last_knot(broken, device)
         compare_pools(broken, device)

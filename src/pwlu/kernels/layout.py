@@ -91,3 +91,13 @@ def blocks(weight: int, channels: int, intervals: int, itemsize: int) -> list[in
     """Return the addresses of left, right, heights, left_slope and right_slope in a packed weight or its gradient."""
     left, right, left_slope, right_slope, heights = (weight + i * channels * itemsize for i in range(5))
     return [left, right, heights, left_slope, right_slope]
+
+
+def knot_blocks(weight: int, channels: int, intervals: int, itemsize: int) -> list[int]:
+    """Return the addresses of knots, heights, left_slope and right_slope in a knot weight or its gradient.
+
+    There is a 0 after knots, so that the others have the places that :func:`blocks` gives them.
+    """
+    knots, of_channel = intervals + 1, channels * itemsize
+    left_slope, right_slope, heights = (weight + i * of_channel for i in (knots, knots + 1, knots + 2))
+    return [weight, 0, heights, left_slope, right_slope]

@@ -6,9 +6,36 @@
 #define ROWS_AT_ONCE 8  // vectors of a column that a thread processes at a time
 #define MIXED_AT_ONCE 2
 
-// Compute the gradients of the parameters of one channel from its sums, by one warp. `sum(k)` returns (G, P) of line k.
+// Compute the gradients of the parameters of one channel with KNOTS, by one warp. P of line k is the sum of g (x - origin).
 template <typename Sum>
+__device__ void finish_knots(const Arguments &a, int channel, const Sum &sum) {
+  const int n = a.intervals, lane = threadIdx.x % 32;
+  const i64 at = (i64)channel * (n + 1);
+  const auto knot = [&](int i) { return (double)read(a.parameters[0], at + i, a.kind); };
+  const auto height = [&](int i) { return (double)read(a.parameters[2], at + i, a.kind); };
+  const auto width = [&](int k) { return knot(k) > knot(k - 1) ? knot(k) - knot(k - 1) : 1.0; };  // of line k
+  const auto slope = [&](int k) { return (height(k) - height(k - 1)) / width(k); };
+  for (int i = lane; i <= n; i += 32) {  // the lines before and after knot i have shares of it
+    const double before = i > 0 ? sum(i).y / width(i) : sum(0).x;
+    const double after = i < n ? sum(i + 1).x - sum(i + 1).y / width(i + 1) : sum(n + 1).x;
+    const double slope_before = i > 0 ? slope(i) : read(a.parameters[3], channel, a.kind);
+    const double slope_after = i < n ? slope(i + 1) : read(a.parameters[4], channel, a.kind);
+    write(a.gradients[2], at + i, a.kind, before + after);
+    write(a.gradients[0], at + i, a.kind, -slope_before * before - slope_after * after);
+  }
+  if (lane == 0) {
+    write(a.gradients[3], channel, a.kind, sum(0).y);
+    write(a.gradients[4], channel, a.kind, sum(n + 1).y);
+  }
+}
+
+// Compute the gradients of the parameters of one channel from its sums, by one warp. `sum(k)` returns (G, P) of line k.
+template <int KIND, typename Sum>
 __device__ void finish(const Arguments &a, int channel, const Sum &sum) {
+  if (KIND & KNOTS) {
+    finish_knots(a, channel, sum);
+    return;
+  }
   const int n = a.intervals, lane = threadIdx.x % 32;
   const i64 at = (i64)channel * (n + 1);
   const auto inside = [&](int i) {  // G, and P relative to knot i: the sum of g (x - B_i)/d
@@ -59,7 +86,7 @@ __device__ void finish(const Arguments &a, int channel, const Sum &sum) {
 __device__ double2 widen(float2 pair) { return make_double2(pair.x, pair.y); }
 
 // The number of lines in the column of a thread. The sums of a norm take one more line.
-#define SUM_LINES(kind, intervals) (LINES(intervals) + ((kind) & NORM ? 1 : 0))
+#define SUM_LINES(kind, intervals) (LINES(kind, intervals) + ((kind) & NORM ? 1 : 0))
 
 // The options of a kernel: what it reads and computes. With ADD, the second pass reads g_z, which the first pass has written.
 template <int KIND>
@@ -87,15 +114,17 @@ struct NormBackward : Normal {
 
 // Replace x by its gradient (that of z with a norm), and return t and the bits of the line for the sums. `slopes` holds results
 // of lines_from with this `stride`.
-template <bool CARE, int U, int W, bool EACH>
-__device__ void derivatives(float (&x)[U][W], const float (&g)[U][W], const Bounds *b, const unsigned *slopes, unsigned stride,
-                            float intervals, float (&t)[U][W], unsigned (&bits)[U][W]) {
+template <int KIND, bool CARE, int U, int W, bool EACH>
+__device__ void derivatives(float (&x)[U][W], const float (&g)[U][W], const Finder<KIND> *b, const unsigned *slopes,
+                            unsigned stride, float intervals, float (&t)[U][W], unsigned (&bits)[U][W]) {
+  unsigned found[U][W];
+  search<CARE, EACH>(b, x, found);
 #pragma unroll
   for (int u = 0; u < U; ++u)
 #pragma unroll
     for (int j = 0; j < W; ++j) {
       const int own = EACH ? j : 0;
-      const Place place = CARE ? b[own].place_with_care(x[u][j], intervals) : b[own].place(x[u][j], intervals);
+      const Place place = place_of<KIND, CARE>(x[u][j], b[own], intervals, found[u][j]);
       t[u][j] = place.t, bits[u][j] = place.bits();
       x[u][j] = g[u][j] * load(bits[u][j] * stride + slopes[own]);
     }
@@ -112,7 +141,7 @@ __device__ void clear(float (&x)[W], float (&g)[W], float (&residual)[W]) {
 // elements share the first ones.
 template <int KIND, int U, int W, bool EACH>
 __device__ void differentiate(float (&x)[U][W], const float (&g)[U][W], const float (&residual)[U][W], NormBackward *norm,
-                              const Bounds *b, const unsigned *slopes, unsigned stride, float intervals, float limit,
+                              const Finder<KIND> *b, const unsigned *slopes, unsigned stride, float intervals, float limit,
                               float (&t)[U][W], unsigned (&bits)[U][W]) {
   float centred[U][W];
   bool tame = true;
@@ -129,8 +158,8 @@ __device__ void differentiate(float (&x)[U][W], const float (&g)[U][W], const fl
     tame = are_tame(x[u], limit) && tame;
   }
   if (Pass<KIND>::slopes) {
-    if (tame) derivatives<false, U, W, EACH>(x, g, b, slopes, stride, intervals, t, bits);
-    else derivatives<true, U, W, EACH>(x, g, b, slopes, stride, intervals, t, bits);
+    if (tame) derivatives<KIND, false, U, W, EACH>(x, g, b, slopes, stride, intervals, t, bits);
+    else derivatives<KIND, true, U, W, EACH>(x, g, b, slopes, stride, intervals, t, bits);
   } else {
 #pragma unroll
     for (int u = 0; u < U; ++u)
@@ -210,8 +239,9 @@ struct Read {
 template <typename T, int W, int KIND, int U>
 __device__ void backward_planes(const Arguments &a) {
   using On = Pass<KIND>;
-  extern __shared__ float2 columns[];  // [line][thread], then the slopes
-  const int lines = LINES(a.intervals), sum_lines = SUM_LINES(KIND, a.intervals), threads = blockDim.x, channel = blockIdx.x;
+  extern __shared__ float2 columns[];  // [line][thread], then the slopes, then origins with KNOTS
+  const int lines = LINES(KIND, a.intervals), sum_lines = SUM_LINES(KIND, a.intervals), threads = blockDim.x,
+            channel = blockIdx.x;
   float *slopes = reinterpret_cast<float *>(columns + (On::sums ? sum_lines * threads : 0));
   const Stretch<W> stretch(a);
   const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x);
@@ -227,16 +257,20 @@ __device__ void backward_planes(const Arguments &a) {
   }
   NormBackward norm;
   if (On::norm) norm = NormBackward(a, channel, On::sums);
-  Bounds b;
+  Finder<KIND> b;
   if (On::slopes) {
-    b = Bounds(a, channel);
-    for (int k = threadIdx.x; k < lines; k += threads) slopes[k] = line(a, channel, k, b).x;
+    float *origins = slopes + lines;
+    b = finder<KIND>(a, channel, address_of(origins), 4);
+    for (int k = threadIdx.x; k < lines; k += threads) {
+      slopes[k] = line(a, channel, k, b).x;
+      if (KIND & KNOTS) origins[k] = origin(a, channel, k);
+    }
   }
-  const unsigned own = address_of(columns + threadIdx.x), stride = 8 * threads, column = lines_from(own, stride);
+  const unsigned own = address_of(columns + threadIdx.x), stride = 8 * threads, column = lines_from<KIND>(own, stride);
   if (On::sums)
     for (int k = 0; k < lines; ++k) store_pair(own + k * stride, make_float2(0.0f, 0.0f));
   __syncthreads();
-  const unsigned table = lines_from(address_of(slopes), 4);
+  const unsigned table = lines_from<KIND>(address_of(slopes), 4);
   const float intervals = (float)a.intervals, limit = b.limit();
   for (int i = threadIdx.x; i < stretch.count; i += U * threads) {
     float values[U][W], g[U][W], added[U][W], t[U][W];
@@ -302,7 +336,7 @@ __device__ void backward_planes(const Arguments &a) {
     return;
   }
   __syncthreads();
-  if (threadIdx.x < 32) finish(a, channel, [&](int k) { return widen(totals[k * apart]); });
+  if (threadIdx.x < 32) finish<KIND>(a, channel, [&](int k) { return widen(totals[k * apart]); });
 }
 
 // A block processes a panel of vectors in a range of rows. A thread processes one vector per row. It has one column for each
@@ -312,8 +346,8 @@ __device__ void backward_rows(const Arguments &a) {
   using On = Pass<KIND>;
   constexpr int U = MIXED ? MIXED_AT_ONCE : On::sums ? ROWS_AT_ONCE : ROWS_AT_ONCE / 2;  // without columns, more threads fit
   constexpr int OWN = MIXED ? (W > 1 ? 2 : 1) : W;  // columns per thread
-  extern __shared__ float2 columns[];  // [line][own column][thread], then the slopes, [line][place]
-  const int lines = LINES(a.intervals), sum_lines = SUM_LINES(KIND, a.intervals), threads = blockDim.x;
+  extern __shared__ float2 columns[];  // [line][own column][thread], then the slopes, [line][place], then origins with KNOTS
+  const int lines = LINES(KIND, a.intervals), sum_lines = SUM_LINES(KIND, a.intervals), threads = blockDim.x;
   const Panel<W, MIXED> panel(a);
   const int rows = panel.rows, places = panel.places;
   const i64 stride = panel.stride;
@@ -327,16 +361,23 @@ __device__ void backward_rows(const Arguments &a) {
     if (u < panel.count) ahead[u].fetch(x, grad, residual, u * stride);
 
   float *slopes = reinterpret_cast<float *>(columns + (On::sums ? sum_lines * OWN * threads : 0));
-  float *room = On::sums ? reinterpret_cast<float *>(columns) : slopes + lines * places;  // the columns are not yet in use
+  float *origins = slopes + lines * places, *after = (KIND & KNOTS) ? origins + lines * places : origins;
+  float *room = On::sums ? reinterpret_cast<float *>(columns) : after;  // the columns are not yet in use
   NormBackward norm[W];
-  Bounds b[W];
+  Finder<KIND> b[W];
   float limit = 1e30f;
 #pragma unroll
   for (int j = 0; j < W; ++j) {
     if (On::norm) norm[j] = NormBackward(a, panel.channel[j], On::sums);
-    if (On::slopes) b[j] = Bounds(a, panel.channel[j]), limit = fminf(limit, b[j].limit());
+    if (!On::slopes) continue;
+    b[j] = finder<KIND>(a, panel.channel[j], address_of(origins + panel.place[j]), 4 * places);
+    limit = fminf(limit, b[j].limit());
   }
-  if (On::slopes) lines_of_panel(a, panel, room, [&](int k, int place, float2 entry) { slopes[k * places + place] = entry.x; });
+  if (On::slopes)
+    lines_of_panel<KIND>(a, panel, room, [&](int k, int place, float2 entry, float origin) {
+      slopes[k * places + place] = entry.x;
+      if (KIND & KNOTS) origins[k * places + place] = origin;
+    });
   __syncthreads();
   const unsigned own_address = address_of(columns + threadIdx.x), column_bytes = 8 * OWN * threads, line_bytes = 4 * places;
   if (On::sums)
@@ -345,8 +386,8 @@ __device__ void backward_rows(const Arguments &a) {
 #pragma unroll
   for (int j = 0; j < W; ++j) {
     const int own_column = MIXED ? panel.channel[j] - panel.channel[0] : j;
-    column[j] = lines_from(own_address + own_column * 8 * threads, column_bytes);
-    table[j] = lines_from(address_of(slopes + panel.place[j]), line_bytes);
+    column[j] = lines_from<KIND>(own_address + own_column * 8 * threads, column_bytes);
+    table[j] = lines_from<KIND>(address_of(slopes + panel.place[j]), line_bytes);
   }
   const float intervals = (float)a.intervals;
   for (int i = 0; i < panel.count; i += U) {
@@ -414,6 +455,6 @@ __device__ void backward_rows(const Arguments &a) {
   if (a.splits > 1) return;
   __syncthreads();
   for (int c = threadIdx.x / 32; c < panel.channels; c += threads / 32)
-    finish(a, panel.first_channel + c,
-           [&](int k) { return widen(columns[(k * OWN + own(c, first_of(c))) * threads + first_of(c)]); });
+    finish<KIND>(a, panel.first_channel + c,
+                 [&](int k) { return widen(columns[(k * OWN + own(c, first_of(c))) * threads + first_of(c)]); });
 }

@@ -3,7 +3,7 @@
 import functools
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,22 +55,12 @@ class Kernel:
     very many intervals exceeds shared memory.
     """
 
-    def __init__(self, index: int) -> None:
-        found = torch.cuda.get_device_properties(index)
+    def __init__(self, index: int, processor: Processor | None = None) -> None:
         self.index = index
-        self.processor = Processor(
-            f"sm_{found.major}{found.minor}",
-            found.multi_processor_count,
-            found.max_threads_per_multi_processor,
-            found.shared_memory_per_multiprocessor,
-            found.shared_memory_per_block_optin,
-        )
+        self.processor = processor or _processor(index)
         self._loaded: dict[str, Loaded] = {}
         self._lock = threading.Lock()
-        self.make_plans()
-
-    def make_plans(self) -> None:
-        """Create empty caches of plans. A plan is computed once per shape."""
+        # A plan is computed once per shape.
         gpu = Gpu(self.processor, lambda name, threads, shared: self.load(name).resident(threads, shared))
         self._map_plan = functools.lru_cache(_PLANS)(functools.partial(plan_map, gpu=gpu))
         self._backward_plan = functools.lru_cache(_PLANS)(functools.partial(plan_backward, gpu=gpu))
@@ -125,6 +115,10 @@ class Kernel:
         """Return y."""
         return self._map("forward", x, weight, intervals, channel_dim)
 
+    def nonuniform_forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
+        """Return y of non-uniform PWLUs."""
+        return self._map("nonuniform_forward", x, weight, intervals, channel_dim)
+
     def observe(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
         """Return y, and add the moments of x to the pool in place, reading x once."""
         return self._map("observe", x, weight, intervals, channel_dim, pool)
@@ -162,10 +156,10 @@ class Kernel:
         residual: Tensor | None = None,
         norm: Tensor | None = None,
     ) -> Tensor:
-        channels, weight = weight.shape[0] // (intervals + 5), _for_kernel(weight)
+        weight = _for_kernel(weight)
         (address,) = layout.addresses([weight])
-        parameters = layout.blocks(address, channels, intervals, weight.itemsize)
-        return self._run_map(what, x, weight.dtype, parameters, channels, intervals, channel_dim, pool, residual, norm)
+        channels, blocks = _channels_and_blocks(what, weight, intervals)
+        return self._run_map(what, x, weight.dtype, blocks(address), channels, intervals, channel_dim, pool, residual, norm)
 
     def _run_map(
         self,
@@ -213,12 +207,29 @@ class Kernel:
         self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and of the weight; an empty tensor for a gradient that is not needed."""
-        what = "backward" if need_weight else "backward_input"
-        found = self._backward(what, grad, x, weight, intervals, channel_dim)
-        if found is NotImplemented:
-            return NotImplemented
-        grad_x, grad_weight = found  # the kernels always compute grad_x
-        return grad_x if need_input else x.new_empty(0), grad_weight
+        return self._differentiate("backward", grad, x, weight, intervals, channel_dim, need_input, need_weight)
+
+    def nonuniform_backward(
+        self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x and of the knot weight; an empty tensor for a gradient that is not needed."""
+        return self._differentiate("nonuniform_backward", grad, x, weight, intervals, channel_dim, need_input, need_weight)
+
+    def _differentiate(
+        self,
+        what: str,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        intervals: int,
+        channel_dim: int,
+        need_input: bool,
+        need_weight: bool,
+    ) -> tuple[Tensor, Tensor]:
+        found = self._backward(what if need_weight else f"{what}_input", grad, x, weight, intervals, channel_dim)
+        if found is NotImplemented or need_input:
+            return found
+        return x.new_empty(0), found[1]  # the kernels always compute the gradient of x
 
     def norm_backward(
         self, grad: Tensor, x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int
@@ -254,14 +265,14 @@ class Kernel:
         """Return the output, shaped like x, and the gradient of the weight. Each is empty if the kernel does not write it."""
         if x.dtype not in _KINDS:
             return NotImplemented
-        lines, channels = sum_lines(what, intervals), weight.shape[0] // (intervals + 5)
+        lines, packed = sum_lines(what, intervals), _for_kernel(weight)
+        channels, blocks = _channels_and_blocks(what, packed, intervals)
         out = x.new_empty(0) if what == "norm_backward" else torch.empty_like(x)
         if not x.numel():
             return out, weight.new_zeros(weight.shape if lines else 0)
         x = layout.laid_out_as(out, x) if out.numel() else layout.dense(x)
         grad = layout.laid_out_as(x, grad.to(x.dtype))
         residual = residual if residual is None else layout.laid_out_as(x, residual)
-        packed = _for_kernel(weight)
         source, of_grad, address = layout.addresses([x, grad, packed])
         added, of_norm, of_sums = layout.optional_addresses(residual, norm, sums)
         aligned = not (source | of_grad | out.data_ptr() | added) & 15
@@ -269,9 +280,8 @@ class Kernel:
         plan = self._backward_plan(what, NAMES[x.dtype], form, intervals, _KINDS[packed.dtype], aligned)
         if plan is None:
             return NotImplemented
-        second = self._finish_plan(plan, channels, lines) if lines and plan.splits > 1 else None
+        second = self._finish_plan(what, plan, channels, lines) if lines and plan.splits > 1 else None
         grad_weight = torch.empty_like(packed) if lines else packed.new_empty(0)
-        blocks = functools.partial(layout.blocks, channels=channels, intervals=intervals, itemsize=packed.itemsize)
         tensors = {
             "x": source,
             "grad": of_grad,
@@ -324,6 +334,25 @@ class Kernel:
         self._run(x, key, plan, second, 3 * channels, tensors)
         layout.note_changes(state)
         return norm
+
+
+def _processor(index: int) -> Processor:
+    """Return the properties of a device."""
+    found = torch.cuda.get_device_properties(index)
+    return Processor(
+        f"sm_{found.major}{found.minor}",
+        found.multi_processor_count,
+        found.max_threads_per_multi_processor,
+        found.shared_memory_per_multiprocessor,
+        found.shared_memory_per_block_optin,
+    )
+
+
+def _channels_and_blocks(what: str, weight: Tensor, intervals: int) -> tuple[int, Callable[[int], list[int]]]:
+    """Return the number of channels, and a function from the address of a weight or its gradient to those of its blocks."""
+    size, blocks = (2 * intervals + 4, layout.knot_blocks) if "nonuniform" in what else (intervals + 5, layout.blocks)
+    channels = weight.shape[0] // size
+    return channels, functools.partial(blocks, channels=channels, intervals=intervals, itemsize=weight.itemsize)
 
 
 def _is_plain(tensor: Tensor | None) -> bool:

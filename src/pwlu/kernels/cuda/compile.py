@@ -28,6 +28,7 @@ BACKWARD_VECTORS: dict[str, dict[str, tuple[int, ...]]] = VECTORS | {
 MANY_AT_ONCE = 4  # vectors that a thread of backward_many_planes processes at a time
 MAPS = {
     "forward": "FORWARD",
+    "nonuniform_forward": "FORWARD | KNOTS",
     "lookup": "LOOKUP",
     "observe": "FORWARD | MOMENTS",
     "moments": "MOMENTS",
@@ -39,12 +40,20 @@ MAPS = {
 BACKWARDS = {
     "backward": "SUMS",
     "backward_input": "0",
+    "nonuniform_backward": "SUMS | KNOTS",
+    "nonuniform_backward_input": "KNOTS",
     "norm_backward": "SUMS | NORM",
     "norm_add_backward": "SUMS | NORM | ADD",
     "norm_input": "NORM",
     "norm_add_input": "NORM | ADD",
 }
 FORMS = {"planes": ("planes", ""), "rows": ("rows", ", false"), "mixed": ("rows", ", true")}
+RESIDENT_IN_PLANES = {  # the others need more registers
+    "forward": "RESIDENT_THREADS",
+    "lookup": "RESIDENT_THREADS",
+    "observe": "1536",
+    "nonuniform_forward": "1024",
+}
 MAP_THREADS, BACKWARD_THREADS, MIXED_THREADS, FINISH_THREADS = 256, 128, 256, 512
 
 _CACHE_BYTES = 64 << 20
@@ -74,16 +83,14 @@ class Function(NamedTuple):
 
 def functions() -> dict[str, Function]:
     """Return all kernels by name: ``{operation}_{planes|rows|mixed}_{dtype}_{vector width}``."""
-    found = [Function(f"finish_{what}", f"reduce_{what}", FINISH_THREADS) for what in ("gradients", "moments", "norm")]
+    finishing = {"gradients": "gradients<0>", "knots": "gradients<KNOTS>", "moments": "moments", "norm": "norm"}
+    found = [Function(f"finish_{what}", f"reduce_{template}", FINISH_THREADS) for what, template in finishing.items()]
     for dtype, of_c in TYPES.items():
         for form, (template, last) in FORMS.items():
             for width in VECTORS[form][dtype]:
                 for what, kind in MAPS.items():
                     of_template = f"map_{template}<{of_c}, {width}, {kind}{last}>"
-                    full = what in ("forward", "lookup")  # the others need more registers
-                    resident = (
-                        ("RESIDENT_THREADS" if full else "1536" if what == "observe" else "1") if form == "planes" else "1"
-                    )
+                    resident = RESIDENT_IN_PLANES.get(what, "1") if form == "planes" else "1"
                     threads = MIXED_THREADS if form == "mixed" else MAP_THREADS
                     found.append(Function(f"{what}_{form}_{dtype}_{width}", of_template, threads, resident))
             for width in BACKWARD_VECTORS[form][dtype]:

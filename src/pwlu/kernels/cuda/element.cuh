@@ -35,7 +35,8 @@ __device__ void store_pair(unsigned address, float2 pair) {
 struct Arguments {
   const void *x, *grad;
   void *out;  // y, or the gradient of x or z
-  // forward and backward: left, right, heights (C, N+1), left_slope, right_slope; lookup: left, 1/d, slopes, offsets (C, N+2)
+  // forward and backward: left, right, heights (C, N+1), left_slope, right_slope; with KNOTS: knots (C, N+1) in place of left and
+  // right; lookup: left, 1/d, slopes, offsets (C, N+2)
   const void *parameters[5];
   void *gradients[5];
   void *partial;  // partial sums of every block
@@ -145,20 +146,24 @@ __device__ float finite(float x) { return fabsf(x) > LARGEST ? copysignf(LARGEST
 #define MAGIC_BITS 0x4b400000
 
 // Lines are numbered 0 (left), 1..N (intervals), N + 1, and N + 2 (right). Line N + 1 is the last interval again, for x below
-// B_R whose t is rounded up to N. This saves a comparison per element.
-#define LINES(intervals) ((intervals) + 3)
+// B_R whose t is rounded up to N. This saves a comparison per element. With KNOTS, the line on the right is N + 1.
+#define LINES(kind, intervals) ((intervals) + ((kind) & KNOTS ? 2 : 3))
 
-// The place of an element: u = x - B_L, t = u N/(B_R - B_L), and its line, which is bits + 1 - MAGIC_BITS.
+// The place of an element: u = x - B_L, t = u N/(B_R - B_L), and its line, which is bits + 1 - MAGIC_BITS. With KNOTS, u and t are
+// x - origin, and the line is bits. With LOOKUP, u is x.
 struct Place {
   float u, t, shifted;
   __device__ unsigned bits() const { return __float_as_uint(shifted); }
 };
 
-// Return an offset such that bits * stride + offset is the address of an element's line, if line 0 is at `address`.
-__device__ unsigned lines_from(unsigned address, unsigned stride) { return address - (MAGIC_BITS - 1u) * stride; }
+// The parts of kernels. NORM: x is normalized first; ADD: then another tensor is added; KNOTS: the unit is non-uniform.
+enum Kind { FORWARD = 1, LOOKUP = 2, MOMENTS = 4, NORM = 8, ADD = 16, SUMS = 32, KNOTS = 64 };
 
-// The parts of kernels. NORM: x is normalized first; ADD: then another tensor is added.
-enum Kind { FORWARD = 1, LOOKUP = 2, MOMENTS = 4, NORM = 8, ADD = 16, SUMS = 32 };
+// Return an offset such that bits * stride + offset is the address of an element's line, if line 0 is at `address`.
+template <int KIND>
+__device__ unsigned lines_from(unsigned address, unsigned stride) {
+  return (KIND & KNOTS) ? address : address - (MAGIC_BITS - 1u) * stride;
+}
 
 // Compute z of an element. Each operation is rounded separately, as in reference.normalize.
 struct Normal {
@@ -214,6 +219,67 @@ struct Bounds {
   }
 };
 
+// The origins of the lines of one channel in shared memory: the knots, and the first of them once more in front, because line 0
+// ends where line 1 begins.
+struct Knots {
+  unsigned address, stride, count;  // of line 0, between lines, and of knots
+  __device__ float origin(unsigned line) const { return load(line * stride + address); }
+  __device__ float limit() const { return 1e30f; }
+};
+
+// Return what finds the line of an element of a channel. The last two arguments are for KNOTS.
+template <int KIND>
+__device__ auto finder(const Arguments &a, int channel, unsigned address, unsigned stride) {
+  if constexpr (KIND & KNOTS) {
+    return Knots{address, stride, a.intervals + 1u};
+  } else if constexpr (KIND & LOOKUP) {
+    Bounds b;
+    b.left = read(a.parameters[0], channel, a.kind);
+    b.scale = read(a.parameters[1], channel, a.kind);
+    return b;
+  } else {
+    return Bounds(a, channel);
+  }
+}
+template <int KIND>
+using Finder = decltype(finder<KIND>(Arguments(), 0, 0, 0));
+
+// Find the line of each element with KNOTS: the number of knots that are not greater. All elements take the same steps, which
+// stay within the table, whatever the knots are. With CARE, x becomes finite. With EACH, element j has its own knots; else all
+// share the first ones.
+template <bool CARE, bool EACH, int U, int W>
+__device__ void search(const Knots *knots, float (&x)[U][W], unsigned (&found)[U][W]) {
+#pragma unroll
+  for (int u = 0; u < U; ++u)
+#pragma unroll
+    for (int j = 0; j < W; ++j) x[u][j] = CARE ? finite(x[u][j]) : x[u][j], found[u][j] = 0;
+  for (unsigned count = knots[0].count, half; count > 0; count -= half) {
+    half = (count + 1) / 2;
+#pragma unroll
+    for (int u = 0; u < U; ++u)
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        const unsigned next = found[u][j] + half;
+        if (x[u][j] >= knots[EACH ? j : 0].origin(next)) found[u][j] = next;
+      }
+  }
+}
+template <bool CARE, bool EACH, int U, int W>
+__device__ void search(const Bounds *, float (&)[U][W], unsigned (&)[U][W]) {}  // Bounds need no search
+
+// Return the place of an element, given what the search has found.
+template <int KIND, bool CARE>
+__device__ Place place_of(float x, const Knots &knots, float, unsigned found) {
+  const float position = (KIND & (FORWARD | SUMS)) ? x - knots.origin(found) : 0.0f;
+  return {position, position, __uint_as_float(found)};
+}
+template <int KIND, bool CARE>
+__device__ Place place_of(float raw, const Bounds &b, float intervals, unsigned) {
+  if (!(KIND & LOOKUP)) return CARE ? b.place_with_care(raw, intervals) : b.place(raw, intervals);
+  const float x = CARE ? finite(raw) : raw, t = __fmul_rn(__fsub_rn(x, b.left), b.scale);
+  return {x, t, __fadd_rd(fminf(fmaxf(t, -1.0f), intervals), MAGIC)};
+}
+
 // Return true only if all absolute values are below the limit. A NaN gives false.
 template <int W>
 __device__ bool are_tame(const float (&values)[W], float limit) {
@@ -240,6 +306,24 @@ __device__ int knot_before(const Arguments &a, int k) {
   return k > a.intervals + 1 ? a.intervals : max(min(k, a.intervals) - 1, 0);
 }
 __device__ int knot_after(const Arguments &a, int k) { return min(k, a.intervals); }
+
+// Return line k with KNOTS as (S, Y) with y = (x - origin) S + Y, from the knots and the heights at its ends.
+__device__ float2 line(int intervals, int k, float begin, float end, float before, float after, float slope) {
+  if (k == 0 || k > intervals) return make_float2(slope, before);
+  return make_float2((after - before) / (end > begin ? end - begin : 1.0f), before);  // the width is 1 if there are no elements
+}
+
+__device__ float origin(const Arguments &a, int channel, int k) {
+  return read(a.parameters[0], (i64)channel * (a.intervals + 1) + max(k - 1, 0), a.kind);
+}
+
+__device__ float2 line(const Arguments &a, int channel, int k, const Knots &) {
+  const i64 at = (i64)channel * (a.intervals + 1);
+  const int before = max(k - 1, 0), after = min(k, a.intervals);
+  const float begin = read(a.parameters[0], at + before, a.kind), end = read(a.parameters[0], at + after, a.kind);
+  const float from = read(a.parameters[2], at + before, a.kind), to = read(a.parameters[2], at + after, a.kind);
+  return line(a.intervals, k, begin, end, from, to, read(k == 0 ? a.parameters[3] : a.parameters[4], channel, a.kind));
+}
 
 // The loads do not depend on each other, so that a warp waits only once.
 __device__ float2 line(const Arguments &a, int channel, int k, const Bounds &b) {

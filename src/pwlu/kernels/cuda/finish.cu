@@ -2,9 +2,10 @@
 
 // A block processes `together` channels that are neighbours in memory, so that it uses all of the memory it fetches. `groups`
 // groups of threads share the splits.
+template <int KIND>
 __device__ void reduce_gradients(const Arguments &a) {
   extern __shared__ double2 sums[];  // [group][line][channel]
-  const int lines = LINES(a.intervals) + (a.sums ? 1 : 0), together = a.together, groups = a.groups,
+  const int lines = LINES(KIND, a.intervals) + (a.sums ? 1 : 0), together = a.together, groups = a.groups,
             first = blockIdx.x * together;
   const int per_group = lines * together;
   for (int i = threadIdx.x; i < groups * per_group; i += blockDim.x) {
@@ -29,7 +30,7 @@ __device__ void reduce_gradients(const Arguments &a) {
     }
   __syncthreads();
   for (int c = threadIdx.x / 32; c < together; c += blockDim.x / 32)
-    if (first + c < a.channels) finish(a, first + c, [&](int k) { return sums[k * together + c]; });
+    if (first + c < a.channels) finish<KIND>(a, first + c, [&](int k) { return sums[k * together + c]; });
 }
 
 // Return the mean and the sum of squared deviations of a channel over all partial results, by one warp. Add up differences

@@ -37,27 +37,19 @@ __device__ float warp_sum(float value) {
   return value;
 }
 
-// Return y of one element. `lines` is the result of lines_from with this `stride`.
-template <int KIND, bool CARE>
-__device__ float value(float raw, const Bounds &b, unsigned lines, unsigned stride, float intervals) {
-  if (KIND & LOOKUP) {
-    const float x = CARE ? finite(raw) : raw, t = __fmul_rn(__fsub_rn(x, b.left), b.scale);
-    const float shifted = __fadd_rd(fminf(fmaxf(t, -1.0f), intervals), MAGIC);
-    const float2 entry = load_pair(__float_as_uint(shifted) * stride + lines);
-    return fmaf(x, entry.x, entry.y);
+// Replace x by y. `lines` is the result of lines_from with this `stride`, for place 0. With EACH, element j has its own finder
+// and place; else all elements share the first finder.
+template <int KIND, bool CARE, bool EACH, int W>
+__device__ void evaluate(float (&x)[1][W], const Finder<KIND> *b, unsigned lines, const int *places, unsigned stride,
+                         float intervals) {
+  unsigned found[1][W];
+  search<CARE, EACH>(b, x, found);
+#pragma unroll
+  for (int j = 0; j < W; ++j) {
+    const Place place = place_of<KIND, CARE>(x[0][j], b[EACH ? j : 0], intervals, found[0][j]);
+    const float2 entry = load_pair(place.bits() * stride + (EACH ? lines + 8 * places[j] : lines));
+    x[0][j] = fmaf(place.u, entry.x, entry.y);
   }
-  const Place place = CARE ? b.place_with_care(raw, intervals) : b.place(raw, intervals);
-  const float2 entry = load_pair(place.bits() * stride + lines);
-  return fmaf(place.u, entry.x, entry.y);
-}
-
-template <int KIND>
-__device__ Bounds bounds_of(const Arguments &a, int channel) {
-  if (!(KIND & LOOKUP)) return Bounds(a, channel);
-  Bounds b;
-  b.left = read(a.parameters[0], channel, a.kind);
-  b.scale = read(a.parameters[1], channel, a.kind);
-  return b;
 }
 
 __device__ float2 entry_of_lookup(const Arguments &a, int channel, int k) {
@@ -82,7 +74,7 @@ __device__ void decode(const Vectors &x, const Vectors &residual, const Normal *
 // A block processes one channel.
 template <typename T, int W, int KIND>
 __device__ void map_planes(const Arguments &a) {
-  extern __shared__ float2 table[];
+  extern __shared__ float2 table[];  // [line], then origins with KNOTS
   __shared__ Moments of_warps[8];  // plan.py counts this as _STATIC_BYTES
   const int channel = blockIdx.x, threads = blockDim.x;
   const Stretch<W> stretch(a);
@@ -98,14 +90,17 @@ __device__ void map_planes(const Arguments &a) {
   if (threadIdx.x < stretch.count) fetch();
   Normal normal;
   if (KIND & NORM) normal = Normal(a, channel);
-  Bounds b;
+  Finder<KIND> b;
   float limit = 1e30f;
   if (KIND & (FORWARD | LOOKUP)) {
-    b = bounds_of<KIND>(a, channel);
+    const int entries = (KIND & LOOKUP) ? a.intervals + 2 : LINES(KIND, a.intervals);
+    float *origins = reinterpret_cast<float *>(table + entries);
+    b = finder<KIND>(a, channel, address_of(origins), 4);
     if (KIND & FORWARD) limit = b.limit();
-    const int entries = (KIND & LOOKUP) ? a.intervals + 2 : LINES(a.intervals);
-    for (int k = threadIdx.x; k < entries; k += threads)
+    for (int k = threadIdx.x; k < entries; k += threads) {
       table[k] = (KIND & LOOKUP) ? entry_of_lookup(a, channel, k) : line(a, channel, k, b);
+      if (KIND & KNOTS) origins[k] = origin(a, channel, k);
+    }
     __syncthreads();
   }
   Shifted shifted = {0.0f, 0.0f, 0.0f};
@@ -118,10 +113,10 @@ __device__ void map_planes(const Arguments &a) {
     shifted.shift = sum / fmaxf(count, 1.0f);
   }
   const float intervals = (float)a.intervals;
-  const unsigned lines = lines_from(address_of(table), 8);
+  const unsigned lines = lines_from<KIND>(address_of(table), 8);
   for (int i = threadIdx.x; i < stretch.count; i += threads) {
-    float values[W];
-    decode<KIND>(ahead, added, &normal, values);
+    float values[1][W];
+    decode<KIND>(ahead, added, &normal, values[0]);
     const i64 here = at;
     if (i + threads < stretch.count) {
       at = stretch.at(i + threads);
@@ -129,19 +124,14 @@ __device__ void map_planes(const Arguments &a) {
     }
     if (KIND & MOMENTS) {
 #pragma unroll
-      for (int j = 0; j < W; ++j) shifted.add(values[j]);
+      for (int j = 0; j < W; ++j) shifted.add(values[0][j]);
       seen += W;
     }
     if (KIND & (FORWARD | LOOKUP)) {
-      if (are_tame(values, limit)) {
-#pragma unroll
-        for (int j = 0; j < W; ++j) values[j] = value<KIND, false>(values[j], b, lines, 8, intervals);
-      } else {
-#pragma unroll
-        for (int j = 0; j < W; ++j) values[j] = value<KIND, true>(values[j], b, lines, 8, intervals);
-      }
+      if (are_tame(values[0], limit)) evaluate<KIND, false, false>(values, &b, lines, nullptr, 8, intervals);
+      else evaluate<KIND, true, false>(values, &b, lines, nullptr, 8, intervals);
       Vector<T, W> result;
-      result.encode(values);
+      result.encode(values[0]);
       y[here] = result;
     }
   }
@@ -165,7 +155,7 @@ __device__ void map_planes(const Arguments &a) {
 template <typename T, int W, int KIND, bool MIXED>
 __device__ void map_rows(const Arguments &a) {
   constexpr int U = MIXED ? MAP_MIXED_AT_ONCE : MAP_ROWS_AT_ONCE;
-  extern __shared__ float2 table[];  // [line][place], then room for heights; later, moments
+  extern __shared__ float2 table[];  // [line][place], then origins with KNOTS, then room for heights; later, moments
   const Panel<W, MIXED> panel(a);
   const i64 stride = panel.stride;
   const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x) + panel.start;
@@ -184,15 +174,16 @@ __device__ void map_rows(const Arguments &a) {
 #pragma unroll
     for (int j = 0; j < W; ++j) normal[j] = Normal(a, panel.channel[j]);
   }
-  Bounds b[W];
+  Finder<KIND> b[W];
   float limit = 1e30f;
   if (KIND & (FORWARD | LOOKUP)) {
+    const int places = panel.places, entries = LINES(KIND, a.intervals) * places;
+    float *origins = reinterpret_cast<float *>(table + entries);
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-      b[j] = bounds_of<KIND>(a, panel.channel[j]);
+      b[j] = finder<KIND>(a, panel.channel[j], address_of(origins + panel.place[j]), 4 * places);
       if (KIND & FORWARD) limit = fminf(limit, b[j].limit());
     }
-    const int places = panel.places;
     if (KIND & LOOKUP) {
       float *room = reinterpret_cast<float *>(table + (a.intervals + 2) * places);
       if (MIXED) {
@@ -211,8 +202,11 @@ __device__ void map_rows(const Arguments &a) {
         }
       }
     } else {
-      float *room = reinterpret_cast<float *>(table + LINES(a.intervals) * places);
-      lines_of_panel(a, panel, room, [&](int k, int place, float2 entry) { table[k * places + place] = entry; });
+      float *room = (KIND & KNOTS) ? origins + entries : origins;
+      lines_of_panel<KIND>(a, panel, room, [&](int k, int place, float2 entry, float origin) {
+        table[k * places + place] = entry;
+        if (KIND & KNOTS) origins[k * places + place] = origin;
+      });
       __syncthreads();
     }
   }
@@ -225,7 +219,7 @@ __device__ void map_rows(const Arguments &a) {
     for (int j = 0; j < W; ++j) shifted[j] = {panel.count > 0 ? values[j] : 0.0f, 0.0f, 0.0f};
   }
   const float intervals = (float)a.intervals;
-  const unsigned stride_of_lines = 8 * panel.places, lines = lines_from(address_of(table), stride_of_lines);
+  const unsigned stride_of_lines = 8 * panel.places, lines = lines_from<KIND>(address_of(table), stride_of_lines);
   for (int i = 0; i < panel.count; i += U) {
     Vector<T, W> now[U], now_added[U];
     x += U * stride, residual += U * stride;
@@ -237,25 +231,18 @@ __device__ void map_rows(const Arguments &a) {
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const bool valid = u == 0 || i + u < panel.count;
-      float values[W];
-      decode<KIND, true>(now[u], now_added[u], normal, values);
+      float values[1][W];
+      decode<KIND, true>(now[u], now_added[u], normal, values[0]);
       if ((KIND & MOMENTS) && valid) {
 #pragma unroll
-        for (int j = 0; j < W; ++j) shifted[j].add(values[j]);
+        for (int j = 0; j < W; ++j) shifted[j].add(values[0][j]);
         ++seen;
       }
       if (KIND & (FORWARD | LOOKUP)) {
-        if (are_tame(values, limit)) {
-#pragma unroll
-          for (int j = 0; j < W; ++j)
-            values[j] = value<KIND, false>(values[j], b[j], lines + 8 * panel.place[j], stride_of_lines, intervals);
-        } else {
-#pragma unroll
-          for (int j = 0; j < W; ++j)
-            values[j] = value<KIND, true>(values[j], b[j], lines + 8 * panel.place[j], stride_of_lines, intervals);
-        }
+        if (are_tame(values[0], limit)) evaluate<KIND, false, true>(values, b, lines, panel.place, stride_of_lines, intervals);
+        else evaluate<KIND, true, true>(values, b, lines, panel.place, stride_of_lines, intervals);
         Vector<T, W> result;
-        result.encode(values);
+        result.encode(values[0]);
         if (valid) y[u * stride] = result;
       }
     }

@@ -228,9 +228,10 @@ def plan_map(
     what: str, dtype: str, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu
 ) -> Plan | None:
     """Return the plan of a map, by its name in ``compile.MAPS``; None if it does not fit on the device."""
-    moments, has_table = "MOMENTS" in kernels.MAPS[what], what != "moments"
-    lines = intervals + (2 if what == "lookup" else 3)
-    sizes = (lines, 8 if has_table else 0, 4 if has_table else 0, 0, 12 if moments else 0)
+    moments, has_table, knots = "MOMENTS" in kernels.MAPS[what], what != "moments", "KNOTS" in kernels.MAPS[what]
+    lines = intervals + (2 if what == "lookup" or knots else 3)
+    table, staging = (12, 8) if knots else (8, 4) if has_table else (0, 0)
+    sizes = (lines, table, staging, 0, 12 if moments else 0)
     costs = (4.0, 1e9, 0.0) if moments else (2.0, _MAP_STEPS, 0.0)
     work = _Work(what, dtype, kernels.VECTORS, kernels.MAP_THREADS, *sizes, *costs)
     return _plan(work, geometry, intervals, kind, aligned, gpu)
@@ -239,28 +240,30 @@ def plan_map(
 def sum_lines(what: str, intervals: int) -> int:
     """Return the pairs of sums per channel of a backward kernel: one per line, and one for a norm; 0 if it has no sums."""
     flags = kernels.BACKWARDS[what]
-    return intervals + 3 + ("NORM" in flags) if "SUMS" in flags else 0
+    return intervals + (2 if "KNOTS" in flags else 3) + ("NORM" in flags) if "SUMS" in flags else 0
 
 
 def plan_backward(
     what: str, dtype: str, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu
 ) -> Plan | None:
     """Return the plan of a backward kernel, by its name in ``compile.BACKWARDS``; None if it does not fit on the device."""
-    sums = sum_lines(what, intervals)
-    sizes = (sums or intervals + 3, 4, 0 if sums else 4, 8 if sums else 0, 0)
+    sums, knots = sum_lines(what, intervals), "KNOTS" in kernels.BACKWARDS[what]
+    lines, table = sums or intervals + (2 if knots else 3), 8 if knots else 4
+    sizes = (lines, table, 0 if sums else table, 8 if sums else 0, 0)
     costs = (sums / 8, 1e9, 4.0) if sums else (2.0, _MAP_STEPS, 0.0)
     work = _Work(what, dtype, kernels.BACKWARD_VECTORS, kernels.BACKWARD_THREADS, *sizes, *costs)
     return _plan(work, geometry, intervals, kind, aligned, gpu)
 
 
-def plan_finish(plan: Plan, channels: int, lines: int) -> Plan:
-    """Return the plan of the sum over the splits of a backward kernel. `lines` is the result of :func:`sum_lines`."""
+def plan_finish(what: str, plan: Plan, channels: int, lines: int) -> Plan:
+    """Return the plan of the sum over the splits of the backward kernel `what`. `lines` is the result of :func:`sum_lines`."""
     together = 4 if channels >= 4 else 1
     groups = max(1, min(plan.splits, kernels.FINISH_THREADS // (together * lines)))
     threads = min(kernels.FINISH_THREADS, -(-groups * lines * together // 32) * 32)
     numbers = _Numbers(*struct.unpack(_FORMAT, plan.numbers))._replace(together=together, groups=groups)
     shared = groups * lines * together * 16
-    return Plan("finish_gradients", (-(-channels // together), 1, 1), threads, shared, plan.splits, numbers.pack())
+    name = "finish_knots" if "KNOTS" in kernels.BACKWARDS[what] else "finish_gradients"
+    return Plan(name, (-(-channels // together), 1, 1), threads, shared, plan.splits, numbers.pack())
 
 
 def plan_finish_channels(what: str, plan: Plan, channels: int) -> Plan:

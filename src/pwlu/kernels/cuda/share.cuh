@@ -79,22 +79,41 @@ __device__ void stage(const Arguments &a, const void *array, const Panel<W, MIXE
     }
 }
 
-// Call put(line, place, (S, P)) for every line of every channel of a panel. `room` is shared memory for channels x (N + 1 | 1)
-// floats. MIXED does not need it: there are few channels, so each thread computes single lines.
-template <int W, bool MIXED, typename Put>
+// Call put(line, place, (S, P), origin) for every line of every channel of a panel; the origin is for KNOTS. `room` is shared
+// memory for channels x (N + 1 | 1) floats, twice as many with KNOTS. MIXED does not need it: there are few channels, so each
+// thread computes single lines.
+template <int KIND, int W, bool MIXED, typename Put>
 __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel, float *room, const Put &put) {
-  const int n = a.intervals;
+  const int n = a.intervals, lines = LINES(KIND, n);
   if (MIXED) {
 #pragma unroll 4
-    for (int i = threadIdx.x; i < panel.channels * LINES(n); i += blockDim.x) {
-      const int c = i / LINES(n), channel = panel.first_channel + c;
-      put(i % LINES(n), c, line(a, channel, i % LINES(n), Bounds(a, channel)));
+    for (int i = threadIdx.x; i < panel.channels * lines; i += blockDim.x) {
+      const int c = i / lines, k = i % lines, channel = panel.first_channel + c;
+      put(k, c, line(a, channel, k, finder<KIND>(a, channel, 0, 0)), (KIND & KNOTS) ? origin(a, channel, k) : 0.0f);
     }
     return;
   }
   const auto get = [&](int which, int c) {
     return read(a.parameters[which], panel.first_channel + min(c, panel.channels - 1), a.kind);
   };
+  if (KIND & KNOTS) {
+    const int row = (n + 1) | 1;
+    float *room_for_knots = room + panel.channels * row;
+    stage(a, a.parameters[2], panel, n + 1, room);
+    stage(a, a.parameters[0], panel, n + 1, room_for_knots);
+    __syncthreads();
+    for (int c = threadIdx.x; c < panel.channels; c += blockDim.x) {
+      const float *heights = room + c * row, *knots = room_for_knots + c * row;
+      float slope = get(3, c), begin = knots[0], before = heights[0];
+      for (int k = 0; k < lines; ++k) {
+        const float end = knots[min(k, n)], after = heights[min(k, n)];
+        if (k == lines - 1) slope = get(4, c);
+        put(k, panel.place_of(c), line(n, k, begin, end, before, after, slope), begin);
+        begin = end, before = after;
+      }
+    }
+    return;
+  }
   int c = threadIdx.x;  // load the other parameters of its first channel while the heights are copied
   float left = get(0, c), right = get(1, c), left_slope = get(3, c), right_slope = get(4, c);
   stage(a, a.parameters[2], panel, n + 1, room);
@@ -103,16 +122,16 @@ __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel,
     const int place = panel.place_of(c);
     const Bounds b(left, right, n);
     const float *heights = room + c * ((n + 1) | 1);
-    put(0, place, line(n, 0, b, right - left, heights[0], heights[0], left_slope));
-    put(n + 2, place, line(n, n + 2, b, right - left, heights[n], heights[n], right_slope));
+    put(0, place, line(n, 0, b, right - left, heights[0], heights[0], left_slope), 0.0f);
+    put(n + 2, place, line(n, n + 2, b, right - left, heights[n], heights[n], right_slope), 0.0f);
     float before = heights[0];
 #pragma unroll 4
     for (int k = 1; k <= n; ++k) {
       const float after = heights[k];
-      put(k, place, line_inside(b, k, before, after));
+      put(k, place, line_inside(b, k, before, after), 0.0f);
       before = after;
     }
-    put(n + 1, place, line_inside(b, n, heights[n - 1], heights[n]));
+    put(n + 1, place, line_inside(b, n, heights[n - 1], heights[n]), 0.0f);
     c += blockDim.x;
     if (c < panel.channels) left = get(0, c), right = get(1, c), left_slope = get(3, c), right_slope = get(4, c);
   }

@@ -206,8 +206,8 @@ def state() -> str:
 
 
 def is_new(key: tuple[Any, ...]) -> bool:
-    """Return whether a launch has to be registered: see :func:`register_gpu`."""
-    return library is not None and key not in _known
+    """Return whether a launch has to be registered: see :func:`register_gpu`. ``eager.cpp`` knows no non-uniform operators."""
+    return library is not None and key[0] in _OPERATIONS and key not in _known
 
 
 def register_gpu(key: tuple[Any, ...], first: Launch, second: Launch | None, splits: int, launch: Any) -> None:

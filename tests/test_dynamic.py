@@ -255,6 +255,7 @@ def worker(rank, port, path):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     import socket
 

@@ -131,6 +131,7 @@ def printed_by(processes):
     return printed_by
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_two_processes_share_a_cache(printed_by, tmp_path):
     fork = f"import os; copy = os.fork(); {COMPILE}; assert not copy or os.waitpid(copy, 0)[1] == 0"

@@ -424,7 +424,7 @@ def test_more_than_2_to_the_31_elements(kernel, device, form, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *(pytest.param(d, marks=pytest.mark.slow) for d in DTYPES[1:])])
-@pytest.mark.parametrize("form", ["planes", "small planes", "rows"])
+@pytest.mark.parametrize("form", ["planes", pytest.param("small planes", marks=pytest.mark.slow), "rows"])
 def test_norms(kernel, device, form, dtype):
     shape, _ = FORMS[form]
     for residual in (False, True):

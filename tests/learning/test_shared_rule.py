@@ -544,3 +544,10 @@ def test_names():
         for value in (-1.0, float("nan"), float("inf"), True, "0.1"):
             with pytest.raises(ValueError, match=f"SharedRule: {name} must be a number of at least 0"):
                 SharedRule(**{name: value})
+
+
+def test_knots_that_are_not_equally_spaced_are_refused():
+    """With one interval, both kinds of weights have the same size, so that nothing else would notice."""
+    model = pwlu.NonUniformPWLU(3, intervals=1, init="identity")
+    with pytest.raises(TypeError, match="is a NonUniformPWLU, and the rule needs equally spaced knots"):
+        pwlu.TwoPhase(model, SGD(model.parameters()), 1, rule=RULE)

@@ -551,3 +551,22 @@ def test_knots_that_are_not_equally_spaced_are_refused():
     model = pwlu.NonUniformPWLU(3, intervals=1, init="identity")
     with pytest.raises(TypeError, match="is a NonUniformPWLU, and the rule needs equally spaced knots"):
         pwlu.TwoPhase(model, SGD(model.parameters()), 1, rule=RULE)
+
+
+def test_dampening_without_momentum():
+    """SGD ignores it then, and so must the penalty."""
+    assert same(*(of_units(trained(functools.partial(optim.SGD, lr=0.05, dampening=d))) for d in (0.0, 0.5)))
+
+
+def test_units_that_the_optimizer_does_not_hold():
+    """A PWLU that was frozen at first needs no optimizer. Unfreezing it later changes no step of the others."""
+    model = network()
+    first = units(model)[0]
+    first.requires_grad_(False)
+    optimizer = SGD([p for p in model.parameters() if p.requires_grad])
+    pwlu.TwoPhase(model, optimizer, 1, rule=RULE)
+    train(model, optimizer, data(2))
+    first.requires_grad_(True)
+    before = values([first.weight])
+    train(model, optimizer, data(2))
+    assert same(before, [first.weight])

@@ -119,7 +119,8 @@ def share_gradients_(rule: SharedRule, units: Iterable[PWLU], optimizer: Optimiz
     alike: dict[Any, list[PWLU]] = defaultdict(list)
     for unit in units:
         weight: Any = unit._parameters["weight"]  # TwoPhase has checked that it is a parameter
-        if weight.requires_grad and weight.grad is not None:
+        # A unit that was frozen when the optimizer was made is not in it, and no step moves it.
+        if weight.requires_grad and weight.grad is not None and id(weight) in of_parameter:
             alike[unit.intervals, weight.device, weight.dtype, of_parameter[id(weight)], is_sharded(weight)].append(unit)
     groups = []
     for key, together in alike.items():
@@ -195,7 +196,8 @@ def _rate(rule: SharedRule, group: _Group, optimizer: Optimizer, now: Tensor, be
     """Return what a constant gradient counts per step: a number, or one value per row (F, 1)."""
     settings, found_inf = group.settings, getattr(optimizer, "found_inf", None)
     if "momentum" in settings and "dampening" in settings:
-        rate = settings["lr"] * (1 - settings["dampening"]) / (1 - settings["momentum"])
+        momentum = settings["momentum"]  # without it, SGD ignores dampening
+        rate = settings["lr"] * ((1 - settings["dampening"]) / (1 - momentum) if momentum else 1)
         # GradScaler calls a fused optimizer even for a skipped step, and sets found_inf.
         return rate if found_inf is None else rate * (found_inf == 0).to(now)
     table = group.table

@@ -415,3 +415,13 @@ def test_alignment():
     model = converted()
     found = pwlu.alignment(model, [torch.randn(4, 3, 8, 8)])
     assert len(found) == 2
+
+
+def test_describe_and_plot():
+    """The blocks were read as those of a PWLU: widths as the right bound."""
+    model = nn.Sequential(nn.Linear(3, 4), pwlu.NonUniformPWLU(4, intervals=4, bounds=(-2.0, 2.0)))
+    assert pwlu.describe(model).share("relu_like") == 1.0
+    (unit,) = pwlu.describe(model)
+    assert (unit.low, unit.high) == ([-2.0] * 4, [2.0] * 4)
+    pytest.importorskip("matplotlib")
+    pwlu.plot_functions(model, alignment=pwlu.alignment(model, [torch.randn(8, 3)]))

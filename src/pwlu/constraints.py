@@ -20,6 +20,7 @@ The forward pass adds its own rounding: see docs/constraints.md.
 """
 
 import functools
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
@@ -258,11 +259,13 @@ def project_(units: Iterable[Any]) -> None:
 
 
 _CONSTRAINED: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_LOCK = threading.RLock()  # threads may copy one model and train another
 
 
 def keep_constrained(unit: Any) -> None:
     """Project the weight of a unit after every step of an optimizer that holds it, as long as it has a constraint."""
-    _CONSTRAINED.add(unit)
+    with _LOCK:
+        _CONSTRAINED.add(unit)
     _watch_optimizers()
 
 
@@ -272,6 +275,8 @@ def _watch_optimizers() -> None:
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    units = {id(unit._parameters.get("weight")): unit for unit in _CONSTRAINED if getattr(unit, "constraint", None) is not None}
+    with _LOCK:
+        alive = [unit for unit in _CONSTRAINED if getattr(unit, "constraint", None) is not None]
+    units = {id(unit._parameters.get("weight")): unit for unit in alive}
     if units:  # in the order of the optimizer, which is that of all ranks: sharded weights are gathered
         project_(units[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in units)

@@ -3,6 +3,8 @@
 import copy
 import itertools
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -291,6 +293,30 @@ def test_copies_train_with_the_constraint(copied):
     model = copied(model)
     train(model, torch.optim.SGD(model.parameters(), lr=0.3))
     assert units_hold(model)
+
+
+def test_threads():
+    """Steps in one thread while others make copies."""
+    model = nn.Sequential(nn.Linear(4, 8), pwlu.PWLU(8))
+    pwlu.constrain_(model, lipschitz=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    copies = [copy.deepcopy(model) for _ in range(200)]
+
+    def step(_):
+        for _ in range(200):
+            optimizer.step()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            stepped = pool.map(step, [0])
+            copies += pool.map(copy.deepcopy, [model] * 200)
+            list(stepped)  # raises the error of its thread
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_averages_of_weights_keep_constraints():

@@ -489,6 +489,8 @@ def test_describe():
         ({"lipschitz": 0}, "positive number such as 1.0, not 0"),
         ({"lipschitz": True}, "positive number such as 1.0, not True"),
         ({"lipschitz": float("nan")}, "positive number"),
+        ({"lipschitz": 10**400}, "positive number"),
+        ({"range": (0, 10**400)}, "two finite numbers"),
         ({"lipschitz": "1"}, "positive number such as 1.0, not '1'"),
         ({"monotone": 1}, "monotone must be True or False, not 1"),
         ({"convex": None}, "convex must be True or False"),

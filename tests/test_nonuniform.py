@@ -186,6 +186,18 @@ def test_coinciding_knots_leave_an_empty_interval():
         assert grad_w.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("intervals", [2, 40])
+def test_knots_that_overflow(dtype, intervals):
+    """An infinite input counts as the largest number, which is less than an infinite knot."""
+    knots = torch.arange(intervals + 1.0).where(torch.arange(intervals + 1) < intervals, torch.inf)[None]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    weight = pack_knots(knots, torch.ones(1, intervals + 1), torch.ones(1), torch.ones(1)).to(wide)
+    x = torch.tensor([-1.0, 0.5, 1.0, math.inf, -math.inf, math.nan], dtype=dtype).repeat(20)
+    expected = dispatch.plain_nonuniform_forward(x, weight, intervals, 0)
+    torch.testing.assert_close(nonuniform_ops.forward(x, weight, intervals, 0), expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_empty_input():
     act = pwlu.NonUniformPWLU(3)
     y = act(torch.empty(0, 3, requires_grad=True))
@@ -415,3 +427,13 @@ def test_alignment():
     model = converted()
     found = pwlu.alignment(model, [torch.randn(4, 3, 8, 8)])
     assert len(found) == 2
+
+
+def test_describe_and_plot():
+    """The blocks were read as those of a PWLU: widths as the right bound."""
+    model = nn.Sequential(nn.Linear(3, 4), pwlu.NonUniformPWLU(4, intervals=4, bounds=(-2.0, 2.0)))
+    assert pwlu.describe(model).share("relu_like") == 1.0
+    (unit,) = pwlu.describe(model)
+    assert (unit.low, unit.high) == ([-2.0] * 4, [2.0] * 4)
+    pytest.importorskip("matplotlib")
+    pwlu.plot_functions(model, alignment=pwlu.alignment(model, [torch.randn(8, 3)]))

@@ -21,6 +21,7 @@ rounding of the heights. The forward pass adds its own rounding: see docs/constr
 """
 
 import functools
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
@@ -68,7 +69,7 @@ def _round_down(number: float, dtype: torch.dtype) -> float:
     info = torch.finfo(dtype)
     rounded = torch.tensor(number, dtype=dtype, device="cpu").item()
     lower = number - abs(number) * info.eps - info.smallest_normal * info.eps  # more than one unit in the last place
-    return rounded if rounded <= number else torch.tensor(lower, dtype=dtype, device="cpu").item()
+    return rounded if rounded <= number else min(torch.tensor(lower, dtype=dtype, device="cpu").item(), info.max)
 
 
 def isotonic(values: Tensor) -> Tensor:
@@ -112,9 +113,11 @@ def _split(rows: Tensor) -> _Rows:
 
 
 def _least_width(f: _Rows, dtype: torch.dtype) -> Tensor:
-    """Return the width below which neighbouring knots would coincide when they are rounded to this dtype."""
-    info = torch.finfo(dtype)
-    return 4 * (f.heights.shape[1] - 1) * (info.eps * torch.maximum(f.left.abs(), f.right.abs()) + info.smallest_normal)
+    """Return the width below which the bounds, stored in this dtype, or neighbouring knots, computed, would coincide."""
+    number, computed_dtype = f.heights.shape[1] - 1, torch.promote_types(dtype, torch.float32)
+    stored, computed = torch.finfo(dtype), torch.finfo(computed_dtype)
+    eps, smallest = max(stored.eps, number * computed.eps), max(stored.smallest_normal, number * computed.smallest_normal)
+    return 4 * (eps * torch.maximum(f.left.abs(), f.right.abs()) + smallest)
 
 
 def satisfies(rows: Tensor, constraint: Constraint) -> Tensor:
@@ -138,7 +141,10 @@ def satisfies(rows: Tensor, constraint: Constraint) -> Tensor:
         holds &= (rises >= 0).all(1, keepdim=True) & (f.left_slope >= 0) & (f.right_slope >= 0)
     if constraint.convex:
         largest = [each.abs().amax(1, keepdim=True) for each in (f.heights, slopes)]
-        rounding = 4 * unit * (largest[0] / f.step + largest[1])  # a height moves by unit |Y|, and a slope by twice that over d
+        height = largest[0] + torch.finfo(rows.dtype).smallest_normal  # below it, rounding stays as large
+        computed = rises.shape[1] * torch.finfo(slopes.dtype).eps
+        # A height moves by unit |Y|, and a slope by twice that over d.
+        rounding = 4 * (unit + computed) * (height / f.step + largest[1])
         holds &= (slopes.diff(dim=1) >= -rounding).all(1, keepdim=True)
     if constraint.range is not None:
         low, high = constraint.limits(rows.dtype)
@@ -200,7 +206,8 @@ def _clip(slopes: Tensor, f: _Rows, mean: Tensor, constraint: Constraint, dtype:
         # With W = B_R - B_L, no height is further than L W from the mean. So `rounding` bounds the rounding error of a height.
         number, width = f.heights.shape[1] - 1, f.right - f.left
         unit, computed = torch.finfo(dtype).eps / 2, torch.finfo(slopes.dtype).eps / 2
-        rounding = (unit + 4 * number * computed) * (mean.abs() + constraint.lipschitz * width)
+        size = mean.abs() + constraint.lipschitz * width + torch.finfo(dtype).smallest_normal  # as in `satisfies`
+        rounding = (unit + 4 * number * computed) * size
         largest = _round_down(constraint.lipschitz, dtype)  # an outer slope is stored as it is
         high = (largest - 2 * rounding / f.step).clamp(min=0)
     clipped = slopes.clamp(torch.maximum(torch.full_like(high, low), -high), high)
@@ -253,11 +260,13 @@ def project_(units: Iterable[Any]) -> None:
 
 
 _CONSTRAINED: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_LOCK = threading.RLock()  # threads may copy one model and train another
 
 
 def keep_constrained(unit: Any) -> None:
     """Project the weight of a unit after every step of an optimizer that holds it, as long as it has a constraint."""
-    _CONSTRAINED.add(unit)
+    with _LOCK:
+        _CONSTRAINED.add(unit)
     _watch_optimizers()
 
 
@@ -267,6 +276,8 @@ def _watch_optimizers() -> None:
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    units = {id(unit._parameters.get("weight")): unit for unit in _CONSTRAINED if getattr(unit, "constraint", None) is not None}
+    with _LOCK:
+        alive = [unit for unit in _CONSTRAINED if getattr(unit, "constraint", None) is not None]
+    units = {id(unit._parameters.get("weight")): unit for unit in alive}
     if units:  # all ranks use the optimizer's order, because project_ all-gathers sharded weights
         project_(units[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in units)

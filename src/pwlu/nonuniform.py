@@ -13,6 +13,7 @@ from pwlu.module import PWLU, block_view
 from pwlu.sharding import gathered
 
 _MAX_INTERVALS = 512  # the most intervals that to_uniform tries
+_SHOWN_INTERVALS = 128  # of the functions in figures and reports
 
 
 class ToUniform(NamedTuple):
@@ -209,17 +210,11 @@ class NonUniformPWLU(PWLU):
                 f"NonUniformPWLU.to_uniform: tolerance is a share of the function's range: write a number between 0 and 1, not "
                 f"{tolerance!r}"
             )
-        weight = gathered(self.weight).detach().to("cpu", torch.float64)
-        given = nonuniform_reference.unpack_knots(nonuniform_reference.to_knots(weight, self.intervals), self.intervals)
-        left, right = given.knots[:, 0], given.knots[:, -1]
+        given = self._functions()
         ranges = given.heights.amax(1) - given.heights.amin(1)
-        error = relative = torch.zeros_like(left)
+        error = relative = torch.zeros_like(ranges)
         for intervals in range(1, _MAX_INTERVALS + 1):
-            x = left[:, None] + (right - left)[:, None] * torch.linspace(0, 1, intervals + 1, dtype=torch.float64)
-            x[:, -1] = right
-            heights = nonuniform_reference.forward(x, *given, channel_dim=0)
-            heights[:, -1] = given.heights[:, -1]
-            blocks = reference.Blocks(left, right, heights, given.left_slope, given.right_slope)
+            blocks = _interpolated(given, intervals)
             # Both functions are linear between the knots of either, so the largest error is at one of the old knots.
             error = (reference.forward(given.knots, *blocks, channel_dim=0) - given.heights).abs().amax(1)
             relative = torch.where(error == 0, 0.0, error / ranges)
@@ -237,6 +232,25 @@ class NonUniformPWLU(PWLU):
         unit.statistics.load_state_dict(self.statistics.state_dict())
         unit.train(self.training)
         return ToUniform(unit, float(error.max()), float(relative.max()))
+
+    def _functions(self) -> nonuniform_reference.Knots:
+        weight = gathered(self.weight).detach().to("cpu", torch.float64)
+        return nonuniform_reference.unpack_knots(nonuniform_reference.to_knots(weight, self.intervals), self.intervals)
+
+
+def blocks_to_show(unit: PWLU) -> Any:
+    """Return the blocks of a unit. For a :class:`NonUniformPWLU`, they are those of a PWLU that interpolates its functions."""
+    return _interpolated(unit._functions(), _SHOWN_INTERVALS) if isinstance(unit, NonUniformPWLU) else unit.blocks()
+
+
+def _interpolated(given: nonuniform_reference.Knots, intervals: int) -> reference.Blocks:
+    """Return the blocks of a PWLU that has the values of functions at equally spaced knots."""
+    left, right = given.knots[:, 0], given.knots[:, -1]
+    x = left[:, None] + (right - left)[:, None] * torch.linspace(0, 1, intervals + 1, dtype=torch.float64, device="cpu")
+    x[:, -1] = right
+    heights = nonuniform_reference.forward(x, *given, channel_dim=0)
+    heights[:, -1] = given.heights[:, -1]
+    return reference.Blocks(left, right, heights, given.left_slope, given.right_slope)
 
 
 def from_uniform_blocks(blocks: reference.Blocks) -> nonuniform_reference.Blocks:

@@ -36,6 +36,14 @@ def test_without_a_recipe_it_trains_the_digits(tmp_path, monkeypatch, capsys):
     assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 
+def test_knots_that_learn(tmp_path, capsys):
+    """The functions are saved and drawn as those of other PWLUs. Training ended in an error when they were to be drawn."""
+    assert train("--act", "nonuniform_pwlu", "--epochs", 2, "--realign-epochs", 1, "--runs", tmp_path, draw=True) == 0
+    (run,) = tmp_path.iterdir()
+    assert (run / "functions.png").is_file()
+    capsys.readouterr()
+
+
 def test_without_arguments_the_settings_are_those_of_the_recipe():
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)

@@ -3,6 +3,8 @@
 import copy
 import itertools
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -155,6 +157,26 @@ def test_large_and_small_values():
         assert satisfies(project(rows, constraint), constraint).all(), constraint
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bounds_stay_where_they_are_with_few_bits(dtype):
+    """Knots are computed in float32. Room for knots in bfloat16 moved the bounds apart at every step."""
+    unit = pwlu.PWLU(2, 100, (-3.0, 3.125), init="identity", dtype=dtype)
+    pwlu.constrain_(unit, lipschitz=1.0)
+    assert unit.left.tolist() == [-3.0, -3.0]
+    assert unit.right.tolist() == [3.125, 3.125]
+    assert "violat" not in str(pwlu.describe(unit))
+
+
+@pytest.mark.parametrize("constraint", [Constraint(0.001, odd=True), Constraint(0.001, convex=True), Constraint(1e6)], ids=str)
+def test_small_numbers_with_few_bits(constraint):
+    """Numbers below the smallest normal one have a rounding error of their own, and 1e6 is more than float16 can hold."""
+    rows = random_rows(intervals=4)
+    rows[:, :2] *= 0.02
+    new = project(rows.half(), constraint)
+    assert satisfies(new, constraint).all()
+    assert torch.equal(project(new, constraint), new)
+
+
 def test_odd_keeps_an_odd_function_between_other_bounds():
     act = pwlu.PWLU(1, intervals=8, bounds=(-1.0, 3.0), init="identity")
     pwlu.constrain_(act, odd=True)
@@ -271,6 +293,30 @@ def test_copies_train_with_the_constraint(copied):
     model = copied(model)
     train(model, torch.optim.SGD(model.parameters(), lr=0.3))
     assert units_hold(model)
+
+
+def test_threads():
+    """Steps in one thread while others make copies."""
+    model = nn.Sequential(nn.Linear(4, 8), pwlu.PWLU(8))
+    pwlu.constrain_(model, lipschitz=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    copies = [copy.deepcopy(model) for _ in range(200)]
+
+    def step(_):
+        for _ in range(200):
+            optimizer.step()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            stepped = pool.map(step, [0])
+            copies += pool.map(copy.deepcopy, [model] * 200)
+            list(stepped)  # raises the error of its thread
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_averages_of_weights_keep_constraints():
@@ -443,6 +489,8 @@ def test_describe():
         ({"lipschitz": 0}, "positive number such as 1.0, not 0"),
         ({"lipschitz": True}, "positive number such as 1.0, not True"),
         ({"lipschitz": float("nan")}, "positive number"),
+        ({"lipschitz": 10**400}, "positive number"),
+        ({"range": (0, 10**400)}, "two finite numbers"),
         ({"lipschitz": "1"}, "positive number such as 1.0, not '1'"),
         ({"monotone": 1}, "monotone must be True or False, not 1"),
         ({"convex": None}, "convex must be True or False"),

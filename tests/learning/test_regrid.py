@@ -177,5 +177,7 @@ def test_errors():
         pwlu.regrid_(model, [Inputs("1", [0.0, 1.0], [1.0, 1.0])])
     with pytest.raises(TypeError, match="is a DynamicPWLU"):
         pwlu.regrid_(pwlu.DynamicPWLU(3), [])
+    with pytest.raises(TypeError, match="is a NonUniformPWLU"):
+        pwlu.regrid_(pwlu.NonUniformPWLU(3, intervals=1, init="identity"), [])
     with pytest.raises(TypeError, match="optimizer must be a"):
         pwlu.regrid_(model, [], optimizer="SGD")

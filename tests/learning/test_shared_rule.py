@@ -544,3 +544,29 @@ def test_names():
         for value in (-1.0, float("nan"), float("inf"), True, "0.1"):
             with pytest.raises(ValueError, match=f"SharedRule: {name} must be a number of at least 0"):
                 SharedRule(**{name: value})
+
+
+def test_knots_that_are_not_equally_spaced_are_refused():
+    """With one interval, both kinds of weights have the same size, so that nothing else would notice."""
+    model = pwlu.NonUniformPWLU(3, intervals=1, init="identity")
+    with pytest.raises(TypeError, match="is a NonUniformPWLU, and the rule needs equally spaced knots"):
+        pwlu.TwoPhase(model, SGD(model.parameters()), 1, rule=RULE)
+
+
+def test_dampening_without_momentum():
+    """SGD ignores it then, and so must the penalty."""
+    assert same(*(of_units(trained(functools.partial(optim.SGD, lr=0.05, dampening=d))) for d in (0.0, 0.5)))
+
+
+def test_units_that_the_optimizer_does_not_hold():
+    """A PWLU that was frozen at first needs no optimizer. Unfreezing it later changes no step of the others."""
+    model = network()
+    first = units(model)[0]
+    first.requires_grad_(False)
+    optimizer = SGD([p for p in model.parameters() if p.requires_grad])
+    pwlu.TwoPhase(model, optimizer, 1, rule=RULE)
+    train(model, optimizer, data(2))
+    first.requires_grad_(True)
+    before = values([first.weight])
+    train(model, optimizer, data(2))
+    assert same(before, [first.weight])

@@ -10,6 +10,7 @@ from pwlu import functional, reference
 from pwlu.analysis.alignment import Alignment, UnitAlignment
 from pwlu.initial_functions import InitialFunction, find_initial_function
 from pwlu.module import require_units
+from pwlu.nonuniform import blocks_to_show
 
 _PARAMETERS = ("left", "right", "heights", "left_slope", "right_slope")
 
@@ -66,7 +67,8 @@ def curves_of(model: Any, caller: str) -> dict[str, Curves]:
     units = require_units(caller, model)
     starts = {name: find_initial_function(unit.init) for name, unit in units.items()}
     return {
-        name: _to_curves(unit.blocks(), starts[name] if starts[name].channels == 1 else None) for name, unit in units.items()
+        name: _to_curves(blocks_to_show(unit), starts[name] if starts[name].channels == 1 else None)
+        for name, unit in units.items()
     }
 
 

@@ -1,6 +1,7 @@
 """Constrain the shape of PWLUs: Lipschitz, monotone, convex, odd, within a range."""
 
 import math
+import sys
 from typing import Any
 
 from torch import nn
@@ -97,7 +98,7 @@ def check_constraint(given: Constraint) -> Constraint:
 def _check_lipschitz(lipschitz: Any) -> float | None:
     if lipschitz is None:
         return None
-    if isinstance(lipschitz, bool) or not isinstance(lipschitz, (int, float)) or not 0 < lipschitz < math.inf:
+    if isinstance(lipschitz, bool) or not isinstance(lipschitz, (int, float)) or not 0 < lipschitz <= sys.float_info.max:
         raise ValueError(f"constrain_: lipschitz is the largest slope: write a positive number such as 1.0, not {lipschitz!r}")
     return float(lipschitz)
 
@@ -107,7 +108,7 @@ def _check_range(given: Any) -> tuple[float, float] | None:
         return None
     try:
         low, high = (float(number) for number in given)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         low, high = math.nan, math.nan
     if not -math.inf < low < high < math.inf:
         raise ValueError(f"constrain_: range must be two finite numbers a < b such as (0.0, 6.0), not {given!r}")

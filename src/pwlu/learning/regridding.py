@@ -13,6 +13,7 @@ from pwlu.learning.function_table import HEIGHTS, LEFT, RIGHT, SLOPES, interval,
 from pwlu.learning.optimizers import state_optimizer, unwrap_optimizer
 from pwlu.learning.two_phase_checks import check_copy
 from pwlu.module import PWLU, apply_constraint, require_units, weight_parameter
+from pwlu.nonuniform import NonUniformPWLU
 from pwlu.sharding import full_values, write_parameter
 from pwlu.text import abbreviate
 
@@ -74,7 +75,8 @@ def regrid_(
         One :class:`pwlu.learning.regridding.Regridded` per PWLU.
 
     Raises:
-        TypeError: if ``model`` is not a module, ``optimizer`` not an optimizer, or a PWLU is a :class:`pwlu.DynamicPWLU`.
+        TypeError: if ``model`` is not a module, ``optimizer`` not an optimizer, or a PWLU is a :class:`pwlu.DynamicPWLU` or a
+            :class:`pwlu.NonUniformPWLU`.
         ValueError: if the model has no PWLUs, or ``inputs`` does not fit them.
         RuntimeError: if Phase I has not ended.
 
@@ -189,6 +191,11 @@ def _check(units: dict[str, PWLU], found: dict[str, Measured]) -> None:
         if isinstance(unit, DynamicPWLU):
             raise TypeError(
                 f"regrid_: {name or 'the model'} is a DynamicPWLU, whose directions cannot be fitted between new bounds. "
+                "Pass the parts of the model that have other PWLUs"
+            )
+        if isinstance(unit, NonUniformPWLU):
+            raise TypeError(
+                f"regrid_: {name or 'the model'} is a NonUniformPWLU, whose knots follow the inputs by themselves. "
                 "Pass the parts of the model that have other PWLUs"
             )
     if early := [name for name, unit in units.items() if unit.phase == 1]:

@@ -120,7 +120,8 @@ def share_gradients_(rule: SharedRule, units: Iterable[PWLU], optimizer: Optimiz
     units_by_key: dict[Any, list[PWLU]] = defaultdict(list)
     for unit in units:
         weight: Any = unit._parameters["weight"]  # TwoPhase has checked that it is a parameter
-        if weight.requires_grad and weight.grad is not None:
+        # A unit that was frozen when the optimizer was made is not in it, and no step moves it.
+        if weight.requires_grad and weight.grad is not None and id(weight) in group_index:
             key = unit.intervals, weight.device, weight.dtype, group_index[id(weight)], is_sharded(weight)
             units_by_key[key].append(unit)
     groups = []
@@ -196,7 +197,8 @@ def _rate(rule: SharedRule, group: _Group, optimizer: Optimizer, now: Tensor, be
     """Return how far a constant gradient of 1 moves a parameter per step: a number, or one value per row (F, 1)."""
     settings, found_inf = group.settings, getattr(optimizer, "found_inf", None)
     if "momentum" in settings and "dampening" in settings:
-        rate = settings["lr"] * (1 - settings["dampening"]) / (1 - settings["momentum"])
+        momentum = settings["momentum"]  # without it, SGD ignores dampening
+        rate = settings["lr"] * ((1 - settings["dampening"]) / (1 - momentum) if momentum else 1)
         # GradScaler calls a fused optimizer even for a skipped step, and sets found_inf.
         return rate if found_inf is None else rate * (found_inf == 0).to(now)
     table = group.table

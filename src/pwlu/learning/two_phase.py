@@ -19,7 +19,7 @@ from pwlu.learning.freezing import remove_gradients
 from pwlu.learning.optimizers import add_momentum_buffers, complete_state, state_optimizer, unwrap_optimizer
 from pwlu.learning.realignment import Realigned, realign_
 from pwlu.learning.shared_rule import DEFAULT_RULE, SharedRule, add_penalty_, find_rule, share_gradients_, smooth_
-from pwlu.learning.two_phase_checks import check_copy, check_optimizer, check_steps, check_weights, warn_of_decay
+from pwlu.learning.two_phase_checks import check_copy, check_optimizer, check_rule, check_steps, check_weights, warn_of_decay
 from pwlu.module import PWLU, require_units
 from pwlu.sharding import full_values, write_parameter
 from pwlu.statistics import InputStatistics, advance_
@@ -53,7 +53,8 @@ class TwoPhase:
         report: after realignment, one :class:`pwlu.learning.realignment.Realigned` per PWLU.
 
     Raises:
-        TypeError: if ``model`` is not a module or ``optimizer`` not an optimizer.
+        TypeError: if ``model`` is not a module, ``optimizer`` not an optimizer, or another rule than the paper's is to train a
+            :class:`pwlu.NonUniformPWLU`.
         ValueError: if the model has no PWLUs, the optimizer does not hold their parameters, or an argument is not valid.
         RuntimeError: if a PWLU already has a TwoPhase.
 
@@ -90,6 +91,7 @@ class TwoPhase:
                 "Use torch.nn.parallel.DistributedDataParallel"
             )
         check_weights(self._units)
+        check_rule(self.rule, self._units)
         optimizer = unwrap_optimizer(optimizer)
         check_optimizer(optimizer, self._units)
         self.copies = [check_copy(copy, self._units) for copy in ([copies] if isinstance(copies, nn.Module) else copies)]

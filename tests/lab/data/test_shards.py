@@ -3,6 +3,7 @@
 import io
 import itertools
 import tarfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -189,6 +190,7 @@ def broken(path, how):
         "no image": [("b.cls", b"1"), *right],
         "a name": [("a.jpg", jpeg()), ("a.cls", b"dog")],
         "twice": [*right, ("a.png", jpeg())],
+        "two classes": [*right, ("a.CLS", b"2")],
         "empty": [],
         "header": [*right, ("b.jpg", jpeg()), ("b.cls", b"1")],
     }.get(how, right)
@@ -218,6 +220,7 @@ def broken(path, how):
         ("no label", r"a\.tar has b without b\.cls\. Each image needs a file b\.cls right before or after it"),
         ("no image", r"a\.tar has b\.cls without an image"),
         ("a name", r"a\.cls in .*a\.tar must hold the number of a class, such as 7, not b'dog'"),
+        ("two classes", r"a\.tar has two classes for a\. Give each image one file a\.cls"),
         ("twice", r"a\.tar has two images named a\. Give each image a different name"),
         ("empty", r"a\.tar: no images\. Expected NAME\.jpg and NAME\.cls in each tar file"),
         ("cut", r"a\.tar cannot be read as a tar file without compression: "),
@@ -234,6 +237,36 @@ def broken(path, how):
 def test_damaged_shards(tmp_path, how, text):
     with pytest.raises(UserError, match=text):
         Shards(broken(tmp_path / "a.tar", how))
+
+
+def test_links_and_sparse_files_are_refused(tmp_path):
+    """Their bytes are elsewhere or fewer. Both files of an image as links were left out without a word."""
+    for name, text in (("GNUTYPE_SPARSE", "sparse"), ("LNKTYPE", "link"), ("SYMTYPE", "link")):
+        path = tmp_path / f"{text}.tar"
+        shard(path, ("0.jpg", jpeg()), ("0.cls", b"0"))
+        member = tarfile.TarInfo("1.jpg")
+        member.type, member.linkname = getattr(tarfile, name), "0.jpg"
+        with tarfile.open(path, "a") as tar:
+            tar.addfile(member)
+        with pytest.raises(UserError, match=rf"holds 1\.jpg as a {text}.* Pack the files themselves, without --sparse"):
+            Shards(str(path))
+
+
+def test_files_after_the_end_of_a_shard(tmp_path):
+    """A header that became zeros ends the archive for tarfile, and so does the first of two archives in one file."""
+    path = tmp_path / "a.tar"
+    whole, damaged = (Path(broken(path, how)).read_bytes() for how in ("", "header"))
+    for changed in (whole + whole, damaged[:2560] + bytes(512) + damaged[3072:]):
+        path.write_bytes(changed)
+        with pytest.raises(UserError, match=r"cannot be read .*: more follows the zeros at byte [\d,]+ that end a tar file"):
+            Shards(str(path))
+
+
+@pytest.mark.parametrize("number", [b"1000000", b"9" * 30, b"9" * 5000])
+def test_numbers_that_are_no_classes(tmp_path, number):
+    """A list of all classes must fit into memory."""
+    with pytest.raises(UserError, match=r"a\.cls in .* must hold the number of a class, such as 7"):
+        Shards(shard(tmp_path / "a.tar", ("a.jpg", jpeg()), ("a.cls", number)))
 
 
 def test_bad_arguments(tmp_path):

@@ -11,7 +11,8 @@ static void FOR_REAL(prepare_knots)(job *j, int64_t c) {
     const REAL *const *given = (const REAL *const *)j->parameters;
     const REAL *knots = given[0] + c * (n + 1), *heights = given[2] + c * (n + 1);
     REAL *slopes = (REAL *)j->split + 2 * c * j->segments, *offsets = slopes + j->segments;
-    memcpy((REAL *)j->knots + c * j->segments, knots, sizeof(REAL) * (size_t)(n + 1));
+    REAL *copy = (REAL *)j->knots + c * j->segments;
+    for (int64_t i = 0; i <= n; i++) copy[i] = knots[i] > LARGEST ? (REAL)NAN : knots[i]; /* no input is that large */
     ((REAL *)j->left)[c] = ((REAL *)j->scale)[c] = ((REAL *)j->right)[c] = 0;
     slopes[0] = given[3][c], offsets[0] = (REAL)(heights[0] - (double)knots[0] * slopes[0]);
     for (int64_t i = 0; i < n; i++) {

@@ -18,6 +18,7 @@ from pwlu.lab.recipes.settings import UserError
 
 OPEN_FILES = 128  # the most files that a process keeps open; systems allow about 1,000
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_CLASS = re.compile(rb"[0-9]{1,6}")  # a list of all classes must fit into memory
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)")
 
 
@@ -102,19 +103,25 @@ def _read_headers(path: str) -> Iterator[tuple[int, int, int]]:
         with tarfile.open(path, "r:") as tar:
             while (member := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # otherwise, tarfile keeps all headers in memory
-                matched = _NAME.fullmatch(member.name) if member.isfile() else None
+                matched = None if member.isdir() else _NAME.fullmatch(member.name)
                 if matched is None:
                     continue
+                extension = f".{matched[2].lower()}"
+                if extension in (*IMG_EXTENSIONS, ".cls") and (not member.isfile() or member.issparse()):
+                    kind = "sparse file" if member.issparse() else "link"
+                    raise UserError(f"{path} holds {member.name} as a {kind}. Pack the files themselves, without --sparse")
                 if matched[1] != key:
                     yield from _check_sample(path, key, image, label)
                     key, image, label = matched[1], None, None
                 if member.offset_data + member.size > length:
                     raise tarfile.ReadError(f"it ends within {member.name}")
-                if f".{matched[2].lower()}" in IMG_EXTENSIONS:
+                if extension in IMG_EXTENSIONS:
                     if image is not None:
                         raise UserError(f"{path} has two images named {key}. Give each image a different name")
                     image = member.offset_data, member.size
-                elif matched[2] == "cls":
+                elif extension == ".cls":
+                    if label is not None:
+                        raise UserError(f"{path} has two classes for {key}. Give each image one file {key}.cls")
                     file = tar.extractfile(member)
                     label = b"" if file is None else file.read()
             yield from _check_sample(path, key, image, label)
@@ -127,11 +134,13 @@ def _check_end(tar: tarfile.TarFile) -> None:
     """Raise an error if the headers end before the archive does: tarfile does not report a damaged header, it just stops."""
     assert tar.fileobj is not None
     tar.fileobj.seek(tar.offset)
-    block = tar.fileobj.read(tarfile.BLOCKSIZE)
-    if len(block) < tarfile.BLOCKSIZE:
-        raise tarfile.ReadError(f"it ends at byte {tar.offset + len(block):,}, without the zeros that end a tar file")
-    if block.strip(b"\0"):
+    rest = tar.fileobj.read(2 * tarfile.RECORDSIZE)  # at most one record of zeros
+    if len(rest) < tarfile.BLOCKSIZE:
+        raise tarfile.ReadError(f"it ends at byte {tar.offset + len(rest):,}, without the zeros that end a tar file")
+    if rest[: tarfile.BLOCKSIZE].strip(b"\0"):
         raise tarfile.ReadError(f"the header at byte {tar.offset:,} is damaged")
+    if rest.strip(b"\0"):
+        raise tarfile.ReadError(f"more follows the zeros at byte {tar.offset:,} that end a tar file")
 
 
 def _check_sample(path: str, key: str, image: tuple[int, int] | None, label: bytes | None) -> Iterator[tuple[int, int, int]]:
@@ -143,6 +152,6 @@ def _check_sample(path: str, key: str, image: tuple[int, int] | None, label: byt
             f"{path} has {key}{'.cls without an image' if image is None else ' without ' + key + '.cls'}. Each image needs a "
             f"file {key}.cls right before or after it, with the number of its class"
         )
-    if not label.strip().isdigit():
+    if not _CLASS.fullmatch(label.strip()):
         raise UserError(f"{key}.cls in {path} must hold the number of a class, such as 7, not {label[:20]!r}")
     yield *image, int(label)

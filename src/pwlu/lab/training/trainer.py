@@ -23,6 +23,7 @@ from pwlu.learning.curvature import curvature
 from pwlu.learning.parameter_groups import split_parameters
 from pwlu.learning.two_phase import TwoPhase
 from pwlu.module import PWLU, units_of
+from pwlu.nonuniform import blocks_to_show
 from pwlu.squeeze import function_parameters
 
 LEARNED = (PWLU, nn.PReLU, baselines.APL, baselines.PAU, baselines.ACONC)  # their parameters describe functions: no decay
@@ -138,7 +139,7 @@ class Trainer:
     def functions(self) -> dict[str, dict[str, Tensor]]:
         """Return the parameters of every PWLU, on the CPU."""
         return {
-            name: {block: values.detach().cpu().clone() for block, values in unit.blocks()._asdict().items()}
+            name: {block: values.detach().cpu().clone() for block, values in blocks_to_show(unit)._asdict().items()}
             for name, unit in units_of(self.measured).items()
         }
 

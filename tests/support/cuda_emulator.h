@@ -199,9 +199,12 @@ static unsigned short narrow(float value) {
   void __tsan_read##size(void *pointer) { emulator::access(pointer, size, false); } \
   void __tsan_write##size(void *pointer) { emulator::access(pointer, size, true); }
 extern "C" {
-OF_SIZE(1) OF_SIZE(2) OF_SIZE(4) OF_SIZE(8) OF_SIZE(16) void __tsan_read_range(void *pointer, unsigned long size) {
-  emulator::access(pointer, size, false);
-}
+OF_SIZE(1);
+OF_SIZE(2);
+OF_SIZE(4);
+OF_SIZE(8);
+OF_SIZE(16);
+void __tsan_read_range(void *pointer, unsigned long size) { emulator::access(pointer, size, false); }
 void __tsan_write_range(void *pointer, unsigned long size) { emulator::access(pointer, size, true); }
 void __tsan_func_entry(void *) {}
 void __tsan_func_exit() {}

@@ -2,7 +2,8 @@
 //
 // Blocks run one after another. The threads of a block are fibers, which only switch at __syncthreads and at shuffles. Shared
 // memory is full of NaN before every block. These are errors: threads of a block that wait at different barriers, or end while
-// others wait; accesses beyond shared memory, or at addresses that are no multiple of the size.
+// others wait; accesses beyond shared memory, or at addresses that are no multiple of the size. With -fsanitize=thread, races
+// are errors, too: a thread that reads or writes what another one writes between the same two barriers of the block.
 
 #include <math.h>
 #include <setjmp.h>
@@ -95,9 +96,31 @@ static void release(unsigned from, unsigned to) {
   for (unsigned t = from; t < to; ++t) fibers[t].waits = READY;
 }
 
+// The last accesses to a word of shared memory. Barriers of the block count the time. `reader` is MANY for several threads.
+struct Accesses {
+  int written, writer, read, reader;
+};
+enum { MANY = -1 };
+static Accesses accesses[MAX_SHARED / 4];
+static int now = 1;
+
+__attribute__((no_sanitize("thread"))) static void access(const void *pointer, unsigned size, bool writes) {
+  const long at = static_cast<const unsigned char *>(pointer) - shared_memory;
+  if (at < 0 || at + size > shared_bytes) return;
+  const int thread = threadIdx.x;
+  for (long word = at / 4; word <= (at + size - 1) / 4; ++word) {
+    Accesses &last = accesses[word];
+    const bool read_by_others = last.read == now && last.reader != thread;
+    if ((last.written == now && last.writer != thread) || (writes && read_by_others))
+      failure = "two threads used a word of shared memory between two barriers, and one of them wrote it";
+    if (writes) last.written = now, last.writer = thread;
+    else last.read = now, last.reader = read_by_others ? MANY : thread;
+  }
+}
+
 // Run a block. Every other block runs its threads in reverse order, because a missing barrier may go unnoticed in one order.
 static void run_block(unsigned threads, bool reverse) {
-  release(0, threads);
+  release(0, threads), ++now;
   for (;;) {
     for (unsigned k = 0; k < threads; ++k) {
       const unsigned t = reverse ? threads - 1 - k : k;
@@ -113,7 +136,7 @@ static void run_block(unsigned threads, bool reverse) {
       return;
     }
     if (fibers[0].waits == DONE) return;
-    release(0, threads);
+    release(0, threads), ++now;
   }
 }
 
@@ -170,6 +193,23 @@ static unsigned short narrow(float value) {
 }
 
 }  // namespace emulator
+
+// What the compiler calls with -fsanitize=thread.
+#define OF_SIZE(size) \
+  void __tsan_read##size(void *pointer) { emulator::access(pointer, size, false); } \
+  void __tsan_write##size(void *pointer) { emulator::access(pointer, size, true); }
+extern "C" {
+OF_SIZE(1);
+OF_SIZE(2);
+OF_SIZE(4);
+OF_SIZE(8);
+OF_SIZE(16);
+void __tsan_read_range(void *pointer, unsigned long size) { emulator::access(pointer, size, false); }
+void __tsan_write_range(void *pointer, unsigned long size) { emulator::access(pointer, size, true); }
+void __tsan_func_entry(void *) {}
+void __tsan_func_exit() {}
+void __tsan_init() {}
+}
 
 #define __syncthreads() emulator::wait(2 * __LINE__)
 #define __shfl_xor_sync(mask, value, distance) emulator::shuffle(value, distance, __LINE__)

@@ -37,7 +37,8 @@ _ASSEMBLER = {
     'asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));': "value = emulator::widen(bits);",
     'asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));': "bits = emulator::narrow(value);",
 }
-_FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-U_FORTIFY_SOURCE"]
+# Compiling takes longer than running.
+_FLAGS = ["-std=c++17", "-O0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-U_FORTIFY_SOURCE"]
 
 
 def _as_cpp(text):
@@ -54,15 +55,17 @@ def _compiler():
 
 
 @functools.cache
-def _library(text):
-    """Return the library of a C++ program."""
+def _library(text, races):
+    """Return the library of a C++ program. With `races`, calls of functions in ``cuda_emulator.h`` surround its accesses."""
     fma = ["-mfma", "-mf16c"] if "avx2" in cpu.usable_variants() else []  # else functions of the C library
     with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, "kernels.cpp"), Path(folder, "kernels.so")
+        source, code, library = (Path(folder, f"kernels.{suffix}") for suffix in ("cpp", "o", "so"))
         source.write_text(text)
-        done = subprocess.run([*_compiler(), *_FLAGS, *fma, source, "-o", library], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(done.stderr)
+        compiling = [*_FLAGS, *fma, *(["-O1", "-fsanitize=thread"] if races else []), "-c", source, "-o", code]
+        for command in (compiling, ["-shared", code, "-o", library]):  # two steps, so that the real sanitizer is not linked
+            done = subprocess.run([*_compiler(), *command], capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(done.stderr)
         found = ctypes.CDLL(str(library))
     found.launch.restype = ctypes.c_char_p
     return found
@@ -71,12 +74,12 @@ def _library(text):
 class _Loaded:
     """One kernel, in place of ``driver.Loaded``. It is compiled together with those of the same form, dtype and width."""
 
-    def __init__(self, name, processor):
+    def __init__(self, name, processor, races):
         self._processor = processor
         self._function = kernels.functions()[name]
         group = [f for other, f in kernels.functions().items() if _group(other) == _group(name)]
         architecture = f"#define __CUDA_ARCH__ {processor.architecture.removeprefix('sm_')}0\n"
-        self._library = _library(architecture + _PROLOGUE.read_text() + _as_cpp(kernels.source(group)) + _EPILOGUE)
+        self._library = _library(architecture + _PROLOGUE.read_text() + _as_cpp(kernels.source(group)) + _EPILOGUE, races)
 
     def resident(self, threads, shared):
         return by_shared_memory(self._processor, threads, shared)
@@ -96,14 +99,15 @@ def _group(name):
 
 
 class Emulated(cuda.Kernel):
-    """The CUDA kernels on tensors of the CPU."""
+    """The CUDA kernels on tensors of the CPU. With `races`, it checks for races in shared memory, and takes twice as long."""
 
-    def __init__(self, index=0, processor=H200):
+    def __init__(self, index=0, processor=H200, races=False):
         super().__init__(index, processor)
+        self.races = races
 
     def load(self, name):
         if name not in self._loaded:
-            self._loaded[name] = _Loaded(name, self.processor)
+            self._loaded[name] = _Loaded(name, self.processor, self.races)
         return self._loaded[name]
 
     def _launch(self, plan, addresses):

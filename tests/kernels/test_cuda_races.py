@@ -1,0 +1,51 @@
+"""Threads of the CUDA kernels that use the same shared memory, in emulation: there is a barrier between them."""
+
+import cuda_emulator
+import pytest
+import test_cuda_kernel
+import test_cuda_knots
+import test_norm_ops
+import torch
+
+from pwlu.kernels.cuda import compile as kernels
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def checked(kernel, device):
+    if device.type != "cpu":
+        pytest.skip("needs no GPU: compute-sanitizer finds races there")
+    return cuda_emulator.Emulated(races=True)
+
+
+def compare(kernel, form):
+    dtype, device = torch.float32, torch.device("cpu")
+    for intervals in (16, 64):
+        test_cuda_kernel.compare(kernel, form, dtype, device, intervals)
+        test_cuda_knots.compare(kernel, form, dtype, device, intervals)
+    for residual in (False, True):
+        problem = test_norm_ops.problem(test_cuda_kernel.FORMS[form][0], dtype, device, residual)
+        test_norm_ops.check_parts(*problem, kernel)
+
+
+@pytest.mark.parametrize("form", ["planes", "one block per channel", "small planes", "rows"])
+def test_no_races(checked, form):
+    compare(checked, form)
+
+
+BARRIERS = {
+    "room_for_knots);\n    __syncthreads();": "rows",
+    "make_float2(0.0f, 0.0f));\n  __syncthreads();\n  const unsigned table": "planes",
+    "__syncthreads();\n  for (int c = threadIdx.x / 32; c < together": "small planes",
+}
+
+
+@pytest.mark.parametrize("barrier", BARRIERS)
+def test_missing_barriers_are_found(checked, barrier, monkeypatch):
+    source = kernels.source
+    assert source([]).count(barrier) == 1
+    without = barrier.replace("__syncthreads();", "")
+    monkeypatch.setattr(kernels, "source", lambda chosen: source(chosen).replace(barrier, without))
+    with pytest.raises(AssertionError, match="between two barriers"):
+        compare(checked, BARRIERS[barrier])

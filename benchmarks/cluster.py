@@ -49,7 +49,7 @@ def compare(arguments: list[str], kill: Callable[[Path], None] | None) -> tuple[
         if process.returncode:
             raise RuntimeError(f"the comparison ended with status {process.returncode}:\n{printed}")
         weights = {path.parent.name: digest(path) for path in folder.glob("runs/*/model.safetensors")}
-    return seconds, printed.count("died, and is tried again"), weights
+    return seconds, printed.count("died and will be tried again"), weights
 
 
 def digest(path: Path) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from pwlu.deploy.fewest_knots import fewest_knots
-from pwlu.nonuniform_reference import Knots
+from pwlu.reference.nonuniform import Knots
 
 RESULTS = Path(__file__).parent.parent / "results"
 

@@ -19,7 +19,7 @@ from pwlu.lab.inference.timing import interleaved, percentiles
 from pwlu.lab.models import networks
 from pwlu.lab.recipes import catalog
 from pwlu.learning.shared_rule import SharedRule, share_gradients_, smooth_
-from pwlu.module import units_of
+from pwlu.units.module import units_of
 
 NETWORKS = ("mobilenet_v3_small", "resnet18")
 KINDS = ("pwlu", "curvature in the loss", 'rule="shared"')

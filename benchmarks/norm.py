@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import pwlu
-from pwlu import norm_ops
 from pwlu.lab.inference.timing import interleaved, percentiles
+from pwlu.ops import norm as norm_ops
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHAPES = [

@@ -13,7 +13,7 @@ from torch import Tensor
 from pwlu.initial_functions import InitialFunction
 from pwlu.learning.curvature import parameter_indices
 from pwlu.learning.shared_rule import SharedRule
-from pwlu.module import PWLU
+from pwlu.units.module import PWLU
 
 SQUARES_DECAY = 0.99  # of the running mean square of gradients
 OBSERVED_STEPS = 8  # the last steps of an epoch, over which mean and standard deviation of inputs are measured

@@ -19,16 +19,15 @@ from imported import SOURCES
 
 import pwlu
 from pwlu.cli import main
+from pwlu.common.text import install
 from pwlu.kernels import build, cpu
-from pwlu.text import install
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "pwlu"
 
 # Files and folders of the package, lowest first: each imports from itself and from what stands before it.
 ORDER = (
-    "version text files checks reference dynamic_reference nonuniform_reference initial_functions kernels ops norm_ops"
-    " nonuniform_ops functional statistics deferred_norm squeeze sharding constraints module dynamic nonuniform"
+    "version common reference initial_functions kernels ops functional units"
     " learning baselines conversion analysis plotting deploy integrations lab report cli __main__"
 )
 LAB = "recipes runs data models tasks training compare inference"

@@ -21,7 +21,6 @@ from pwlu.deploy.fuse import FusedPWLU, fuse_
 from pwlu.deploy.int8_tables import tabulate_
 from pwlu.deploy.onnx_export import export_onnx
 from pwlu.deploy.simplify import refine_, simplify_
-from pwlu.dynamic import DynamicPWLU
 from pwlu.kernels.dispatch import warm_up
 from pwlu.learning.constraining import constrain_
 from pwlu.learning.curvature import curvature
@@ -30,11 +29,12 @@ from pwlu.learning.parameter_groups import parameter_groups
 from pwlu.learning.realignment import realign_
 from pwlu.learning.regridding import regrid_
 from pwlu.learning.two_phase import TwoPhase
-from pwlu.module import PWLU
-from pwlu.nonuniform import NonUniformPWLU
 from pwlu.plotting.alignment import plot_alignment
 from pwlu.plotting.functions import plot_functions
 from pwlu.plotting.gain_chart import plot_improvements
+from pwlu.units.dynamic import DynamicPWLU
+from pwlu.units.module import PWLU
+from pwlu.units.nonuniform import NonUniformPWLU
 from pwlu.version import __version__
 
 __all__ = [

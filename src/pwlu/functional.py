@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from pwlu import checks, ops, reference
+from pwlu import ops, reference
+from pwlu.common import checks
 
 
 def pwlu(

@@ -16,7 +16,7 @@ from pwlu.lab.inference import benchmark
 from pwlu.lab.inference.benchmark import measure, with_relu
 from pwlu.lab.inference.timing import interleaved, percentiles
 from pwlu.lab.inference.trained_network import load
-from pwlu.module import PWLU
+from pwlu.units.module import PWLU
 
 PLAIN = ["PyTorch, ReLU", "PyTorch, PWLU", "PyTorch, PWLU fused"]
 COMPILED = ["torch.compile, ReLU", "torch.compile, PWLU fused"]

@@ -13,8 +13,10 @@ import torchvision
 from torch import nn
 
 import pwlu
-from pwlu import deferred_norm, norm_ops, reference
-from pwlu.deferred_norm import Deferred, DeferredNorm
+from pwlu import reference
+from pwlu.ops import norm as norm_ops
+from pwlu.units import deferred_norm
+from pwlu.units.deferred_norm import Deferred, DeferredNorm
 
 
 class Block(nn.Module):

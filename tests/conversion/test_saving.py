@@ -69,7 +69,7 @@ def test_a_fresh_model_becomes_the_saved_one(tmp_path, options):
     pwlu.save(model, tmp_path / "model.safetensors")
     fresh = network()
     before = fresh(X)
-    assert pwlu.load_into(fresh, tmp_path / "model.safetensors") == list(pwlu.module.units_of(model))
+    assert pwlu.load_into(fresh, tmp_path / "model.safetensors") == list(pwlu.units.module.units_of(model))
     assert_the_same(fresh, model)
     assert not torch.equal(fresh(X), before)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import pwlu
-from pwlu import nonuniform_reference
 from pwlu.deploy.fewest_knots import fewest_knots, keep_fewest_knots, least_errors
-from pwlu.nonuniform_reference import Knots
+from pwlu.reference import nonuniform as nonuniform_reference
+from pwlu.reference.nonuniform import Knots
 
 
 def functions(channels, count, seed):

@@ -15,7 +15,7 @@ import pwlu
 from pwlu.baselines import PReLU
 from pwlu.deploy.fitting import minimax_fit
 from pwlu.deploy.simplify import Line, refine_, simplify_
-from pwlu.module import units_of
+from pwlu.units.module import units_of
 
 
 def unit(function, channels=3, intervals=16, bounds=(-3.0, 3.0), dtype=torch.float64, noise=0.0):

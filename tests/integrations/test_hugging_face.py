@@ -132,7 +132,7 @@ PIXELS = {"pixel_values": torch.randn(2, 3, 8, 8)}
 
 def learned(model):
     with torch.no_grad():
-        for unit in pwlu.module.units_of(model).values():
+        for unit in pwlu.units.module.units_of(model).values():
             unit.weight += 0.1 * torch.randn_like(unit.weight)
             unit.statistics.running_std.fill_(0.7)
             unit.statistics.steps += 3
@@ -156,8 +156,8 @@ def test_a_saved_model_keeps_its_units(tmp_path, cls, from_pretrained):
     assert equal(found.state_dict(), model.state_dict())
     assert torch.equal(found(**PIXELS).logits, model(**PIXELS).logits)
     assert type(found) is type(model)
-    assert [repr(unit) for unit in pwlu.module.units_of(found).values()] == [
-        repr(unit) for unit in pwlu.module.units_of(model).values()
+    assert [repr(unit) for unit in pwlu.units.module.units_of(found).values()] == [
+        repr(unit) for unit in pwlu.units.module.units_of(model).values()
     ]
     found.save_pretrained(tmp_path / "again")
     again = from_pretrained(cls, tmp_path / "again", dtype=torch.bfloat16)

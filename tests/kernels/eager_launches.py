@@ -11,9 +11,10 @@ from functools import partial
 import torch
 
 import pwlu  # noqa: F401  # registers the operators
-from pwlu import norm_ops, ops
+from pwlu import ops
 from pwlu.kernels import cuda, dispatch, eager
 from pwlu.kernels.cuda import driver, plan
+from pwlu.ops import norm as norm_ops
 
 LAUNCHES = []  # (function, blocks, threads, shared, addresses, numbers)
 HANDLES = {}

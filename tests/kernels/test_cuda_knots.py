@@ -10,7 +10,7 @@ from test_nonuniform import LAYOUTS, functions
 import pwlu
 from pwlu.kernels import cuda, dispatch
 from pwlu.kernels.cuda import compile as kernels
-from pwlu.nonuniform_reference import Knots, backward, forward, lines, pack_knots, unpack_knots, widths_of
+from pwlu.reference.nonuniform import Knots, backward, forward, lines, pack_knots, unpack_knots, widths_of
 
 
 def problem(form, dtype, device, intervals):

@@ -59,7 +59,7 @@ def test_wishes(run, tmp_path):
 @pytest.mark.slow
 def test_operators_without_it():
     """The operators also work without a C++ compiler, and in the first process."""
-    done = run_pytest("tests/test_ops.py", "tests/test_functional.py", PWLU_EAGER="python")
+    done = run_pytest("tests/ops/test_ops.py", "tests/test_functional.py", PWLU_EAGER="python")
     assert not done.returncode, done.stdout[-3000:]
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import orthogonal
 
 import pwlu
 from pwlu import reference
-from pwlu.constraints import Constraint, isotonic, project, satisfies
+from pwlu.units.constraints import Constraint, isotonic, project, satisfies
 
 RANGE = (-0.75, 1.25)
 COMBINATIONS = [
@@ -88,7 +88,7 @@ def test_isotonic_regression():
 def test_isotonic_regression_in_parts(monkeypatch):
     values = torch.randn(50, 6, dtype=torch.float64)
     whole = isotonic(values)
-    monkeypatch.setattr("pwlu.constraints._LARGEST_TABLE", 100)
+    monkeypatch.setattr("pwlu.units.constraints._LARGEST_TABLE", 100)
     assert torch.equal(isotonic(values), whole)
 
 
@@ -248,7 +248,7 @@ def test_only_the_units_of_the_optimizer():
 
 def test_one_computation_for_all_units(monkeypatch):
     calls = []
-    monkeypatch.setattr("pwlu.constraints.project", lambda rows, constraint: calls.append(len(rows)) or rows)
+    monkeypatch.setattr("pwlu.units.constraints.project", lambda rows, constraint: calls.append(len(rows)) or rows)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for unit in (model[1], model[3]):

@@ -20,9 +20,9 @@ from torch import nn
 import pwlu
 from pwlu.analysis.alignment import Alignment, UnitAlignment, alignment
 from pwlu.initial_functions import INITIAL_FUNCTIONS
-from pwlu.module import units_of
 from pwlu.plotting.alignment import plot_alignment
 from pwlu.plotting.functions import plot_functions
+from pwlu.units.module import units_of
 
 
 def shaped(unit):

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pwlu
-from pwlu.module import units_of
+from pwlu.units.module import units_of
 
 
 def network(dtype=torch.float32, init="relu", activation=None):

@@ -9,7 +9,7 @@ from torch import nn
 import pwlu
 from pwlu.analysis.alignment import Alignment, UnitAlignment
 from pwlu.lab.runs.run_folder import RunFolder
-from pwlu.module import units_of
+from pwlu.units.module import units_of
 
 NAMES = ("left", "right", "heights", "left_slope", "right_slope")
 STEPS_AN_EPOCH = 10

@@ -19,8 +19,8 @@ import sklearn.model_selection  # noqa: F401
 import torch._dynamo  # noqa: F401
 import torch.distributed as dist
 
-from pwlu import files
 from pwlu.cli import main
+from pwlu.common import files
 from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.lab.training import loop
 from pwlu.lab.training.trainer import Trainer

@@ -101,7 +101,7 @@ def case(seed):
     options = {"granularity": rng.choice(["channel", "layer"]), "intervals": rng.choice([8, 12, 16]), "init": "same"}
     model = network(seed).eval()
     report = pwlu.convert_(model, x, **options)
-    units = pwlu.module.units_of(model)
+    units = pwlu.units.module.units_of(model)
     assert len(units) == len(report.converted) > 0
     _close(model(x), before, "converted")
 

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map_only
 
 from pwlu import reference
 from pwlu.analysis.quantiles import QuantileSketch
-from pwlu.module import PWLU, require_units, unwrapped
-from pwlu.text import columns, counted, parse_json
+from pwlu.common.text import columns, counted, parse_json
+from pwlu.units.module import PWLU, require_units, unwrapped
 
 BARS = 32
 HEALTHY = 0.548  # IOU of normal inputs with the bounds mu +- 3 sigma, which realignment sets: 2 * 1.645 / 6

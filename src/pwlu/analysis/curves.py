@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from pwlu import functional, reference
 from pwlu.analysis.alignment import Alignment, UnitAlignment
 from pwlu.initial_functions import InitialFunction, find_initial_function
-from pwlu.module import require_units
-from pwlu.nonuniform import blocks_to_show
+from pwlu.units.module import require_units
+from pwlu.units.nonuniform import blocks_to_show
 
 _PARAMETERS = ("left", "right", "heights", "left_slope", "right_slope")
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from pwlu import reference
 from pwlu.analysis.alignment import Alignment, UnitAlignment
 from pwlu.analysis.curves import Curves, curves_of, inputs_of
-from pwlu.constraints import satisfies
+from pwlu.common.text import columns
 from pwlu.initial_functions import initial_parameters
-from pwlu.sharding import full_values
-from pwlu.text import columns
+from pwlu.units.constraints import satisfies
+from pwlu.units.sharding import full_values
 
 STEPS = 256
 # Thresholds of the classes, which UnitShapes documents.

@@ -11,10 +11,10 @@ from pwlu.baselines.frelu import FReLU
 from pwlu.baselines.pau import PAU
 from pwlu.baselines.prelu import PReLU
 from pwlu.baselines.relu import ReLU
-from pwlu.dynamic import DynamicPWLU
 from pwlu.initial_functions import InitialFunction
-from pwlu.module import PWLU
-from pwlu.nonuniform import NonUniformPWLU
+from pwlu.units.dynamic import DynamicPWLU
+from pwlu.units.module import PWLU
+from pwlu.units.nonuniform import NonUniformPWLU
 
 __all__ = [
     "ACONC",

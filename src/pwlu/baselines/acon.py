@@ -5,9 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwlu import checks, dynamic_reference, reference
+from pwlu import reference
 from pwlu.baselines.arguments import check_channels_and_dim
-from pwlu.squeeze import Squeeze, along_samples
+from pwlu.common import checks
+from pwlu.reference import dynamic as dynamic_reference
+from pwlu.units.squeeze import Squeeze, along_samples
 
 _REDUCTION, _MIN_HIDDEN = 16, 16  # the hidden layer of Meta-ACON has max(16, C / 16) units, as in the authors' code
 

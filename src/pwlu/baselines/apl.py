@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pwlu import checks, reference
+from pwlu import reference
 from pwlu.baselines import fused
 from pwlu.baselines.arguments import check_channels_and_dim
+from pwlu.common import checks
 
 
 class APL(nn.Module):

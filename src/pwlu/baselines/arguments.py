@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pwlu.checks import check_integer
+from pwlu.common.checks import check_integer
 
 
 def check_channels_and_dim(owner: str, channels: Any, channel_dim: Any) -> tuple[int, int]:

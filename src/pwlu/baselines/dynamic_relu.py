@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from pwlu import reference
 from pwlu.baselines.arguments import check_channels_and_dim
-from pwlu.dynamic import DynamicPWLU
-from pwlu.squeeze import Squeeze, along_samples
+from pwlu.units.dynamic import DynamicPWLU
+from pwlu.units.squeeze import Squeeze, along_samples
 
 
 class DyReLU(nn.Module):

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pwlu import checks, reference
+from pwlu import reference
 from pwlu.baselines import fused
 from pwlu.baselines.rational import fit
+from pwlu.common import checks
 from pwlu.initial_functions import InitialFunction, find_initial_function
 
 

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pwlu import checks
 from pwlu.baselines.arguments import check_channels_and_dim
+from pwlu.common import checks
 
 
 class PReLU(nn.PReLU):

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from pwlu.text import nearest
+from pwlu.common.text import nearest
 from pwlu.version import __version__
 
 COMMANDS = {

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pwlu.common.text import columns, install
 from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.processes import join_process_group
-from pwlu.text import columns, install
 
 if TYPE_CHECKING:
     from pwlu.lab.inference.benchmark import Contender

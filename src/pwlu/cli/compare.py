@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pwlu import files
 from pwlu.cli.train import add_runs, add_settings, changed_settings
+from pwlu.common import files
+from pwlu.common.text import install
 from pwlu.lab.compare.presets import BASELINE, PRESETS, Comparison, comparison
 from pwlu.lab.compare.table import Table
 from pwlu.lab.recipes.settings import Settings, UserError
-from pwlu.text import install
 
 if TYPE_CHECKING:
     from pwlu.lab.compare.scheduler import Pool

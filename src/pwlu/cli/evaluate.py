@@ -5,10 +5,10 @@ import math
 import sys
 from pathlib import Path
 
+from pwlu.common.text import install
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.run_folder import RunFolder
-from pwlu.text import install
 
 SAVED = "detections.json"
 

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pwlu.common.text import install
 from pwlu.deploy.onnx_forms import FASTEST, FORMS
 from pwlu.deploy.simplify import simplify_
 from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.run_folder import RunFolder
-from pwlu.module import units_of
-from pwlu.text import install
+from pwlu.units.module import units_of
 from pwlu.version import __version__
 
 if TYPE_CHECKING:

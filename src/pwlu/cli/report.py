@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pwlu import files
+from pwlu.common import files
 from pwlu.lab.recipes.settings import UserError
 
 NAME = "report.html"

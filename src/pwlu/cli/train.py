@@ -7,11 +7,11 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from pwlu.common.text import install
 from pwlu.lab.recipes.catalog import RECIPES, settings
 from pwlu.lab.recipes.settings import Settings, UserError, flag
 from pwlu.lab.runs.processes import join_process_group
 from pwlu.lab.runs.run_folder import RunFolder
-from pwlu.text import install
 
 RUNS = Path("runs")
 

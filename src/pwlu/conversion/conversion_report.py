@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from pwlu.common.text import columns
 from pwlu.initial_functions import InitialFunction
-from pwlu.text import columns
 
 EXACT = 1e-6  # an initial function within this distance of the original activation is equal up to rounding
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pwlu.common.text import counted
 from pwlu.conversion.conversion_report import EXACT, Change, Report, Site
 from pwlu.conversion.kinds import ARGUMENTS, DEFAULT_KINDS
 from pwlu.conversion.making import UNITS, Factory, activation_maker
@@ -18,8 +19,7 @@ from pwlu.conversion.sites import Candidate, Rules, decide, find_sites
 from pwlu.conversion.tracing import stateless_leaf
 from pwlu.conversion.unreached import unreached
 from pwlu.initial_functions import InitialFunction
-from pwlu.module import units_of
-from pwlu.text import counted
+from pwlu.units.module import units_of
 
 _FAR = 0.1  # warn if an initial function differs by more than this from the original activation
 

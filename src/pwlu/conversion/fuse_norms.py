@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pwlu.common.text import columns, counted
 from pwlu.conversion.convert import check_unwrapped
 from pwlu.conversion.quiet import quiet
 from pwlu.conversion.sample_runs import Runs
-from pwlu.deferred_norm import Deferred, DeferredNorm, deferring, has_hooks
-from pwlu.module import PWLU, require_model, require_units
-from pwlu.text import columns, counted
+from pwlu.units.deferred_norm import Deferred, DeferredNorm, deferring, has_hooks
+from pwlu.units.module import PWLU, require_model, require_units
 
 
 @dataclass

@@ -13,7 +13,6 @@ from pwlu.conversion.conversion_report import Site
 from pwlu.conversion.probing import why_unusable
 from pwlu.conversion.sites import Candidate
 from pwlu.conversion.tracing import Call
-from pwlu.dynamic import DynamicPWLU
 from pwlu.initial_functions import (
     INITIAL_FUNCTIONS,
     InitialFunction,
@@ -23,8 +22,9 @@ from pwlu.initial_functions import (
     find_initial_function,
     initial_error,
 )
-from pwlu.module import PWLU
-from pwlu.nonuniform import NonUniformPWLU
+from pwlu.units.dynamic import DynamicPWLU
+from pwlu.units.module import PWLU
+from pwlu.units.nonuniform import NonUniformPWLU
 
 UNITS: dict[str, type[PWLU]] = {"pwlu": PWLU, "dynamic_pwlu": DynamicPWLU, "nonuniform_pwlu": NonUniformPWLU}
 Factory = Callable[[int, Site], nn.Module]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pwlu.text import install
+from pwlu.common.text import install
 
 
 def tensors_to_bytes(state: Mapping[str, Any], conversion: dict[str, Any] | None = None) -> bytes:

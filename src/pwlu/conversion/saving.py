@@ -11,18 +11,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pwlu import checks, files, reference
-from pwlu.constraints import Constraint, keep_constrained
+from pwlu import reference
+from pwlu.common import checks, files
+from pwlu.common.text import abbreviate
 from pwlu.conversion import rewrite
 from pwlu.conversion.convert import check_unwrapped
 from pwlu.conversion.replacing import insert_, inserted_modules
 from pwlu.conversion.safetensors_file import read_file, require_safetensors, tensors_to_bytes
-from pwlu.dynamic import DynamicPWLU
 from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction, find_initial_function
 from pwlu.learning.constraining import check_constraint
-from pwlu.module import PWLU, require_units, units_of, unwrapped
-from pwlu.nonuniform import NonUniformPWLU
-from pwlu.text import abbreviate
+from pwlu.units.constraints import Constraint, keep_constrained
+from pwlu.units.dynamic import DynamicPWLU
+from pwlu.units.module import PWLU, require_units, units_of, unwrapped
+from pwlu.units.nonuniform import NonUniformPWLU
 from pwlu.version import __version__, later_version
 
 FORMAT = 3  # the format of the conversion. 2 added dynamic PWLUs, 3 non-uniform ones; save writes the lowest possible format

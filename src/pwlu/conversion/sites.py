@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from pwlu.common.text import counted
 from pwlu.conversion.conversion_report import Site
 from pwlu.conversion.nodes import SPLIT_CHANNELS
 from pwlu.conversion.rewrite import Edit
 from pwlu.conversion.sample_runs import Recorded, Run
 from pwlu.conversion.tracing import Call
-from pwlu.text import counted
 
 
 @dataclass

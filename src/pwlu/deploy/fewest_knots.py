@@ -12,7 +12,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from pwlu.nonuniform_reference import Knots
+from pwlu.reference.nonuniform import Knots
 
 
 def dropped_errors(functions: Knots) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pwlu import reference
-from pwlu.constraints import Constraint, project, satisfies
+from pwlu.units.constraints import Constraint, project, satisfies
 
 SIMPLE = ("identity", "relu", "line", "prelu")
 _ROUNDS = 30
@@ -191,7 +191,7 @@ def _constrained(
 
 
 def _bent_line_rows(bias: Tensor, below: Tensor, above: Tensor) -> Tensor:
-    """Return a simple activation as a PWLU with two intervals between -1 and 1, as in :func:`pwlu.constraints.satisfies`."""
+    """Return a simple activation as rows for :func:`pwlu.units.constraints.satisfies`: two intervals between -1 and 1."""
     one = torch.ones_like(bias)
     return torch.stack([-one, one, below, above, bias - below, bias, bias + above], 1)
 

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from pwlu import checks, nonuniform_reference, ops, reference
-from pwlu.deferred_norm import is_compiled
-from pwlu.dynamic import DynamicPWLU
-from pwlu.module import PWLU, require_units
-from pwlu.nonuniform import NonUniformPWLU, apply
-from pwlu.text import abbreviate
+from pwlu import ops, reference
+from pwlu.common import checks
+from pwlu.common.text import abbreviate
+from pwlu.reference import nonuniform as nonuniform_reference
+from pwlu.units.deferred_norm import is_compiled
+from pwlu.units.dynamic import DynamicPWLU
+from pwlu.units.module import PWLU, require_units
+from pwlu.units.nonuniform import NonUniformPWLU, apply
 
 
 class FusedPWLU(nn.Module):
@@ -69,7 +71,7 @@ class FusedNonUniformPWLU(nn.Module):
     """The inference form of a :class:`NonUniformPWLU`: the knots are computed once.
 
     :func:`fuse_` creates it. It has no parameters and no backward pass. The buffer ``knot_weight`` (C (2N + 4),) is what
-    :func:`pwlu.nonuniform_reference.pack_knots` returns.
+    :func:`pwlu.reference.nonuniform.pack_knots` returns.
     """
 
     channels: int

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pwlu import ops
-from pwlu.text import columns
+from pwlu.common.text import columns
 
 _QUANTISE = ("quantized_decomposed::quantize_per_tensor", "quantized_decomposed::quantize_per_channel")
 _DEQUANTISE = ("quantized_decomposed::dequantize_per_tensor", "quantized_decomposed::dequantize_per_channel")

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwlu import files
+from pwlu.common import files
+from pwlu.common.text import counted, install
 from pwlu.deploy.fuse import FusedPWLU, fuse_
 from pwlu.deploy.onnx_check import Difference, Inputs, agreement, outputs
 from pwlu.deploy.onnx_file import finish, write_units_alone
 from pwlu.deploy.onnx_forms import FASTEST, FORMS, Form, set_form_
 from pwlu.deploy.onnx_units import UnitsCheck, calls_of, check_units
-from pwlu.module import require_model, units_of
-from pwlu.text import counted, install
+from pwlu.units.module import require_model, units_of
 
 _OLDEST_OPSET = 18  # torch's default opset; ONNX Runtime reads it since 1.14
 _LARGEST_FILE = 2**31 - 2**24  # the limit of protobuf; the weights of larger models are in a second file

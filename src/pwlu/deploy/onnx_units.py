@@ -15,9 +15,9 @@ from pwlu import reference
 from pwlu.deploy.fuse import FusedPWLU
 from pwlu.deploy.onnx_check import Difference, Inputs, outputs, ratio
 from pwlu.deploy.onnx_forms import Form
-from pwlu.dynamic import DynamicPWLU
-from pwlu.module import PWLU
-from pwlu.nonuniform import NonUniformPWLU
+from pwlu.units.dynamic import DynamicPWLU
+from pwlu.units.module import PWLU
+from pwlu.units.nonuniform import NonUniformPWLU
 
 
 class Call(NamedTuple):

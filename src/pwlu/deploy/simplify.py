@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwlu import checks, nonuniform_reference, reference
+from pwlu import reference
 from pwlu.baselines import PReLU
+from pwlu.common import checks
+from pwlu.common.text import abbreviate, columns, counted
 from pwlu.deploy.fewest_knots import keep_fewest_knots
 from pwlu.deploy.fitting import SIMPLE, Fit, fit
 from pwlu.initial_functions import find_initial_function, fit_bounds
-from pwlu.module import PWLU, apply_constraint, require_units
-from pwlu.nonuniform import NonUniformPWLU
-from pwlu.text import abbreviate, columns, counted
+from pwlu.reference import nonuniform as nonuniform_reference
+from pwlu.units.module import PWLU, apply_constraint, require_units
+from pwlu.units.nonuniform import NonUniformPWLU
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FSDPModule", "FullyShardedDataParallel", "OptimizedModule"}
 

@@ -23,11 +23,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from pwlu.common.text import install
 from pwlu.learning.shared_rule import DEFAULT_RULE, SharedRule, find_rule
 from pwlu.learning.two_phase import TwoPhase
-from pwlu.module import units_of
-from pwlu.squeeze import function_parameters
-from pwlu.text import install
+from pwlu.units.module import units_of
+from pwlu.units.squeeze import function_parameters
 
 try:
     from transformers import AutoConfig, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from pwlu import ops
-from pwlu.text import install
+from pwlu.common.text import install
 
 try:
     from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, Quantizer

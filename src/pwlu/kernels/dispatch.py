@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pwlu import checks, nonuniform_reference, reference
+from pwlu import reference
+from pwlu.common import checks
 from pwlu.kernels import eager
 from pwlu.kernels.layout import NormInput, NormState
+from pwlu.reference import nonuniform as nonuniform_reference
 
 # The reference implementation in plain PyTorch, for every device.
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from pwlu.constraints import Constraint, keep_constrained
-from pwlu.dynamic import DynamicPWLU
-from pwlu.module import apply_constraint, require_units, weight_parameter
-from pwlu.nonuniform import NonUniformPWLU
+from pwlu.units.constraints import Constraint, keep_constrained
+from pwlu.units.dynamic import DynamicPWLU
+from pwlu.units.module import apply_constraint, require_units, weight_parameter
+from pwlu.units.nonuniform import NonUniformPWLU
 
 
 def constrain_(

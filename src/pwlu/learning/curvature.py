@@ -5,11 +5,11 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
-from pwlu.dynamic import DynamicPWLU
-from pwlu.module import require_units
-from pwlu.nonuniform import NonUniformPWLU
 from pwlu.reference import pack, parameter_indices
-from pwlu.sharding import gathered
+from pwlu.units.dynamic import DynamicPWLU
+from pwlu.units.module import require_units
+from pwlu.units.nonuniform import NonUniformPWLU
+from pwlu.units.sharding import gathered
 
 
 def curvature(model: nn.Module) -> Tensor:

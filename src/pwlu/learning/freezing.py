@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from pwlu.module import PWLU, units_of
+from pwlu.units.module import PWLU, units_of
 
 
 def freeze_(model: nn.Module, frozen: bool = True) -> list[str]:

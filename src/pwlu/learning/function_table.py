@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pwlu.module import PWLU
 from pwlu.reference import compute_dtype, parameter_indices
-from pwlu.sharding import gathered, is_sharded, write_parameter
+from pwlu.units.module import PWLU
+from pwlu.units.sharding import gathered, is_sharded, write_parameter
 
 LEFT, RIGHT, SLOPES, HEIGHTS = slice(0, 1), slice(1, 2), slice(2, 4), slice(4, None)  # columns of a table
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pwlu.module import PWLU
+from pwlu.units.module import PWLU
 
 
 def unwrap_optimizer(optimizer: Any) -> Optimizer:

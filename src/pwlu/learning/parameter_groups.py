@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from pwlu.module import require_units
-from pwlu.squeeze import function_parameters
+from pwlu.units.module import require_units
+from pwlu.units.squeeze import function_parameters
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # _NormBase: batch and instance norm
 

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from pwlu import reference
-from pwlu.dynamic import DynamicPWLU
+from pwlu.common.text import abbreviate
 from pwlu.initial_functions import find_initial_function
-from pwlu.module import PWLU, apply_constraint, require_units
-from pwlu.nonuniform import NonUniformPWLU
 from pwlu.reference import Blocks
-from pwlu.text import abbreviate
+from pwlu.units.dynamic import DynamicPWLU
+from pwlu.units.module import PWLU, apply_constraint, require_units
+from pwlu.units.nonuniform import NonUniformPWLU
 
 
 class Realigned(NamedTuple):

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from pwlu import reference
-from pwlu.dynamic import DynamicPWLU
+from pwlu.common.text import abbreviate
 from pwlu.learning.function_table import HEIGHTS, LEFT, RIGHT, SLOPES, interval, table_of
 from pwlu.learning.optimizers import state_optimizer, unwrap_optimizer
 from pwlu.learning.two_phase_checks import check_copy
-from pwlu.module import PWLU, apply_constraint, require_units, weight_parameter
-from pwlu.nonuniform import NonUniformPWLU
-from pwlu.sharding import full_values, write_parameter
-from pwlu.text import abbreviate
+from pwlu.units.dynamic import DynamicPWLU
+from pwlu.units.module import PWLU, apply_constraint, require_units, weight_parameter
+from pwlu.units.nonuniform import NonUniformPWLU
+from pwlu.units.sharding import full_values, write_parameter
 
 _POINTS = 8  # per interval; functions are compared at these points
 _DEVIATIONS = 2 * 1.6448536269514722  # distance of the 5 % and 95 % quantiles of a normal distribution, in sigma

@@ -36,8 +36,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pwlu.learning.function_table import HEIGHTS, SLOPES, FunctionTable, bends, interval, table_of
-from pwlu.module import PWLU
-from pwlu.sharding import is_sharded
+from pwlu.units.module import PWLU
+from pwlu.units.sharding import is_sharded
 
 INTERVALS = 16  # sharing and bend are stated for this number of intervals
 _TINY = 1e-24  # added to the mean of d^2, so that a layer whose intervals all have the length 0 does not divide by 0

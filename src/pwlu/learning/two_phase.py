@@ -15,15 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from pwlu.common.text import abbreviate, counted
 from pwlu.learning.freezing import remove_gradients
 from pwlu.learning.optimizers import add_momentum_buffers, complete_state, state_optimizer, unwrap_optimizer
 from pwlu.learning.realignment import Realigned, realign_
 from pwlu.learning.shared_rule import DEFAULT_RULE, SharedRule, add_penalty_, find_rule, share_gradients_, smooth_
 from pwlu.learning.two_phase_checks import check_copy, check_optimizer, check_rule, check_steps, check_weights, warn_of_decay
-from pwlu.module import PWLU, require_units
-from pwlu.sharding import full_values, write_parameter
-from pwlu.statistics import InputStatistics, advance_
-from pwlu.text import abbreviate, counted
+from pwlu.units.module import PWLU, require_units
+from pwlu.units.sharding import full_values, write_parameter
+from pwlu.units.statistics import InputStatistics, advance_
 
 
 class TwoPhase:

@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from pwlu.module import PWLU, units_of, weight_parameter
-from pwlu.nonuniform import NonUniformPWLU
-from pwlu.squeeze import function_parameters
-from pwlu.text import abbreviate
+from pwlu.common.text import abbreviate
+from pwlu.units.module import PWLU, units_of, weight_parameter
+from pwlu.units.nonuniform import NonUniformPWLU
+from pwlu.units.squeeze import function_parameters
 
 
 def check_steps(realign_at: Any) -> int:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pwlu.analysis.alignment import HEALTHY, Alignment
+from pwlu.common.text import counted
 from pwlu.plotting.style import COLOURS, STYLES, grid, require_matplotlib
-from pwlu.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

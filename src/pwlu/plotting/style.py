@@ -6,7 +6,7 @@ Figures do not use pyplot, so they can be drawn without a display and in threads
 import math
 from typing import TYPE_CHECKING, Any
 
-from pwlu.text import install, nearest
+from pwlu.common.text import install, nearest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,13 +7,13 @@ from html import escape
 from statistics import fmean, stdev
 from typing import Any
 
+from pwlu.common.text import counted
 from pwlu.lab.compare import presets
 from pwlu.lab.recipes import catalog, experiment
 from pwlu.lab.recipes.metrics import TITLES
 from pwlu.lab.recipes.settings import UserError
 from pwlu.report.charts import Line, lines
 from pwlu.report.run_data import RunData
-from pwlu.text import counted
 
 _CLASSES = ("first", "third", "fourth")  # the CSS classes of lines, in turn; the baseline has "second"
 _LONGEST = 9  # the longest name that fits beside a line, in characters

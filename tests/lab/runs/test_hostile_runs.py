@@ -13,8 +13,8 @@ from safetensors.torch import save
 import pwlu
 from pwlu.analysis.alignment import Alignment
 from pwlu.cli import main
+from pwlu.common.text import parse_json
 from pwlu.lab.runs.run_folder import FORMAT, RunFolder
-from pwlu.text import parse_json
 
 
 @pytest.fixture

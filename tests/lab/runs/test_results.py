@@ -9,8 +9,8 @@ import filelock
 import pytest
 from example_runs import example_run, files_in
 
-from pwlu import files
 from pwlu.cli import main
+from pwlu.common import files
 from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.records import read_records
 from pwlu.lab.runs.results import find_runs, keep, read_run

@@ -11,7 +11,7 @@ from networks import assert_equal_to_rounding, bounds_of_rounding, of_units, sam
 from pwlu import baselines
 from pwlu.lab.recipes.catalog import RECIPES
 from pwlu.learning.curvature import curvature
-from pwlu.module import PWLU, units_of
+from pwlu.units.module import PWLU, units_of
 
 SHORT = {"epochs": 3, "realign_epochs": 1.0, "batch": 128}  # 7 steps per epoch
 

@@ -9,10 +9,10 @@ from lab_helpers import after, batches_of, short_run, take_steps, task_of, train
 from safetensors.torch import load_file
 from torch import nn
 
-from pwlu.deferred_norm import DeferredNorm
 from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.processes import Processes
 from pwlu.lab.training.trainer import Trainer
+from pwlu.units.deferred_norm import DeferredNorm
 
 SHORT = {"epochs": 3, "realign_epochs": 1.0, "batch": 128}
 STEPS = 9  # 7 of them in Phase I

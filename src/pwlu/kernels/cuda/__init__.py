@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from pwlu.common.text import install
 from pwlu.kernels.cuda import compile as kernels
 from pwlu.kernels.cuda.calls import NAMES, Kernel
 from pwlu.kernels.cuda.driver import refuse_during_capture
-from pwlu.text import install
 
 _MIN_CAPABILITY = (7, 5)
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pwlu import baselines
+from pwlu.common.text import nearest
 from pwlu.lab.recipes import catalog
 from pwlu.lab.recipes.experiment import slug
 from pwlu.lab.recipes.settings import Settings, UserError, flag
-from pwlu.text import nearest
 
 BASELINE = "ReLU"
 TITLES = {

@@ -9,12 +9,12 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from pwlu.common.text import counted, install
 from pwlu.lab.compare import ray_task
 from pwlu.lab.compare.job import Job
 from pwlu.lab.compare.subprocesses import TIMEOUT, Outcome
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import UserError
-from pwlu.text import counted, install
 
 PREFIX = "ray://"
 

@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pwlu.common.text import nearest
 from pwlu.lab.compare.presets import comparison
 from pwlu.lab.compare.table import Table
 from pwlu.lab.compare.trials_table import trials_table
 from pwlu.lab.recipes import catalog
 from pwlu.lab.recipes.settings import Settings, UserError
 from pwlu.lab.runs.results import Run
-from pwlu.text import nearest
 
 _END = "<!-- end of table -->"
 _MARKER = re.compile(r"<!--\s*(table|runs|end of table)\b(.*?)-->")

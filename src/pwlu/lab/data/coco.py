@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pwlu.common.text import counted
 from pwlu.lab.data import masks
 from pwlu.lab.recipes.settings import UserError
-from pwlu.text import counted
 
 # Reasons to leave out an object, in the order in which they are checked.
 UNKNOWN_IMAGE = "without an image in the file"

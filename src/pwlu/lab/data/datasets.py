@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pwlu.common.text import install
 from pwlu.lab.data import keyed_random
 from pwlu.lab.data.cifar import cifar100
 from pwlu.lab.data.file_images import FileImages, load_files
 from pwlu.lab.data.images import Images, in_memory
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import Settings, UserError
-from pwlu.text import install
 
 
 @dataclass

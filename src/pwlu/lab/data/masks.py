@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pwlu.common.text import install
 from pwlu.lab.recipes.settings import UserError
-from pwlu.text import install
 
 try:
     from faster_coco_eval import mask as rle

@@ -20,7 +20,7 @@ from pwlu.lab.inference.timing import interleaved, percentiles
 from pwlu.lab.inference.trained_network import TrainedNetwork
 from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.progress import Progress
-from pwlu.module import units_of
+from pwlu.units.module import units_of
 
 ONNX_RUNTIME = "ONNX Runtime"
 SECONDS = 0.01  # the shortest time of a measurement; one measurement calls a small network several times

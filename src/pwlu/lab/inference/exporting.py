@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils._pytree import tree_leaves
 
-from pwlu import files
+from pwlu.common import files
+from pwlu.common.text import install
 from pwlu.deploy.fuse import fuse_
 from pwlu.deploy.onnx_check import Inputs, agreement
 from pwlu.deploy.onnx_export import export_onnx
 from pwlu.deploy.onnx_file import finish
 from pwlu.deploy.onnx_forms import FASTEST
-from pwlu.module import units_of
-from pwlu.text import install
+from pwlu.units.module import units_of
 
 OPSET = 18  # the oldest opset that torch writes without a conversion
 METADATA = "metadata.json"  # extra file in a .pt2

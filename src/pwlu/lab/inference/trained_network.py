@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pwlu.common.text import counted
 from pwlu.conversion.safetensors_file import read_tensors
 from pwlu.conversion.saving import load_into
 from pwlu.lab.models import detectors, networks
@@ -20,7 +21,6 @@ from pwlu.lab.runs.network_info import NetworkInfo, read_network_info
 from pwlu.lab.runs.results import no_run_error
 from pwlu.lab.runs.run_folder import MODEL, RunFolder
 from pwlu.lab.training.trainer import replace_activations
-from pwlu.text import counted
 
 _MODEL_OF_FORMAT_1 = "model.pt"
 

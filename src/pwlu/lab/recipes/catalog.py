@@ -4,8 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from pwlu.common.text import nearest
 from pwlu.lab.recipes.settings import Settings, UserError, check
-from pwlu.text import nearest
 
 
 @dataclass(frozen=True)

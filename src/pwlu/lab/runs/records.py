@@ -13,8 +13,8 @@ from typing import Any
 
 import filelock
 
-from pwlu import files
-from pwlu.text import parse_json
+from pwlu.common import files
+from pwlu.common.text import parse_json
 
 FILE = "runs.jsonl"
 KEYS = {"config.json": "settings", "environment.json": "environment", "metrics.jsonl": "metrics", "result.json": "result"}

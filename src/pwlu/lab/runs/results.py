@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pwlu import files
+from pwlu.common import files
 from pwlu.lab.recipes import catalog
 from pwlu.lab.recipes.experiment import label
 from pwlu.lab.recipes.settings import Settings, UserError

@@ -29,14 +29,14 @@ from typing import Any
 
 import torch
 
-from pwlu import files
 from pwlu.analysis.alignment import Alignment
+from pwlu.common import files
+from pwlu.common.text import parse_json
 from pwlu.lab.recipes.settings import Settings, UserError, check
 from pwlu.lab.runs.locks import try_lock
 from pwlu.lab.runs.records import FILE, KEYS, Record, find_record
 from pwlu.lab.runs.tensor_files import serialised, tensors
 from pwlu.learning.shared_rule import PAPER
-from pwlu.text import parse_json
 from pwlu.version import __version__, later_version
 
 FORMAT = 2  # the format of run folders. Folders without a number in environment.json have format 1, with model.pt

@@ -17,10 +17,10 @@ from faster_coco_eval import COCO, COCOeval_faster
 from faster_coco_eval import mask as rle
 from torch import Tensor
 
+from pwlu.common.text import counted
 from pwlu.lab.data.coco import Annotations, integer, numbers
 from pwlu.lab.data.masks import run_lengths
 from pwlu.lab.recipes.settings import UserError
-from pwlu.text import counted
 
 _KINDS = {"box": "bbox", "mask": "segm"}
 _FIELDS = {"box": "bbox", "mask": "segmentation"}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pwlu.common.text import counted
 from pwlu.conversion.conversion_report import Report
 from pwlu.lab.data import coco, keyed_random
 from pwlu.lab.data.datasets import split_holdout
@@ -21,7 +22,6 @@ from pwlu.lab.runs.network_info import NetworkInfo
 from pwlu.lab.runs.processes import Processes
 from pwlu.lab.tasks import coco_evaluation
 from pwlu.lab.tasks.task import ImageTask
-from pwlu.text import counted
 
 # The losses that torchvision's detectors return in training. The total loss is their sum.
 LOSSES = {

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pwlu.analysis.alignment import alignment, without_histograms
+from pwlu.common.text import counted, install
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.experiment import run_key, run_name
 from pwlu.lab.recipes.settings import Settings, UserError
@@ -23,7 +24,6 @@ from pwlu.lab.tasks.task import Task
 from pwlu.lab.training.summary import write_report
 from pwlu.lab.training.trainer import Trainer
 from pwlu.plotting.functions import plot_functions
-from pwlu.text import counted, install
 
 SECONDS_BETWEEN_CHECKPOINTS = 600  # within an epoch; each epoch ends with a checkpoint as well
 STEPS_BETWEEN_CLOCK_CHECKS = 50  # after so many steps, the ranks agree whether that time has passed

@@ -22,9 +22,9 @@ from pwlu.lab.runs.processes import Processes
 from pwlu.learning.curvature import curvature
 from pwlu.learning.parameter_groups import split_parameters
 from pwlu.learning.two_phase import TwoPhase
-from pwlu.module import PWLU, units_of
-from pwlu.nonuniform import blocks_to_show
-from pwlu.squeeze import function_parameters
+from pwlu.units.module import PWLU, units_of
+from pwlu.units.nonuniform import blocks_to_show
+from pwlu.units.squeeze import function_parameters
 
 LEARNED = (PWLU, nn.PReLU, baselines.APL, baselines.PAU, baselines.ACONC)  # their parameters describe functions: no decay
 

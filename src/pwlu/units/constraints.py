@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pwlu import reference
-from pwlu.sharding import full_values, write_parameter
+from pwlu.units.sharding import full_values, write_parameter
 
 _LARGEST_TABLE = 2**23  # the number of elements of the largest temporary tensor in isotonic
 

@@ -7,8 +7,9 @@ from helpers import CPU_VARIANTS, assert_within, oracle, rounding, segment_probe
 from test_kernels import laid_out
 
 import pwlu
-from pwlu import norm_ops, reference
+from pwlu import reference
 from pwlu.kernels import cpu, dispatch, eager
+from pwlu.ops import norm as norm_ops
 
 SHAPES = {
     "planes": (3, 5, 32, 32),

@@ -65,7 +65,7 @@ def check_knot_weight(x: Tensor, weight: Tensor, intervals: int, channel_dim: in
     if intervals < 1 or weight.ndim != 1 or not weight.shape[0] or weight.shape[0] % (2 * intervals + 4):
         raise ValueError(
             f"pwlu: weight must have the shape (channels * (2 intervals + 4),) with at least 1 channel and 1 interval, not "
-            f"{tuple(weight.shape)} with intervals={intervals}. Write weight = pwlu.nonuniform_reference.pack_knots(knots, "
+            f"{tuple(weight.shape)} with intervals={intervals}. Write weight = pwlu.reference.nonuniform.pack_knots(knots, "
             "heights, left_slope, right_slope)"
         )
     channels = weight.shape[0] // (2 * intervals + 4)

@@ -11,7 +11,8 @@ from networks import data, network, of_units, same, train, units, values, watchi
 from torch import nn
 
 import pwlu
-from pwlu import ops, reference, statistics
+from pwlu import ops, reference
+from pwlu.units import statistics
 
 U = 2.0**-53
 U32 = 2.0**-24

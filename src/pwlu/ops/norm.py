@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pwlu import checks, ops, reference
+from pwlu import ops, reference
+from pwlu.common import checks
 from pwlu.kernels import dispatch, eager
 from pwlu.kernels.layout import NormState
 

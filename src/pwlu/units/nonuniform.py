@@ -6,11 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pwlu import checks, nonuniform_ops, nonuniform_reference, ops, reference
-from pwlu.deferred_norm import Deferred
+from pwlu import ops, reference
+from pwlu.common import checks
 from pwlu.initial_functions import InitialFunction, find_initial_function
-from pwlu.module import PWLU, block_view
-from pwlu.sharding import gathered
+from pwlu.ops import nonuniform as nonuniform_ops
+from pwlu.reference import nonuniform as nonuniform_reference
+from pwlu.units.deferred_norm import Deferred
+from pwlu.units.module import PWLU, block_view
+from pwlu.units.sharding import gathered
 
 _MAX_INTERVALS = 512  # the most intervals that to_uniform tries
 _SHOWN_INTERVALS = 128  # of the functions in figures and reports
@@ -38,7 +41,7 @@ class NonUniformPWLU(PWLU):
         x >= b_N              y = (x - b_N) K_R + Y_N
 
     The knots b_k = b_0 + exp(w_0) + ... + exp(w_{k-1}) are in order for all values of the parameters. See
-    :mod:`pwlu.nonuniform_reference`. The input may have any shape. The output has the shape, dtype and memory layout of the
+    :mod:`pwlu.reference.nonuniform`. The input may have any shape. The output has the shape, dtype and memory layout of the
     input.
 
     The module has one parameter, ``weight`` (C (2N + 4),). Its blocks are views of it: ``left`` (C,), which is b_0;

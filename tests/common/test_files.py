@@ -9,8 +9,8 @@ from report_page_helpers import functions_of, small_network, write_run
 from torch import nn
 
 import pwlu
-from pwlu import files
 from pwlu.cli import main
+from pwlu.common import files
 from pwlu.lab.inference import exporting
 
 LEFT = 8192  # bytes on the small disk

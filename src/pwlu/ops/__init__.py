@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pwlu import checks, reference
+from pwlu import reference
+from pwlu.common import checks
 from pwlu.kernels import dispatch
 
 _SCHEMAS = {

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pwlu import checks, nonuniform_reference
+from pwlu.common import checks
 from pwlu.kernels import dispatch
 from pwlu.ops import below_autograd, define, register, transform_is_active, wanted
+from pwlu.reference import nonuniform as nonuniform_reference
 
 _FORWARD = "(Tensor x, Tensor weight, int intervals, int channel_dim) -> Tensor"
 _BACKWARD = (

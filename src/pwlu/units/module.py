@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
-from pwlu import checks, functional, ops, reference
-from pwlu.constraints import Constraint, constrained, keep_constrained
-from pwlu.deferred_norm import Deferred
+from pwlu import functional, ops, reference
+from pwlu.common import checks
 from pwlu.initial_functions import InitialFunction, find_initial_function, fit_bounds, initial_parameters
 from pwlu.reference import Blocks
-from pwlu.sharding import full_values, gathered, write_parameter
-from pwlu.statistics import InputStatistics
+from pwlu.units.constraints import Constraint, constrained, keep_constrained
+from pwlu.units.deferred_norm import Deferred
+from pwlu.units.sharding import full_values, gathered, write_parameter
+from pwlu.units.statistics import InputStatistics
 from pwlu.version import __version__, later_version
 
 

@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pwlu
-from pwlu import baselines, dynamic_reference, reference
-from pwlu.squeeze import function_parameters
+from pwlu import baselines, reference
+from pwlu.reference import dynamic as dynamic_reference
+from pwlu.units.squeeze import function_parameters
 
 LAYOUTS = ("NCHW", "channels_last", "NHWC", "sliced", "BTC", "matrix", "empty")
 KINDS = ((5, None, "channel"), (5, None, "layer"), (1, 5, "channel"), (1, 5, "layer"), (1, None, "channel"))

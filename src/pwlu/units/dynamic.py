@@ -6,19 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwlu import checks, dynamic_reference, ops, reference
-from pwlu.deferred_norm import Deferred
+from pwlu import ops, reference
+from pwlu.common import checks
 from pwlu.initial_functions import InitialFunction
-from pwlu.module import PWLU
-from pwlu.sharding import gathered, write_parameter
-from pwlu.squeeze import Squeeze
+from pwlu.reference import dynamic as dynamic_reference
+from pwlu.units.deferred_norm import Deferred
+from pwlu.units.module import PWLU
+from pwlu.units.sharding import gathered, write_parameter
+from pwlu.units.squeeze import Squeeze
 
 
 class DynamicPWLU(PWLU):
     """A PWLU whose heights depend on the input: Y + sum over m = 1..M of a_m(x) D_m.
 
     A small network computes the coefficients a_m(x) in (-1, 1) from the mean of each channel of a sample, as in
-    squeeze-and-excitation: a(x) = tanh(W_2 relu(W_1 p + b_1) + b_2). See :mod:`pwlu.dynamic_reference`. All samples share the
+    squeeze-and-excitation: a(x) = tanh(W_2 relu(W_1 p + b_1) + b_2). See :mod:`pwlu.reference.dynamic`. All samples share the
     bounds, the outer slopes and the directions D_m. The directions start at 0, so a new DynamicPWLU equals a PWLU.
 
     The input is (B, ...), with the samples in dimension 0. The output has the shape, dtype and memory layout of the input. A
@@ -160,7 +162,7 @@ class _UnitSqueeze(Squeeze):
 
 
 def apply(x: Tensor, blocks: reference.Blocks, directions: Tensor, coefficients: Tensor, channel_dim: int) -> Tensor:
-    """Apply one function per sample and channel, with the heights of :func:`pwlu.dynamic_reference.mix`."""
+    """Apply one function per sample and channel, with the heights of :func:`pwlu.reference.dynamic.mix`."""
     heights = dynamic_reference.mix(blocks.heights, directions, coefficients)
     rows = heights.shape[:2]
     left, right, left_slope, right_slope = (

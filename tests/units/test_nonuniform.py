@@ -9,9 +9,10 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import pwlu
-from pwlu import nonuniform_ops, nonuniform_reference
 from pwlu.kernels import cpu, dispatch
-from pwlu.nonuniform_reference import pack_knots, unpack_knots
+from pwlu.ops import nonuniform as nonuniform_ops
+from pwlu.reference import nonuniform as nonuniform_reference
+from pwlu.reference.nonuniform import pack_knots, unpack_knots
 
 LAYOUTS = {
     "planes": lambda x: x,

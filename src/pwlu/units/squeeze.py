@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor, nn
 
-from pwlu import checks, dynamic_reference
+from pwlu.common import checks
+from pwlu.reference import dynamic as dynamic_reference
 
 
 class Squeeze(nn.Module):
     """Compute W_2 relu(W_1 p + b_1) + b_2, where p is the mean of each sample per channel.
 
-    See :mod:`pwlu.dynamic_reference`. The computation runs in float32 (float64 for float64), also under autocast.
+    See :mod:`pwlu.reference.dynamic`. The computation runs in float32 (float64 for float64), also under autocast.
 
     The parameters are ``first`` (H, F), ``first_bias`` (H,), ``second`` (O, H) and ``second_bias`` (O,). The weights are
     initialized from normal distributions with variances 2/F and 1/H, so that outputs are about as large as the means. The

@@ -19,7 +19,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_map_only
 
-from pwlu import checks, norm_ops, reference
+from pwlu import reference
+from pwlu.common import checks
+from pwlu.ops import norm as norm_ops
 
 _functional, _autograd = cast("Any", F), cast("Any", torch._C._autograd)  # Any: private names are undeclared
 

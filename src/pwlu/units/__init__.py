@@ -1,0 +1,1 @@
+"""The modules: PWLU, DynamicPWLU, NonUniformPWLU, and the state and constraints that belong to them."""

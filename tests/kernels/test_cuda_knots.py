@@ -3,9 +3,8 @@
 import pytest
 import test_cuda_kernel
 import torch
-from helpers import assert_within, over_channel, rounding
+from helpers import assert_within, knot_weight, laid_out, over_channel, rounding
 from test_cuda_kernel import DTYPES, FORMS, INTERVALS, fresh
-from test_nonuniform import LAYOUTS, functions
 
 import pwlu
 from pwlu.kernels import cuda, dispatch
@@ -90,10 +89,10 @@ def test_many_splits(kernel, device, form, monkeypatch):
     compare(fresh(kernel), form, torch.float32, device)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed", "sliced", "reversed_dims"])
 def test_layouts(kernel, device, layout):
-    x, grad = (LAYOUTS[layout](t) for t in torch.randn(2, 6, 5, 8, 8, device=device))
-    weight = functions(5, 16, torch.float32).to(device)
+    x, grad = (laid_out(t, layout) for t in torch.randn(2, 6, 5, 8, 8, device=device))
+    weight = knot_weight(5, 16, torch.float32).to(device)
     y = kernel.nonuniform_forward(x, weight, 16, 1)
     assert y.stride() == torch.empty_like(x).stride()
     assert torch.equal(y, kernel.nonuniform_forward(x.contiguous(), weight, 16, 1))

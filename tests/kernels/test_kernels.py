@@ -6,9 +6,11 @@ import pytest
 import torch
 from helpers import (
     DTYPES,
+    LAYOUTS,
     NAMES,
     assert_within,
     implementations,
+    laid_out,
     oracle,
     parameter_dtype,
     segment_probe,
@@ -24,26 +26,6 @@ from pwlu import reference
 @pytest.fixture
 def code(request, device):
     return implementations(device)[request.param]
-
-
-LAYOUTS = ("contiguous", "channels_last", "transposed", "sliced", "expanded", "reversed_dims")
-
-
-def laid_out(x, layout):
-    """x with the same values in another memory layout."""
-    if layout == "channels_last" and x.ndim in (4, 5):
-        return x.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
-    if layout == "transposed" and x.ndim > 1:
-        return x.transpose(0, -1).contiguous().transpose(0, -1)
-    if layout == "reversed_dims" and x.ndim > 1:
-        return x.permute(*reversed(range(x.ndim))).contiguous().permute(*reversed(range(x.ndim)))
-    if layout == "sliced" and x.ndim:
-        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan, dtype=x.dtype, device=x.device)
-        wide[..., ::2] = x
-        return wide[..., ::2]
-    if layout == "expanded" and x.ndim:
-        return x[:1].expand(x.shape)
-    return x
 
 
 @st.composite

@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CPU_VARIANTS, assert_within, oracle, rounding, segment_probe, unit, weight_of
-from test_kernels import laid_out
+from helpers import CPU_VARIANTS, assert_within, laid_out, oracle, rounding, segment_probe, unit, weight_of
 
 import pwlu
 from pwlu import reference

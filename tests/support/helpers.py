@@ -11,11 +11,13 @@ import torch
 from pwlu import ops, reference
 from pwlu.kernels import cpu, cuda
 from pwlu.kernels import dispatch as served
+from pwlu.reference import nonuniform
 
 NAMES = ("left", "right", "heights", "left_slope", "right_slope")
 OPERATORS = ("forward", "backward", "lookup", "observe", "moments")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CPU_VARIANTS = cpu.usable_variants()
+LAYOUTS = ("contiguous", "channels_last", "transposed", "sliced", "expanded", "reversed_dims")
 
 
 def unit(channels, intervals, dtype=torch.float32, device="cpu", generator=None):
@@ -29,6 +31,34 @@ def unit(channels, intervals, dtype=torch.float32, device="cpu", generator=None)
 def weight_of(parameters):
     """As the operators take them: the weight, and the number of intervals."""
     return reference.pack(*parameters), parameters[2].shape[1] - 1
+
+
+def knot_weight(channels, intervals, dtype=torch.float64, seed=0):
+    """The weight of random non-uniform functions."""
+    random = torch.Generator().manual_seed(seed)
+    widths = torch.rand(channels, intervals, generator=random, dtype=torch.float64) + 0.05
+    left = -widths.sum(1) * torch.rand(channels, generator=random, dtype=torch.float64)
+    knots = torch.cat([left[:, None], widths], 1).cumsum(1)
+    heights = torch.randn(channels, intervals + 1, generator=random, dtype=torch.float64)
+    slopes = torch.randn(2, channels, generator=random, dtype=torch.float64)
+    return nonuniform.pack_knots(knots, heights, *slopes).to(dtype)
+
+
+def laid_out(x, layout):
+    """x with the same values in another memory layout."""
+    if layout == "channels_last" and x.ndim in (4, 5):
+        return x.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
+    if layout == "transposed" and x.ndim > 1:
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "reversed_dims" and x.ndim > 1:
+        return x.permute(*reversed(range(x.ndim))).contiguous().permute(*reversed(range(x.ndim)))
+    if layout == "sliced" and x.ndim:
+        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan, dtype=x.dtype, device=x.device)
+        wide[..., ::2] = x
+        return wide[..., ::2]
+    if layout == "expanded" and x.ndim:
+        return x[:1].expand(x.shape)
+    return x
 
 
 def parameter_dtype(dtype):

@@ -27,8 +27,8 @@ import torture_models
 from safetensors.torch import load_file
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("support", "kernels")]
-from helpers import DTYPES, assert_within, implementations, oracle, parameter_dtype, unit, wild_values
-from test_kernels import LAYOUTS, check_moments, laid_out
+from helpers import DTYPES, LAYOUTS, assert_within, implementations, laid_out, oracle, parameter_dtype, unit, wild_values
+from test_kernels import check_moments
 
 from pwlu import reference
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from helpers import knot_weight, laid_out
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -13,24 +14,6 @@ from pwlu.kernels import cpu, dispatch
 from pwlu.ops import nonuniform as nonuniform_ops
 from pwlu.reference import nonuniform as nonuniform_reference
 from pwlu.reference.nonuniform import pack_knots, unpack_knots
-
-LAYOUTS = {
-    "planes": lambda x: x,
-    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
-    "transposed": lambda x: x.transpose(2, 3),
-    "strided": lambda x: torch.cat([x, x], 3)[..., ::2],
-}
-
-
-def functions(channels: int, intervals: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
-    """Return a random knot weight."""
-    random = torch.Generator().manual_seed(seed)
-    widths = torch.rand(channels, intervals, generator=random, dtype=torch.float64) + 0.05
-    left = -widths.sum(1) * torch.rand(channels, generator=random, dtype=torch.float64)
-    knots = torch.cat([left[:, None], widths], 1).cumsum(1)
-    heights = torch.randn(channels, intervals + 1, generator=random, dtype=torch.float64)
-    slopes = torch.randn(2, channels, generator=random, dtype=torch.float64)
-    return pack_knots(knots, heights, *slopes).to(dtype)
 
 
 def line_by_line(x: float, knots: list[float], heights: list[float], left_slope: float, right_slope: float) -> float:
@@ -44,7 +27,7 @@ def line_by_line(x: float, knots: list[float], heights: list[float], left_slope:
 
 
 def test_the_definition():
-    weight = functions(3, 5)
+    weight = knot_weight(3, 5)
     knots, heights, left_slope, right_slope = unpack_knots(weight, 5)
     x = torch.cat([torch.linspace(-6, 6, 200, dtype=torch.float64), knots.flatten()])
     x = x[:, None].expand(-1, 3)
@@ -65,7 +48,7 @@ def test_equal_widths_give_a_pwlu():
 @pytest.mark.parametrize("intervals", [1, 4, 17])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_gradcheck(intervals, channels):
-    weight = functions(channels, intervals).requires_grad_()
+    weight = knot_weight(channels, intervals).requires_grad_()
     knots = unpack_knots(weight.detach(), intervals).knots
     x = torch.linspace(-4, 4, 30, dtype=torch.float64).reshape(10, 3)
     x = x[((x[..., None] - knots.reshape(-1)).abs().amin(-1) > 1e-3).all(1)].contiguous().requires_grad_()  # off the knots
@@ -81,7 +64,7 @@ def test_gradcheck(intervals, channels):
 
 
 def test_the_backward_of_the_reference_is_autograd():
-    weight = functions(3, 5)
+    weight = knot_weight(3, 5)
     x = torch.randn(50, 3, dtype=torch.float64)
     grad = torch.randn_like(x)
     blocks = [b.clone().requires_grad_() for b in unpack_knots(weight, 5)]
@@ -95,7 +78,7 @@ def test_the_backward_of_the_reference_is_autograd():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_opcheck():
     for dtype in (torch.float32, torch.float64):
-        weight = functions(3, 4, dtype).requires_grad_()
+        weight = knot_weight(3, 4, dtype).requires_grad_()
         x = torch.randn(6, 3, 5, dtype=dtype, requires_grad=True)
         torch.library.opcheck(nonuniform_ops.forward, (x, weight, 4, 1))
         torch.library.opcheck(nonuniform_ops.backward, (x.detach(), x.detach(), weight.detach(), 4, 1, True, True))
@@ -106,14 +89,14 @@ def kernels():
     return [kernel for kernel in map(cpu.load, cpu.usable_variants()) if hasattr(kernel, "nonuniform_forward")]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed", "sliced", "reversed_dims"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("channels", "intervals", "side"), [(5, 4, 9), (1, 4, 9), (64, 3, 3), (40, 16, 2), (3, 64, 20), (7, 33, 1)]
 )
 def test_kernels_agree_with_the_reference(layout, dtype, channels, intervals, side):
     compute = torch.float64 if dtype == torch.float64 else torch.float32
-    weight = functions(channels, intervals, compute)
+    weight = knot_weight(channels, intervals, compute)
     random = torch.Generator().manual_seed(1)
     x = (2 * torch.randn(6, max(channels, 5), side, side, generator=random, dtype=torch.float64)).to(dtype)
     if channels > 1:
@@ -121,7 +104,7 @@ def test_kernels_agree_with_the_reference(layout, dtype, channels, intervals, si
     knots = unpack_knots(weight, intervals).knots
     flat = x.reshape(-1)  # put some elements on knots, which belong to the interval on the right
     flat[: min(knots.numel(), flat.numel() // 2)] = knots.reshape(-1)[: flat.numel() // 2].to(dtype)
-    x = LAYOUTS[layout](flat.reshape(x.shape))
+    x = laid_out(flat.reshape(x.shape), layout)
     grad = torch.randn(x.shape, generator=random, dtype=torch.float64).to(dtype)
     exact = [b.double() for b in unpack_knots(weight, intervals)]
     y = nonuniform_reference.forward(x.double(), *exact, 1)
@@ -157,7 +140,7 @@ def _steepest(blocks) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_wild_values(dtype):
-    weight = functions(3, 4, torch.float64 if dtype == torch.float64 else torch.float32)
+    weight = knot_weight(3, 4, torch.float64 if dtype == torch.float64 else torch.float32)
     unpack_knots(weight, 4).left_slope[0] = 0  # a slope of 0 at minus infinity gives the height
     huge = torch.finfo(dtype).max
     x = torch.tensor([math.nan, math.inf, -math.inf, huge, -huge, 0.0, -0.0], dtype=dtype)[:, None].expand(7, 3).contiguous()

@@ -103,8 +103,7 @@ def fit_bounds(bounds: tuple[float, float], intervals: int, kinks: tuple[float, 
     distance of the kinks is a multiple of it; then both bounds shift.
 
     Raises:
-        ValueError: if a kink lies outside the bounds, because the unit could not equal its initial function; or if two kinks
-            are too close together for these intervals.
+        ValueError: if a kink lies outside the bounds, or if two kinks are too close together for these intervals.
     """
     left, right = bounds
     step = (right - left) / intervals

@@ -8,7 +8,7 @@ import pytest
 from pwlu.cli import COMMANDS, main
 
 VERBS = (
-    "accumulate add choose compare compile compute continue count create divide export fail give initialise keep learn list "
+    "accumulate add choose compare compile compute continue count create divide export fail give initialize keep learn list "
     "measure multiply pass raise read reduce run save seed set show skip spread time train update use write"
 )
 IMPERATIVE = frozenset(VERBS.split())

@@ -65,7 +65,7 @@ def small():
         (
             small(),
             {"kinds": "tanh", "to": lambda *_: 3},
-            "the function to must return a torch.nn.Module, but for 1 it returned 3",
+            r"to\(channels, site\) must return a torch.nn.Module, but for 1 it returned 3",
         ),
         (
             nn.Sequential(conv(), nn.PReLU(4)),

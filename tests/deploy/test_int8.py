@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import CPU_VARIANTS, oracle, unit
 from torch import nn
-from torch.ao.quantization.fx import _decomposed  # noqa: F401  the operators of quantised graphs
+from torch.ao.quantization.fx import _decomposed  # noqa: F401  the operators of quantized graphs
 
 import pwlu
 from pwlu import reference
@@ -244,8 +244,8 @@ def test_which_and_why():
         report = tabulate_(graph)
         assert all(torch.equal(a, b) for a, b in zip(before, graph(q, x), strict=True))
     reasons = {
-        "its input is not quantised",
-        "its input is quantised to int16, not to 8 bits",
+        "its input is not quantized",
+        "its input is quantized to int16, not to 8 bits",
         "the scale of its input is computed at run time",
     }
     assert len(report) == 5
@@ -289,11 +289,11 @@ def test_errors():
         tabulate_(model)
     graph = graph_of(model, x)
     code = graph.code
-    with pytest.raises(ValueError, match=r"no PWLU has an 8-bit input. To quantise it, use prepare_pt2e with (.*\n)*1 "):
+    with pytest.raises(ValueError, match=r"no PWLU has an 8-bit input. To quantize it, use prepare_pt2e with (.*\n)*1 "):
         tabulate_(graph)
     assert graph.code == code
     pwlu.fuse_(model)
-    with pytest.raises(ValueError, match=r"the graph has no PWLU. Export and quantise the model without pwlu.fuse_"):
+    with pytest.raises(ValueError, match=r"the graph has no PWLU. Export and quantize the model without pwlu.fuse_"):
         tabulate_(graph_of(model, x))
 
 
@@ -397,7 +397,7 @@ def test_errors_of_the_quantizer(pt2e):
     with pytest.raises(ValueError, match=r"X86InductorQuantizer has no setting for .* inputs=QuantizationSpec"):
         ours.PWLUQuantizer(module.X86InductorQuantizer())
     dynamic = module.get_default_x86_inductor_quantization_config(is_dynamic=True)
-    with pytest.raises(ValueError, match=r"this quantisation is dynamic\. Use one with is_dynamic=False"):
+    with pytest.raises(ValueError, match=r"this quantization is dynamic\. Use one with is_dynamic=False"):
         ours.PWLUQuantizer(module.X86InductorQuantizer().set_global(dynamic))
 
 
@@ -450,4 +450,4 @@ def test_the_page(pt2e, capsys):
     exec(quantise, {"model": Block().eval(), "images": torch.randn(8, 3, 16, 16), "torch": torch, "pwlu": pwlu})
     assert "3 of 3 PWLUs are tables" in capsys.readouterr().out
     assert "freezing = True" in compile_
-    assert "torch.compile(quantised)" in compile_
+    assert "torch.compile(quantized)" in compile_

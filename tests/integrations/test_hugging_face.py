@@ -180,7 +180,7 @@ def test_a_model_that_is_quantised(tmp_path):
     model = vit()
     pwlu.convert_(model, PIXELS, init="same")
     model.config.quantization_config = {"quant_method": "gptq"}
-    with pytest.raises(ValueError, match="save_pretrained: the model is quantised by gptq"):
+    with pytest.raises(ValueError, match="save_pretrained: the model is quantized by gptq"):
         save_pretrained(model, tmp_path)
 
 

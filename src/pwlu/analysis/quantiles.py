@@ -30,7 +30,7 @@ _MOST_COUNTED = 2**31 - 1
 class QuantileSketch:
     """Counts of the inputs of C channels. The bins depend on the bounds, (C,) or (1,) if all channels share them.
 
-    Adding inputs does not synchronise with the device. Memory: 24 kB per channel.
+    Adding inputs does not synchronize with the device. Memory: 24 kB per channel.
     """
 
     def __init__(self, left: Tensor, right: Tensor, channels: int) -> None:

@@ -60,9 +60,9 @@ def activation(name: str, channels: int = 1, channel_dim: int = 1, start: _Init 
     """Create an activation by name.
 
     Args:
-        name: "relu", "swish" or "silu", "gelu", "mish", "hardswish"; "prelu", "apl" (S = 3, as in the paper), "apl5",
-            "frelu", "aconc", "pwlu" and "nonuniform_pwlu", which have parameters per channel; "pau", which has one function
-            for all channels; or "metaacon", "dyrelu", "se_relu" and "dynamic_pwlu", whose functions depend on the sample.
+        name: without parameters: "relu", "swish" or "silu", "gelu", "mish", "hardswish". With parameters per channel: "prelu",
+            "apl" (S = 3, as in the paper), "apl5", "frelu", "aconc", "pwlu", "nonuniform_pwlu". With one function for all
+            channels: "pau". With functions that depend on the sample: "metaacon", "dyrelu", "se_relu", "dynamic_pwlu".
         channels: the number of channels of the input. 1 means one function for all channels, except for "frelu". Default: 1.
         channel_dim: the channel dimension of the input. Default: 1, for images; use -1 for sequences.
         start: the initial function of "pau": a name, a function, or an ``InitialFunction``. The other activations have fixed

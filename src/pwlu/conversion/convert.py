@@ -59,8 +59,8 @@ def convert_(
         tolerance: largest allowed distance between a PWLU and its initial function. If given, N grows from ``intervals`` until
             the distance is small enough.
         granularity: ``"channel"`` for one function per channel, ``"layer"`` for one function per site. Default: ``"channel"``.
-        init: initial function: ``"same"`` for the original activation, so that a trained network keeps working; a name such as
-            ``"relu"`` (as in the paper); or a function. Default: ``"same"``.
+        init: initial function: a name such as ``"relu"`` (as in the paper), or a function. ``"same"``: the original activation,
+            so that a trained network keeps working. Default: ``"same"``.
         where: a function of a :class:`Site` that returns False if the site must not be converted.
         min_positions: do not convert sites whose feature maps have fewer positions (height x width). Default: 2.
 

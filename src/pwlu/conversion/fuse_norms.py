@@ -101,8 +101,8 @@ def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
             model runs on it.
 
     Returns:
-        A report of every batch norm: the PWLU that it is fused with, whether there is an addition in between, or why it is not
-        fused.
+        A report of every batch norm. It names the PWLU that the norm is fused with, and says whether there is an addition in
+        between. If the norm is not fused, the report says why.
 
     The function runs a copy of the model and records where the output of each batch norm goes. It supports BatchNorm1d, 2d and
     3d, SyncBatchNorm, and timm's BatchNormAct2d. With 16-bit inputs, z = norm(x) + r is not rounded to 16 bits. So results

@@ -116,7 +116,7 @@ def _make_other(to: str | Factory, granularity: str, candidate: Candidate) -> nn
         module = to(channels, site)
         if not isinstance(module, nn.Module):
             raise TypeError(
-                f"convert_: the function to must return a torch.nn.Module, but for {site.name} it returned {module!r}"
+                f"convert_: to(channels, site) must return a torch.nn.Module, but for {site.name} it returned {module!r}"
             )
         return module
     flat = to == "frelu" and (len(site.shape) != 4 or site.layout == "several")

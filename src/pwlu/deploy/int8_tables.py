@@ -25,7 +25,7 @@ class Tabulated:
         name: name of the PWLU.
         rows: the number of rows of its table: one per channel, or one for all. 0 if it has no table.
         given: the dtype of its input, such as ``"uint8"``.
-        gives: the dtype of its output. It is ``"float32"`` unless all users of the output quantise it in the same way.
+        gives: the dtype of its output. It is ``"float32"`` unless all users of the output quantize it in the same way.
         reason: why it has no table.
     """
 
@@ -89,15 +89,15 @@ class _Plan(NamedTuple):
 def tabulate_(model: fx.GraphModule) -> Tables:
     """Replace every PWLU with an 8-bit input by a table lookup, in place: y_q = table[c, x_q].
 
-    table[c, q] = quantise(PWLU_c(dequantise(q))) for all 256 values q of an 8-bit integer and all channels c. The operators of
+    table[c, q] = quantize(PWLU_c(dequantize(q))) for all 256 values q of an 8-bit integer and all channels c. The operators of
     the model compute the entries, so the outputs of the model do not change by a single bit. If the output of a PWLU is not
-    quantised, its table holds floating-point values.
+    quantized, its table holds floating-point values.
 
     The lookup is one aten operator, so the compiled or exported model runs without pwlu. Compile the model with
     ``torch.compile`` (with ``torch._inductor.config.freezing = True``) or AOTInductor.
 
     Args:
-        model: a model quantised by PyTorch's PT2E flow, as ``convert_pt2e`` returns it. Its PWLUs must not be fused
+        model: a model quantized by PyTorch's PT2E flow, as ``convert_pt2e`` returns it. Its PWLUs must not be fused
             (:func:`pwlu.fuse_`): each is one operator of the graph.
 
     Returns:
@@ -111,8 +111,8 @@ def tabulate_(model: fx.GraphModule) -> Tables:
         ```python
         prepared = prepare_pt2e(torch.export.export(model.eval(), (sample,)).module(), PWLUQuantizer(quantizer))
         prepared(images)  # calibrate
-        quantised = convert_pt2e(prepared)
-        print(pwlu.tabulate_(quantised))
+        quantized = convert_pt2e(prepared)
+        print(pwlu.tabulate_(quantized))
         ```
     """
     if not isinstance(model, fx.GraphModule):
@@ -122,14 +122,14 @@ def tabulate_(model: fx.GraphModule) -> Tables:
     calls = [node for node in model.graph.nodes if node.target is ops.forward]
     if not calls:
         raise ValueError(
-            "tabulate_: the graph has no PWLU. Export and quantise the model without pwlu.fuse_, which splits PWLUs into "
+            "tabulate_: the graph has no PWLU. Export and quantize the model without pwlu.fuse_, which splits PWLUs into "
             "smaller operators"
         )
     plans = [_plan(model, node) for node in calls]  # make all plans before the model changes, in case one fails
     entries = [plan.entry if isinstance(plan, _Plan) else plan for plan in plans]
     report = Tables(type(model).__name__, entries)
     if not report.tabulated:
-        raise ValueError(f"tabulate_: no PWLU has an 8-bit input. To quantise it, use {_FLOW}\n{report}")
+        raise ValueError(f"tabulate_: no PWLU has an 8-bit input. To quantize it, use {_FLOW}\n{report}")
     for plan in plans:
         if isinstance(plan, _Plan):
             _apply_plan(model, plan)
@@ -145,7 +145,7 @@ def _plan(model: fx.GraphModule, call: fx.Node) -> _Plan | Tabulated:
     before: Any = call.args[0]
     ndim = call.meta["val"].ndim
     steps = [(node, _arguments(model, node)) for node in (before, call, _common_quantiser(model, call)) if node is not None]
-    if len(_dims(steps, ndim)) > 1:  # the scales of the output are along another dimension: quantise after the lookup
+    if len(_dims(steps, ndim)) > 1:  # the scales of the output are along another dimension: quantize after the lookup
         steps = steps[:2]
     dims = _dims(steps, ndim)
     if len(dims) > 1:
@@ -169,10 +169,10 @@ def _why_not(model: fx.GraphModule, call: fx.Node) -> str:
     """Return why this PWLU cannot become a table; empty if it can."""
     before = call.args[0]
     if not isinstance(before, fx.Node) or _operator(before) not in _DEQUANTISE:
-        return "its input is not quantised"
+        return "its input is not quantized"
     given = _arguments(model, before)
     if given["dtype"] not in (torch.uint8, torch.int8):
-        return f"its input is quantised to {given['dtype']}".replace("torch.", "") + ", not to 8 bits"
+        return f"its input is quantized to {given['dtype']}".replace("torch.", "") + ", not to 8 bits"
     if _any_computed(given):
         return "the scale of its input is computed at run time"
     if _any_computed(_arguments(model, call)):
@@ -181,7 +181,7 @@ def _why_not(model: fx.GraphModule, call: fx.Node) -> str:
 
 
 def _common_quantiser(model: fx.GraphModule, call: fx.Node) -> fx.Node | None:
-    """Return a node that quantises the output if all users of the output quantise it in the same way; else None."""
+    """Return a node that quantizes the output if all users of the output quantize it in the same way; else None."""
     users = list(call.users)
     if not users or _operator(users[0]) not in _QUANTISE or _any_computed(_arguments(model, users[0])):
         return None

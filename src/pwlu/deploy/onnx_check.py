@@ -2,7 +2,7 @@
 
 The tolerance follows from the rounding errors of the model in PyTorch, which a copy in float64 shows. ONNX Runtime adds in
 another order, so its error may be up to 3 times that of PyTorch. If a PWLU is written as a longer sum, a larger error is
-allowed: the error of n roundings grows with the square root of n.
+allowed, because the error of n roundings grows as sqrt(n).
 """
 
 import copy

@@ -148,7 +148,7 @@ def simplify_(
 
     The candidates are tried in this order: y = x (``nn.Identity``), ``nn.ReLU``, y = a x + b (``Line``), PReLU with its kink at
     0 (``pwlu.baselines.PReLU``), a PWLU with 1, 2, ... intervals. One module, or one number of intervals, must fit all
-    channels. The heights nearly minimise the maximum error. The bounds of a channel move inwards if its outermost intervals
+    channels. The heights nearly minimize the maximum error. The bounds of a channel move inwards if its outermost intervals
     continue the outer lines. The new functions satisfy the constraints of :func:`pwlu.constrain_`.
 
     A :class:`pwlu.NonUniformPWLU` keeps the smallest possible subset of its knots, with their heights. For it, the tolerance

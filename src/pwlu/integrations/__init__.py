@@ -1,4 +1,4 @@
-"""Integrations with training frameworks and quantisers: one file per framework, imported only by its users.
+"""Integrations with training frameworks and quantizers: one file per framework, imported only by its users.
 
 Lightning and Accelerate work with :class:`pwlu.TwoPhase` directly; docs/training.md shows how.
 """

@@ -1,7 +1,7 @@
 """Let transformers' own ``from_pretrained`` load converted models.
 
 A model must be converted after its creation and before its weights are loaded. transformers documents only one hook for this: a
-registered quantizer, which ``quantization_config`` in ``config.json`` names. The quantizer of this module quantises nothing. It
+registered quantizer, which ``quantization_config`` in ``config.json`` names. The quantizer of this module quantizes nothing. It
 inserts the PWLUs. If this module is not imported, transformers warns that the type ``pwlu`` is unknown.
 """
 
@@ -42,7 +42,7 @@ class PWLUQuantizer(HfQuantizer):
         return model
 
     def postprocess_model(self, model: Any, **_: Any) -> Any:
-        """Remove the marks of quantisation, so that the model trains and saves as usual. Its config keeps the conversion."""
+        """Remove the marks of quantization, so that the model trains and saves as usual. Its config keeps the conversion."""
         for name in ("hf_quantizer", "quantization_method"):
             if hasattr(model, name):
                 delattr(model, name)
@@ -65,8 +65,8 @@ def record_conversion(model: Any) -> None:
     method = _method(model.config)
     if method not in (None, METHOD):
         raise ValueError(
-            f"save_pretrained: the model is quantised by {method}, but config.json can describe either the quantisation or the "
-            "PWLUs, not both. Save the model before it is quantised"
+            f"save_pretrained: the model is quantized by {method}, but config.json can describe either the quantization or the "
+            "PWLUs, not both. Save the model before it is quantized"
         )
     model.config.quantization_config = PWLUConfig(conversion_of(model))
 

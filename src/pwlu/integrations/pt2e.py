@@ -4,8 +4,8 @@ config = get_default_x86_inductor_quantization_config()
 quantizer = PWLUQuantizer(X86InductorQuantizer().set_global(config))
 prepared = prepare_pt2e(torch.export.export(model.eval(), (sample,)).module(), quantizer)
 prepared(images)  # calibrate
-quantised = convert_pt2e(prepared)
-pwlu.tabulate_(quantised)
+quantized = convert_pt2e(prepared)
+pwlu.tabulate_(quantized)
 """
 
 import warnings
@@ -25,18 +25,18 @@ except ImportError as error:
 
 
 class PWLUQuantizer(Quantizer):
-    """A quantizer that wraps another quantizer and also quantises the input of every PWLU to 8 bits.
+    """A quantizer that wraps another quantizer and also quantizes the input of every PWLU to 8 bits.
 
     A convolution or linear layer before the PWLU can then return 8-bit values, and the PWLU becomes a table
-    (:func:`pwlu.tabulate_`). The wrapped quantizer decides whether the output of a PWLU is quantised.
+    (:func:`pwlu.tabulate_`). The wrapped quantizer decides whether the output of a PWLU is quantized.
 
     Args:
         quantizer: the wrapped quantizer, such as ``X86InductorQuantizer().set_global(config)``.
-        inputs: how to quantise the inputs of PWLUs. Default: None, which uses the wrapped quantizer's setting for activations
+        inputs: how to quantize the inputs of PWLUs. Default: None, which uses the wrapped quantizer's setting for activations
             (``config.input_activation``). With ``qscheme=torch.per_channel_affine``, every channel has its own scale.
 
     Raises:
-        ValueError: if the wrapped quantizer has no setting for activations, or the quantisation is dynamic.
+        ValueError: if the wrapped quantizer has no setting for activations, or the quantization is dynamic.
     """
 
     def __init__(self, quantizer: Quantizer, inputs: QuantizationSpec | None = None) -> None:
@@ -51,7 +51,7 @@ class PWLUQuantizer(Quantizer):
             )
         if getattr(found, "is_dynamic", False):
             raise ValueError(
-                "PWLUQuantizer: a table needs a fixed scale, but this quantisation is dynamic. Use one with is_dynamic=False"
+                "PWLUQuantizer: a table needs a fixed scale, but this quantization is dynamic. Use one with is_dynamic=False"
             )
         self.inputs = found
 
@@ -60,8 +60,8 @@ class PWLUQuantizer(Quantizer):
         return self.quantizer.transform_for_annotation(model)
 
     def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
-        """Annotate what to quantise."""
-        with warnings.catch_warnings():  # about inputs of pools, which the second call quantises if they follow a PWLU
+        """Annotate what to quantize."""
+        with warnings.catch_warnings():  # about inputs of pools, which the second call quantizes if they follow a PWLU
             warnings.filterwarnings("ignore", "The input of maxpool2d is not quantized", UserWarning)
             self.quantizer.annotate(model)
         # Each quantizer requires its own class of annotations.

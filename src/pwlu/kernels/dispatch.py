@@ -1,6 +1,6 @@
 """Choose the implementation of every operator: a kernel if the device has one that supports the arguments, else plain PyTorch.
 
-The functions have the arguments and results of the operators with the same names; see ``ops.py``.
+The functions have the arguments and results of the operators with the same names; see ``pwlu.ops``.
 """
 
 import functools

@@ -21,8 +21,8 @@ def curvature(model: nn.Module) -> Tensor:
         with Y_{-1} = Y_0 - K_L d,  Y_{N+1} = Y_N + K_R d,  d = (B_R - B_L)/N
 
     A second difference is d times the jump of the slope at a knot. The penalty is 0 for a straight line, and d^2 for a ReLU
-    with a knot on its kink. It penalizes heights instead of slopes on purpose: with slopes, the largest stable step of gradient
-    descent would be proportional to d^2, which vanishes for narrow bounds.
+    with a knot on its kink. It penalizes heights instead of slopes. With slopes, the largest stable step of gradient descent
+    would be proportional to d^2, which vanishes for narrow bounds.
 
     For a :class:`pwlu.DynamicPWLU`, the penalty of each direction is added, as that of a function with outer slopes of 0.
 

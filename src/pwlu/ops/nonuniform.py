@@ -3,7 +3,7 @@
     nonuniform_forward(x, weight, intervals, channel_dim) -> y
     nonuniform_backward(grad, x, weight, intervals, channel_dim, need_input, need_weight) -> gradients of x and of weight
 
-``weight`` is a knot weight, as ``nonuniform_reference.pack_knots`` returns it. The other arguments are those of ``ops.py``.
+``weight`` is a knot weight, as ``reference.nonuniform.pack_knots`` returns it. The other arguments are those of ``pwlu.ops``.
 """
 
 from typing import Any

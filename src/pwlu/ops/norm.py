@@ -10,7 +10,7 @@ They compute y = PWLU(z) with z = gamma (x - m)/sqrt(v + eps) + beta (+ residual
     norm_input(grad, x, norm, weight, intervals, sums, count, grad_is_of_z) -> gradient of x
     norm_act(x, residual, weight, intervals, state...) -> y, norm   the norm and y, with a derivative
 
-``reference.py`` defines what they compute, and what a norm is: four vectors (4, C). ``NormState`` lists the state: parameters,
+``reference`` defines what they compute, and what a norm is: four vectors (4, C). ``NormState`` lists the state: parameters,
 running statistics and so on. In training, the batch updates it. The channels are dimension 1 of ``x``, and ``weight`` has the
 same number of channels. ``norm_act`` saves x, the residual and the norm for the backward pass. It never stores z or the output
 of the norm.

@@ -243,7 +243,7 @@ def backward(
 ) -> tuple[Tensor | None, list[Tensor] | None]:
     """Return the gradients of x and of the parameters; None for those that are not needed.
 
-    The gradients of the parameters follow from two sums per channel and segment: G = sum of g, and P = sum of g (x - B), where
+    The gradients of the parameters follow from two sums per channel and segment: G = sum of g, and P = sum of g (x - B). Here
     B is the origin of the segment. These are 2(N+2) numbers per channel. This function is differentiable in all its inputs.
     """
     originals = (left, right, heights, left_slope, right_slope)

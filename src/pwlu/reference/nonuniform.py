@@ -16,7 +16,7 @@ The parameters are b_0 (``left``) and the logarithms of the widths (``log_widths
     b_k = b_0 + sum over j < k of exp(w_j)
 
 So the knots are in order for all values of the parameters. With the exponential, a step of the optimizer multiplies a width
-by a factor, so it suits inputs of any scale: f and f(c x) have the same w up to a constant. With softplus, this would hold for
+by a factor. So it suits inputs of any scale: f and f(c x) have the same w up to a constant. With softplus, this would hold for
 narrow intervals only.
 
 Shapes: ``left``, ``left_slope``, ``right_slope`` are (C,), ``log_widths`` is (C, N), ``knots`` and ``heights`` are (C, N+1).
@@ -141,8 +141,8 @@ def backward(
 ) -> tuple[Tensor | None, Knots | None]:
     """Return the gradients of x and of the parameters; None for those that are not needed.
 
-    They follow from two sums per channel and segment: G = sum of g, and P = sum of g (x - b), where b is the knot at which the
-    segment begins. With the share s_i = P_i/(b_{i+1} - b_i) of the right end of interval i, and G_i - s_i of the left end::
+    They follow from two sums per channel and segment: G = sum of g, and P = sum of g (x - b). Here b is the knot at which the
+    segment begins. The right end of interval i has the share s_i = P_i/(b_{i+1} - b_i), and the left end the share G_i - s_i::
 
         heights   dY_k = s_{k-1} + (G_k - s_k)                  and G_left for Y_0, G_right for Y_N
         knots     db_k = -K_{k-1} s_{k-1} - K_k (G_k - s_k)     and -K_L G_left for b_0, -K_R G_right for b_N

@@ -15,7 +15,7 @@ function html(name, text, attributes = {}) {
   return made;
 }
 
-// y = f(x), as pwlu/reference.py defines it.
+// y = f(x), as pwlu.reference defines it.
 function valueAt(unit, x) {
   const { left, right, heights, leftSlope, rightSlope } = unit;
   const last = heights.length - 1;

@@ -12,12 +12,12 @@ steps, in this order. No step violates the constraint of an earlier step:
    mean of the heights does not change.
 4. range: clip the heights to [a, b]; K_L = K_R = 0.
 
-The projection keeps every bit of a function that satisfies its constraints. It also keeps a function with parameters that are
-not finite, so that divergence remains visible.
+A function that satisfies its constraints stays the same, bit for bit. A function with parameters that are not finite stays the
+same too, so that divergence remains visible.
 
 The computation runs in float64. The function that the stored parameters describe is exactly L-Lipschitz, monotone, odd and in
-range. For this, the projection reduces L by more than the rounding of the heights can add. The function is convex up to the
-rounding of the heights. The forward pass adds its own rounding: see docs/constraints.md.
+range. For this, the projection reduces L by more than the rounding of the heights can add to a slope. The function is convex up
+to the rounding of the heights. The forward pass adds its own rounding: see docs/constraints.md.
 """
 
 import functools

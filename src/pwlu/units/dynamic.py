@@ -19,8 +19,8 @@ from pwlu.units.squeeze import Squeeze
 class DynamicPWLU(PWLU):
     """A PWLU whose heights depend on the input: Y + sum over m = 1..M of a_m(x) D_m.
 
-    A small network computes the coefficients a_m(x) in (-1, 1) from the mean of each channel of a sample, as in
-    squeeze-and-excitation: a(x) = tanh(W_2 relu(W_1 p + b_1) + b_2). See :mod:`pwlu.reference.dynamic`. All samples share the
+    A small network computes the coefficients a_m(x) in (-1, 1) from p, the mean of each channel of a sample. As in
+    squeeze-and-excitation, a(x) = tanh(W_2 relu(W_1 p + b_1) + b_2). See :mod:`pwlu.reference.dynamic`. All samples share the
     bounds, the outer slopes and the directions D_m. The directions start at 0, so a new DynamicPWLU equals a PWLU.
 
     The input is (B, ...), with the samples in dimension 0. The output has the shape, dtype and memory layout of the input. A

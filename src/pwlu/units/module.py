@@ -51,7 +51,7 @@ class PWLU(nn.Module):
             elements.
         intervals: the number of intervals N. Default: 16; the paper recommends 8 to 16.
         bounds: the left and right bound. If the initial function has a kink (ReLU at 0), the bounds move until a knot lies on
-            it: by up to half an interval, or one interval if there are two kinks, as in ReLU6. Default: (-3, 3).
+            it. They move by up to half an interval, or by one interval if there are two kinks, as in ReLU6. Default: (-3, 3).
         init: the initial function: a name such as ``"relu"``, ``"silu"`` or ``"identity"`` (see
             ``pwlu.initial_functions.INITIAL_FUNCTIONS``), a function from tensor to tensor, or a
             ``pwlu.initial_functions.InitialFunction``. Default: ``"relu"``.

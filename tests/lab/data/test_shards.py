@@ -258,7 +258,8 @@ def test_files_after_the_end_of_a_shard(tmp_path):
     whole, damaged = (Path(broken(path, how)).read_bytes() for how in ("", "header"))
     for changed in (whole + whole, damaged[:2560] + bytes(512) + damaged[3072:]):
         path.write_bytes(changed)
-        with pytest.raises(UserError, match=r"cannot be read .*: more follows the zeros at byte [\d,]+ that end a tar file"):
+        message = r"cannot be read .*: more data follows the zeros at byte [\d,]+ that end a tar file"
+        with pytest.raises(UserError, match=message):
             Shards(str(path))
 
 

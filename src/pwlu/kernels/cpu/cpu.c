@@ -6,7 +6,7 @@
  *   planes.h   inner is long: blocks of neighbours in one channel
  *   rows.h     inner is short: neighbours are in different channels, and bounds are read from arrays along the row
  *
- * Segments follow reference.py operation by operation: build with -ffp-contract=off. Sums are in double, in an order
+ * Segments follow pwlu.reference operation by operation: build with -ffp-contract=off. Sums are in double, in an order
  * that depends only on shapes and the number of threads, so that results are bitwise reproducible.
  */
 #ifdef _MSC_VER

@@ -51,7 +51,7 @@ typedef struct job {
                                   the first are the knots and there is no right */
     void *gradients[5]; /* of the parameters; for moments: the pool; for a norm: see pwlu_normalization */
     const void *residual; /* elements to add to the output of the norm, or NULL */
-    const void *norm, *norm_sums; /* REAL (4, channels) and (3, channels), as in reference.py, or NULL */
+    const void *norm, *norm_sums; /* REAL (4, channels) and (3, channels), as in pwlu.reference, or NULL */
     void *norm_total; /* REAL (3, channels): the computed sums of the norm, or NULL */
     double factor, eps, count; /* of the running average; of the norm; elements per channel over all processes */
     void *left, *scale, *right; /* REAL (positions): B_L, N/(B_R - B_L), B_R; for moments, left is the shift */

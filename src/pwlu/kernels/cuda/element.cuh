@@ -1,5 +1,5 @@
 // One element: its type in memory, its segment, its line. All other files build on these. This file includes no headers,
-// because NVRTC has none. Computations run in float32, and round like pwlu/reference.py wherever the segment depends on it.
+// because NVRTC has none. Computations run in float32, and round like pwlu/reference wherever the segment depends on it.
 
 typedef unsigned short u16;
 typedef long long i64;

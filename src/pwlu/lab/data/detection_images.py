@@ -140,6 +140,6 @@ class DetectionImages:
         for name, value in target.items():
             moved[name] = value.to(self.device, non_blocking=pinned)
         if "runs" in target:
-            pixels = int(target["runs"][1].sum())  # sum on the CPU, because reading a number from the device would synchronise
+            pixels = int(target["runs"][1].sum())  # sum on the CPU, because reading a number from the device would synchronize
             moved["masks"] = decode_runs(moved.pop("runs"), pixels, len(target["boxes"]), *image.shape[1:])
         return *(_flip(image, moved) if flipped else (image, moved)), readable

@@ -65,7 +65,7 @@ class _FileDataset(Dataset):
 
 
 class FileImages:
-    """A data set on disk or a part of it, read by worker processes and normalised on the device."""
+    """A data set on disk or a part of it, read by worker processes and normalized on the device."""
 
     def __init__(self, files: _FileDataset, device: torch.device, workers: int) -> None:
         self.files, self.device, self.workers = files, device, workers

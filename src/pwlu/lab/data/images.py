@@ -56,7 +56,7 @@ class Images:
         """
         parts = list(plan)
         sizes = [len(part) for part in parts]
-        # Compute these for all batches at once: per step, they would synchronise and launch a hundred small kernels.
+        # Compute these for all batches at once: per step, they would synchronize and launch a hundred small kernels.
         together = torch.cat(parts).to(self.images.device)
         uniform = torch.stack([keyed_random.uniform(*(keys or ()), self.numbers[together], k) for k in range(3)], 1)
         for indices, drawn in zip(together.split(sizes), uniform.split(sizes), strict=True):
@@ -84,7 +84,7 @@ class Images:
 def in_memory(
     images: Tensor, labels: Tensor, test_images: Tensor, test_labels: Tensor, device: torch.device, padding: int, flip: bool
 ) -> tuple[Images, Images]:
-    """Return training and test images on the device, normalised by mean and standard deviation of the training pixels."""
+    """Return training and test images on the device, normalized by mean and standard deviation of the training pixels."""
     mean, std = _pixel_statistics(images)
     loaded = []
     for x, y in ((images, labels), (test_images, test_labels)):

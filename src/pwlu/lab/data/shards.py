@@ -140,7 +140,7 @@ def _check_end(tar: tarfile.TarFile) -> None:
     if rest[: tarfile.BLOCKSIZE].strip(b"\0"):
         raise tarfile.ReadError(f"the header at byte {tar.offset:,} is damaged")
     if rest.strip(b"\0"):
-        raise tarfile.ReadError(f"more follows the zeros at byte {tar.offset:,} that end a tar file")
+        raise tarfile.ReadError(f"more data follows the zeros at byte {tar.offset:,} that end a tar file")
 
 
 def _check_sample(path: str, key: str, image: tuple[int, int] | None, label: bytes | None) -> Iterator[tuple[int, int, int]]:

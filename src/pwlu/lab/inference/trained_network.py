@@ -45,7 +45,7 @@ class TrainedNetwork:
         return self.info.sites
 
     def sample(self, batch: int) -> Tensor:
-        """Return random numbers in place of normalised images, (batch, C, H, W)."""
+        """Return random numbers in place of normalized images, (batch, C, H, W)."""
         return torch.randn(batch, *self.info.shape, generator=torch.Generator().manual_seed(0))
 
     def backbone(self) -> "TrainedNetwork":

@@ -1,8 +1,8 @@
 """Build torchvision's Mask R-CNN and RetinaNet on ResNets with feature pyramids, with new weights.
 
-A normalisation layer follows every convolution of the ResNet and of the feature pyramid, except in the extra levels P6 and P7.
-Batch norms are trained with the network and synchronised over all GPUs; fine-tuned detectors freeze them instead. As in
-torchvision, heads have no normalisation. It would mix the statistics of the five levels on which a head runs.
+A normalization layer follows every convolution of the ResNet and of the feature pyramid, except in the extra levels P6 and P7.
+Batch norms are trained with the network and synchronized over all GPUs; fine-tuned detectors freeze them instead. As in
+torchvision, heads have no normalization. It would mix the statistics of the five levels on which a head runs.
 """
 
 from typing import Any

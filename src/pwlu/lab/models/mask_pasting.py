@@ -1,6 +1,6 @@
 """Paste the masks of detected objects into their image, all masks of an image at once.
 
-torchvision pastes one mask at a time and synchronises with the GPU for each, up to 400 times per image. The results are equal
+torchvision pastes one mask at a time and synchronizes with the GPU for each, up to 400 times per image. The results are equal
 up to rounding.
 """
 

@@ -38,13 +38,13 @@ def build(
         channels: the number of channels of images.
         width: a factor on the number of channels of all layers.
         small: whether to adapt the network to images of 32 pixels, by setting the first strides to 1.
-        norm: "batch", or "group" for group normalisation with up to 8 groups.
+        norm: "batch", or "group" for group normalization with up to 8 groups.
     """
     return _BUILDERS[network](network, classes, channels, width, small, normalisation(norm))
 
 
 def normalisation(norm: str) -> Norm:
-    """Return a function that makes a normalisation layer for a number of channels."""
+    """Return a function that makes a normalization layer for a number of channels."""
     return nn.BatchNorm2d if norm == "batch" else _group_norm
 
 
@@ -53,7 +53,7 @@ def _group_norm(channels: int) -> nn.Module:
 
 
 def _convnet(_: str, classes: int, channels: int, width: float, small: bool, norm: Norm) -> nn.Module:
-    """Return a network of three convolutions, each with normalisation and ReLU, and a linear layer."""
+    """Return a network of three convolutions, each with normalization and ReLU, and a linear layer."""
     layers: list[nn.Module] = []
     for out, stride in ((8, 1), (16, 2), (16, 2)):
         out = max(1, round(out * width))
@@ -77,7 +77,7 @@ def _resnet(name: str, classes: int, channels: int, width: float, small: bool, n
     if small:
         model.maxpool = nn.Identity()
     for module in model.modules():
-        if isinstance(module, nn.Conv2d):  # torchvision's initialisation, also for the replaced layers
+        if isinstance(module, nn.Conv2d):  # torchvision's initialization, also for the replaced layers
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     return model
 

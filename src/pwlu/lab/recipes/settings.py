@@ -47,7 +47,7 @@ class Settings:
     epochs: int = _setting(None, "pass N times over the training images")
     iterations: int = _setting(
         0,
-        "train for N steps of the recipe's batch size instead of --epochs; another --batch sees the same number of images "
+        "train for N steps of the recipe's batch size instead of --epochs; --batch changes the number of steps, not of images "
         "(default: set by the recipe)",
     )
     batch: int = _setting(None, "use N images per optimizer step, over all processes")
@@ -55,7 +55,7 @@ class Settings:
     weight_decay: float = _setting(None, "set the weight decay of weights; the parameters of activations have no weight decay")
     norm_weight_decay: float = _setting(
         None,
-        "set the weight decay of normalisation layers; 0 keeps inputs aligned with the bounds of PWLUs "
+        "set the weight decay of normalization layers; 0 keeps inputs aligned with the bounds of PWLUs "
         "(default: as --weight-decay)",
     )
     label_smoothing: float = _setting(None, "spread this fraction of each label over all classes")
@@ -72,7 +72,7 @@ class Settings:
         "channel", "learn one function per channel or per layer", choices=("channel", "layer"), unit=True
     )
     init: str = _setting(
-        "relu", "initialise PWLUs as this function; same: as the activations they replace", metavar="NAME", unit=True
+        "relu", "initialize PWLUs as this function; same: as the activations they replace", metavar="NAME", unit=True
     )
     realign_epochs: float = _setting(None, "set the length of Phase I in epochs, the paper's T'", unit=True)
     fix_init: float = _setting(
@@ -89,7 +89,7 @@ class Settings:
     )
     rule: str = _setting(
         DEFAULT_RULE,
-        "train PWLUs by this learning rule; shared: the channels of a layer share gradients, and bends are penalised",
+        "train PWLUs by this learning rule; shared: the channels of a layer share gradients, and bends are penalized",
         choices=tuple(RULES),
         unit=True,
     )
@@ -104,7 +104,7 @@ class Settings:
         "measure an exponential moving average of the weights with this decay, such as 0.999 (default: no average)",
         metavar="DECAY",
     )
-    norm: str = _setting("batch", "choose the normalisation layers", choices=("batch", "group"))
+    norm: str = _setting("batch", "choose the normalization layers", choices=("batch", "group"))
     precision: str = _setting("float32", "compute in this precision; bf16 and fp16 use autocast", choices=PRECISIONS)
     accumulate: int = _setting(
         1, "accumulate gradients over N micro-batches per process and optimizer step", machine=True, metavar="N"

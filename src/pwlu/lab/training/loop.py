@@ -190,7 +190,7 @@ class _Loop:
             if self.number == 1:
                 self.first_loss = self._summary()["loss"]
             now = time.monotonic()
-            if self.progress.bar is not None and self.number % 10 == 0:  # not each time: reading the sums synchronises
+            if self.progress.bar is not None and self.number % 10 == 0:  # not each time: reading the sums synchronizes
                 shown = self._bar_values(epoch, now - begin + self.seconds)
             self.progress.step(**shown)
             if self.number % STEPS_BETWEEN_CLOCK_CHECKS == 0 and self.number % steps and self._checkpoint_due():
@@ -198,7 +198,7 @@ class _Loop:
         row: dict[str, Any] = {"epoch": epoch + 1, "step": self.number} | _rounded(self._summary())
         if row["loss"] is None:
             row["diverged_at"] = epoch * steps + min(self.processes.gather([self.finite_steps.item()])) + 1
-        self.seconds += time.monotonic() - begin  # _summary() has synchronised with the device
+        self.seconds += time.monotonic() - begin  # _summary() has synchronized with the device
         self.processes.broadcast(self.trainer.measured.buffers())  # without SyncBatchNorm, ranks differ in batch statistics
         if (epoch + 1) % self.settings.measure_every == 0 or self.number == self.total or row["loss"] is None:
             row |= _rounded(self.task.measure(self.trainer.measured, self.trainer.autocast()))

@@ -1,4 +1,4 @@
-"""Summarise a run for readers: report.md and functions.png."""
+"""Summarize a run for readers: report.md and functions.png."""
 
 import io
 from collections.abc import Sequence

@@ -175,7 +175,7 @@ def _schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) 
     """Return the learning rate schedule: a warm-up, then a cosine or two steps.
 
     With two steps, the warm-up is linear and starts at a thousandth of the peak. The rate is divided by 10 for the last 2/9 of
-    training, and again for the last 2/27: the last 60k and 20k of the paper's 270k iterations.
+    training, and again for the last 2/27. These are the last 60k and 20k of the paper's 270k iterations.
     """
     if find(settings.recipe).schedule == "cosine":
         return torch.optim.lr_scheduler.OneCycleLR(

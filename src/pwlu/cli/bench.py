@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pwlu.common.text import columns, install
-from pwlu.lab.recipes.settings import UserError
+from pwlu.cli import check_positive
+from pwlu.common.text import columns
+from pwlu.lab.recipes.settings import explain_missing
 from pwlu.lab.runs.processes import join_process_group
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ BATCH = {"cpu": 8}  # other devices get 64, because fewer images would not keep 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the run and the options of the measurement."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Time inference with the trained network of a run. PyTorch runs three variants: the network as trained, with ReLU\n"
         "instead of its activations, and with fused PWLUs. The variants with ReLU and with fused PWLUs also run under\n"
@@ -58,9 +58,6 @@ def run(options: argparse.Namespace) -> int:
     """Measure the network and print the table."""
     try:
         _bench(options)
-    except UserError as error:
-        print(f"pwlu bench: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
@@ -68,18 +65,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> None:
-    for flag in ("batch", "threads", "rounds"):
-        value = getattr(options, flag)
-        if value is not None and value < 1:
-            raise UserError(f"--{flag} must be at least 1, not {value}")
-    try:
+    check_positive(options, "batch", "threads", "rounds")
+    with explain_missing("loading a run", "train", "onnx"):
         from pwlu.lab.inference.benchmark import measure
         from pwlu.lab.inference.trained_network import load
         from pwlu.lab.runs.environment import environment
 
         trained = load(options.run)
-    except ImportError as error:
-        raise UserError(f"loading a run needs more packages ({error}): {install('train', 'onnx')}") from None
     if trained.detects:
         trained = trained.backbone()
     with join_process_group(options.device) as processes, _threads(options.threads):

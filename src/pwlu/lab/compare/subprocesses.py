@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Protocol, TypeVar
+from typing import Any, BinaryIO
 
 from pwlu.lab.runs.locks import try_lock
 
@@ -124,33 +124,23 @@ def open_log(path: Path, patience: float = TIMEOUT) -> BinaryIO | None:
     return file
 
 
-class Startable(Protocol):
-    """Work that runs in a child process."""
-
-    def start(self, side_by_side: int = 1) -> Child | None:
-        """Start the child. Return None if another process does the same work."""
-
-
-T = TypeVar("T", bound=Startable)
-
-
-class LocalPool(Generic[T]):
-    """Child processes of this process, at most `slots` at a time."""
+class LocalPool:
+    """Child processes of this process, at most `slots` at a time. A job has a method ``start``, as :class:`job.Job` has."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        self.children: list[tuple[T, Child | None]] = []
+        self.children: list[tuple[Any, Child | None]] = []
 
     @property
     def running(self) -> int:
         """Return the number of started children that :meth:`wait` has not returned yet."""
         return len(self.children)
 
-    def start(self, job: T) -> None:
+    def start(self, job: Any) -> None:
         """Start a child."""
         self.children.append((job, job.start(side_by_side=self.slots)))
 
-    def wait(self) -> list[tuple[T, Outcome]]:
+    def wait(self) -> list[tuple[Any, Outcome]]:
         """Wait for a fraction of a second, and return the jobs that have ended."""
         if all(child is not None and child.status() is None for _, child in self.children):
             time.sleep(0.1)

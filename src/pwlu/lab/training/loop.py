@@ -14,7 +14,7 @@ from pwlu.analysis.alignment import alignment, without_histograms
 from pwlu.common.text import counted, install
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.experiment import run_key, run_name
-from pwlu.lab.recipes.settings import Settings, UserError
+from pwlu.lab.recipes.settings import Settings, UserError, explain_missing
 from pwlu.lab.runs.divergence import divergence
 from pwlu.lab.runs.environment import environment
 from pwlu.lab.runs.processes import Processes
@@ -326,7 +326,7 @@ class _Loop:
 
 def _task(settings: Settings, processes: Processes) -> Task:
     """Return the task of a recipe. Import only its module, because each task needs packages that the other does not."""
-    try:
+    with explain_missing("training", "train"):
         if find(settings.recipe).detects:
             from pwlu.lab.tasks.detection import Detection
 
@@ -334,8 +334,6 @@ def _task(settings: Settings, processes: Processes) -> Task:
         from pwlu.lab.tasks.classification import Classification
 
         return Classification(settings, processes)
-    except ImportError as error:
-        raise UserError(f"training needs more packages ({error}): {install('train')}") from None
 
 
 def _rounded(numbers: dict[str, float]) -> dict[str, float | None]:

@@ -37,8 +37,8 @@ def complete_runs(
         runs: the folder of run folders.
         results: the folder that the small files are copied to.
         make_pool: a function from the number of missing runs to the pool that trains them. It is not called if none is missing.
-        processes: the number of processes that train each run.
-        nodes: the number of nodes over which the processes of a run are divided.
+        processes: the number of processes that train each run, divided over `nodes`.
+        nodes: the number of nodes per run.
     """
     missing = _missing(required, runs, results)
     if not missing:

@@ -59,14 +59,9 @@ def end_with_parent() -> None:
 
 
 class Child:
-    """A process that runs a Python module, such as ``pwlu``, and writes its output to a log file.
+    """A process that runs a Python module, such as ``pwlu``, and writes its output to a log file from :func:`open_log`.
 
     The child inherits the lock on the log. While it runs, no other process starts the same run.
-
-    Args:
-        command: the module and its arguments.
-        log: the file to write to, from :func:`open_log`.
-        environment: further environment variables.
     """
 
     def __init__(self, command: list[str], log: BinaryIO, environment: dict[str, str]) -> None:

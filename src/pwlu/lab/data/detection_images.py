@@ -118,9 +118,7 @@ class DetectionImages:
     def batches(self, plan: Sequence[list[int]], keys: Keys = None) -> Iterator[list[Example]]:
         """Yield the images, uint8, and their objects for each list of indices.
 
-        Args:
-            plan: the indices of each batch.
-            keys: the random keys of the augmentation, such as seed and epoch. None: no augmentation and no objects.
+        `keys`: the random keys of the augmentation, such as seed and epoch. None: no augmentation and no objects.
         """
         self.requests[:] = [[(index, keys is not None) for index in indices] for indices in plan]
         for indices, examples in zip(plan, self.loader, strict=True):

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
+from torchvision.datasets import ImageFolder
 from torchvision.transforms import InterpolationMode
 
 from pwlu.lab.data import keyed_random
 from pwlu.lab.data.image_file import UnreadableImage, read_image
-from pwlu.lab.data.image_folder import Folder
 from pwlu.lab.data.images import Batch
 from pwlu.lab.data.shards import Shards, is_shards
 from pwlu.lab.data.workers import worker_options
@@ -38,6 +38,34 @@ class Source(Protocol):
 
     def name(self, number: int) -> str:
         """Return the name of an image for messages."""
+
+
+class Folder:
+    """The images of a folder with one folder per class."""
+
+    def __init__(self, root: Path) -> None:
+        if not root.is_dir():
+            parent = root.parent
+            raise UserError(
+                f"no images at {root}. Expected {parent}/train/CLASS/*.jpg and {parent}/val/CLASS/*.jpg, as torchvision's "
+                "ImageFolder reads them. Write --data DIR with the right folder, or --data 'NAME-{000..146}.tar'"
+            )
+        try:
+            found = ImageFolder(str(root))
+        except FileNotFoundError as error:
+            raise UserError(f"{root} must have one folder of images per class: {error}") from None
+        self.samples, self.classes = found.samples, found.classes
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def image(self, number: int) -> tuple[str, int]:
+        """Return the path of an image, and its label."""
+        return self.samples[number]
+
+    def name(self, number: int) -> str:
+        """Return the name of an image for messages."""
+        return self.samples[number][0]
 
 
 class _FileDataset(Dataset):
@@ -90,9 +118,7 @@ class FileImages:
     def batches(self, plan: Iterable[Tensor], keys: tuple[int, ...] | None = None) -> Iterator[Batch]:
         """Yield the images, float32, and their labels for each tensor of indices.
 
-        Args:
-            plan: the indices of each batch.
-            keys: the random keys of the augmentation, such as seed and epoch. None: no augmentation.
+        `keys`: the random keys of the augmentation, such as seed and epoch. None: no augmentation.
         """
         self.requests[:] = [[(index, keys) for index in indices.tolist()] for indices in plan]
         pinned = self.device.type == "cuda"

@@ -40,13 +40,9 @@ _FORMATS = {  # the values in the line of an epoch; the progress bar shows those
 
 
 def create_run(runs: Path, settings: Settings, processes: Processes, again: bool = False) -> Path:
-    """Create a run folder with the settings in it, and return its path on all processes.
+    """Create a run folder with the settings in it, below the folder `runs`, and return its path on all processes.
 
-    Args:
-        runs: the folder of run folders.
-        settings: the settings of the run.
-        processes: the processes that train it.
-        again: create a folder with the next free number even if a run with the same settings exists.
+    `again`: create a folder with the next free number even if a run with the same settings exists.
     """
     created, message = "", ""
     if processes.is_main:

@@ -64,6 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+def add_number(parser: argparse.ArgumentParser, flag: str, text: str, default: int | None = None) -> None:
+    """Add an option that is an integer."""
+    parser.add_argument(flag, type=int, default=default, metavar="N", help=text)
+
+
 def check_positive(options: argparse.Namespace, *names: str) -> None:
     """Raise an error if one of these numbers is given and is below 1."""
     for name in names:

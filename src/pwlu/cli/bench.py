@@ -1,7 +1,6 @@
 """``pwlu bench``: time the network of a run against the same network with ReLU."""
 
 import argparse
-import importlib.metadata
 import math
 import sys
 from collections.abc import Iterator
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pwlu.cli import check_positive
+from pwlu.cli import add_number, check_positive
 from pwlu.common.text import columns
 from pwlu.lab.recipes.settings import explain_missing
+from pwlu.lab.runs.environment import environment, version
 from pwlu.lab.runs.processes import join_process_group
 
 if TYPE_CHECKING:
@@ -40,11 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "On a CPU shared with other programs, set OMP_WAIT_POLICY=passive, so that waiting threads do not occupy a core."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="read this finished run, a folder that pwlu train wrote")
-    parser.add_argument("--batch", type=int, metavar="N", help="use N images per call (default: 8 on a CPU, 64 elsewhere)")
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="use N CPU threads (default: PyTorch's choice, usually one per core)"
-    )
-    parser.add_argument("--rounds", type=int, default=30, metavar="N", help="measure each variant N times (default: 30)")
+    add_number(parser, "--batch", "use N images per call (default: 8 on a CPU, 64 elsewhere)")
+    add_number(parser, "--threads", "use N CPU threads (default: PyTorch's choice, usually one per core)")
+    add_number(parser, "--rounds", "measure each variant N times (default: 30)", 30)
     parser.add_argument("--device", metavar="NAME", help="run on this device: cpu, cuda, ... (default: cuda if available)")
     parser.add_argument(
         "--compile",
@@ -69,7 +67,6 @@ def _bench(options: argparse.Namespace) -> None:
     with explain_missing("loading a run", "train", "onnx"):
         from pwlu.lab.inference.benchmark import measure
         from pwlu.lab.inference.trained_network import load
-        from pwlu.lab.runs.environment import environment
 
         trained = load(options.run)
     if trained.detects:
@@ -101,14 +98,10 @@ def _title(trained: "TrainedNetwork", batch: int) -> str:
 
 
 def _machine(known: dict[str, Any]) -> str:
-    try:
-        runtime = importlib.metadata.version("onnxruntime")
-    except importlib.metadata.PackageNotFoundError:
-        runtime = "none"
     pwlu = f"{known['pwlu']} {known['revision']}".strip()
     return (
         f"{known['device']}, {known['threads']} threads, {torch.backends.cpu.get_cpu_capability()}; python {known['python']}, "
-        f"torch {known['torch']}, ONNX Runtime {runtime}, pwlu {pwlu}"
+        f"torch {known['torch']}, ONNX Runtime {version('onnxruntime') or 'none'}, pwlu {pwlu}"
     )
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pwlu.cli import check_positive
+from pwlu.cli import add_number, check_positive
 from pwlu.cli.train import add_runs, add_settings, changed_settings
 from pwlu.common import files
 from pwlu.lab.compare.presets import BASELINE, PRESETS, Comparison, comparison
@@ -45,14 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--preset", metavar="NAME", help=f"run a prepared comparison: {', '.join(PRESETS)} (default: activations)"
     )
-    parser.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="train each row of the table with seeds 0 to N-1 (default: 3)"
-    )
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        metavar="N",
-        help="train N runs at the same time (default: 1; with --on ray: as many as the cluster has room for)",
+    add_number(parser, "--seeds", "train each row of the table with seeds 0 to N-1 (default: 3)", 3)
+    add_number(
+        parser, "--jobs", "train N runs at the same time (default: 1; with --on ray: as many as the cluster has room for)"
     )
     parser.add_argument(
         "--on",
@@ -60,20 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train on a Ray cluster whose nodes share the folder of --runs: ray for the cluster of this machine, or "
         "ray://HOST:10001 (default: train on this machine only)",
     )
-    parser.add_argument(
-        "--processes-per-run",
-        type=int,
-        default=1,
-        metavar="N",
-        help="train each run with N processes that torchrun starts (default: 1)",
-    )
-    parser.add_argument(
-        "--nodes-per-run",
-        type=int,
-        default=1,
-        metavar="N",
-        help="divide processes, GPUs and cores of each run over N nodes; only with --on ray (default: 1)",
-    )
+    add_number(parser, "--processes-per-run", "train each run with N processes that torchrun starts (default: 1)", 1)
+    nodes = "divide processes, GPUs and cores of each run over N nodes; only with --on ray (default: 1)"
+    add_number(parser, "--nodes-per-run", nodes, 1)
     parser.add_argument(
         "--gpus-per-run",
         type=float,
@@ -81,12 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="give each run X GPUs; with 0.25, four runs share a GPU; only with --on ray (default: 1 for each process "
         "if the cluster has GPUs, else 0)",
     )
-    parser.add_argument(
-        "--cores-per-run",
-        type=int,
-        metavar="N",
-        help="give each run N cores; only with --on ray (default: 1 for each process)",
-    )
+    add_number(parser, "--cores-per-run", "give each run N cores; only with --on ray (default: 1 for each process)")
     parser.add_argument("--dry-run", action="store_true", help="list finished and missing runs without training (default: off)")
     parser.add_argument(
         "--document", type=Path, metavar="FILE", help="update the tables of this page, train nothing (default: no page)"

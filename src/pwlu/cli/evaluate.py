@@ -4,7 +4,7 @@ import argparse
 import math
 from pathlib import Path
 
-from pwlu.cli import check_positive
+from pwlu.cli import add_number, check_positive
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import UserError, explain_missing
 from pwlu.lab.runs.run_folder import RunFolder
@@ -30,11 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="read annotations from this data set (default: the data set of the run)"
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--most",
-        type=int,
-        metavar="N",
-        help="count at most the N best detections per class and image (default: the number of the run's recipe, or 100)",
+        "count at most the N best detections per class and image (default: the number of the run's recipe, or 100)",
     )
 
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pwlu.cli import add_number
 from pwlu.deploy.onnx_forms import FASTEST, FORMS
 from pwlu.deploy.simplify import simplify_
 from pwlu.lab.recipes.settings import UserError, explain_missing
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="reduce each PWLU to fewer intervals, a ReLU or a line, with an error of at most this fraction of the range of "
         "its outputs, such as 0.001 (default: do not simplify)",
     )
-    parser.add_argument("--opset", type=int, metavar="N", help="write this ONNX opset version, 18 or later (default: 18)")
+    add_number(parser, "--opset", "write this ONNX opset version, 18 or later (default: 18)")
     parser.add_argument(
         "--form",
         choices=tuple(FORMS),

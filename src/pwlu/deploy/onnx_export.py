@@ -166,21 +166,9 @@ def export_onnx(
                     f"form={' or '.join(repr(f) for f in FORMS if f != form)}."
                 )
         size = sum(finished.stat().st_size for finished in file.parent.iterdir())
-    return OnnxReport(
-        target,
-        size,
-        opset,
-        form,
-        alone.units,
-        [name for name in units if name not in alone.units],
-        operators,
-        dynamic_batch,
-        runtime.__version__,
-        *found.largest,
-        found.batches,
-        *alone.largest,
-        alone.reached,
-    )
+    unreached = [name for name in units if name not in alone.units]
+    checked = (runtime.__version__, *found.largest, found.batches, *alone.largest, alone.reached)
+    return OnnxReport(target, size, opset, form, alone.units, unreached, operators, dynamic_batch, *checked)
 
 
 def _check_arguments(model: nn.Module, path: str | os.PathLike[str], form: str, opset: int) -> Path:

@@ -16,6 +16,7 @@ from pwlu.lab.runs.locks import try_lock
 
 TIMEOUT = 10.0  # seconds to wait for a child to end before it is killed, and for another process to release a log
 
+LAST_LINES = 12  # of the output of a child, for messages
 _RUN_MODULE = (  # like python -m MODULE
     "import runpy, sys; from pwlu.lab.compare.subprocesses import end_with_parent; end_with_parent(); "
     "del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
@@ -88,14 +89,10 @@ class Child:
         status = self.status()
         if status is None:
             return None
-        output = self.last_lines()
-        return Outcome(f"exit status {status}, {self.log}:\n{output}", output, died=status < 0, succeeded=status == 0)
-
-    def last_lines(self, count: int = 12) -> str:
-        """Return the last lines of the output."""
         with self.log.open("rb") as file:
             file.seek(self.log_start)
-            return "\n".join(file.read().decode(errors="replace").strip().splitlines()[-count:])
+            output = "\n".join(file.read().decode(errors="replace").strip().splitlines()[-LAST_LINES:])
+        return Outcome(f"exit status {status}, {self.log}:\n{output}", output, died=status < 0, succeeded=status == 0)
 
     def signal(self, number: int) -> None:
         """Send a signal to the child and all processes that it started."""

@@ -177,12 +177,9 @@ def _check_classes(settings: Settings, train: Source, test: Source) -> None:
     numbers_fit = isinstance(train, Shards) and len(test.classes) <= len(train.classes)
     different = sorted(set(train.classes) ^ set(test.classes))
     if different and not numbers_fit:
-        places = (
-            (settings.data, settings.test_data) if settings.test_data else (f"{settings.data}/train", f"{settings.data}/val")
-        )
-        raise UserError(
-            f"{places[0]} and {places[1]} must have the same classes, but only one of them has {', '.join(different[:5])}"
-        )
+        data, other = settings.data, settings.test_data
+        places = f"{data} and {other}" if other else f"{data}/train and {data}/val"
+        raise UserError(f"{places} must have the same classes, but only one of them has {', '.join(different[:5])}")
 
 
 def _training_transform(pixels: int, augmentation: str) -> Any:

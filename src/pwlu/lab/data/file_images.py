@@ -6,7 +6,7 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import InterpolationMode
@@ -15,7 +15,7 @@ from pwlu.lab.data import keyed_random
 from pwlu.lab.data.image_file import UnreadableImage, read_image
 from pwlu.lab.data.images import Batch
 from pwlu.lab.data.shards import Shards, is_shards
-from pwlu.lab.data.workers import worker_options
+from pwlu.lab.data.workers import requested_batches
 from pwlu.lab.recipes.settings import Settings, UserError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # the usual values for ImageNet
@@ -98,13 +98,8 @@ class FileImages:
     def __init__(self, files: _FileDataset, device: torch.device, workers: int) -> None:
         self.files, self.device, self.workers = files, device, workers
         self.mean, self.std = (torch.tensor(v, device=device)[:, None, None] * 255 for v in (MEAN, STD))
-        self.requests: list[list[tuple[int, tuple[int, ...] | None]]] = []  # the loader reads it at the start of an iteration
-        self.loader = DataLoader(
-            files,
-            batch_sampler=self.requests,
-            pin_memory=device.type == "cuda",
-            **worker_options(workers),
-        )
+        self.requests: list[list[tuple[int, tuple[int, ...] | None]]] = []
+        self.loader = requested_batches(files, self.requests, device, workers)
 
     def __len__(self) -> int:
         return len(self.files.numbers)

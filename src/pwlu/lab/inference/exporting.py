@@ -30,17 +30,10 @@ _TORCH_2_11_WARNINGS = r"`isinstance\(treespec, LeafSpec\)`|The given buffer is 
 def write_onnx(
     network: nn.Module, sample: Tensor, path: Path, metadata: Mapping[str, str], *, opset: int = OPSET, form: str = FASTEST
 ) -> str:
-    """Write a network with standard ONNX operators, and return a description of the file.
+    """Write a network in evaluation mode with standard ONNX operators, and return a description of the file.
 
-    The file takes any batch size. Batch norms are folded into convolutions.
-
-    Args:
-        network: in evaluation mode, with or without PWLUs.
-        sample: (batch, C, H, W), with a batch of at least 2.
-        path: the file.
-        metadata: the ``metadata_props`` of the file.
-        opset: version of the ONNX operators.
-        form: how a PWLU is written, see :func:`pwlu.export_onnx`.
+    The file takes any batch size. Batch norms are folded into convolutions. The sample must have a batch of at least 2. The
+    other arguments are those of :func:`pwlu.export_onnx`, but the network need not have PWLUs.
     """
     if units_of(network):
         text = str(export_onnx(network, sample, path, form=form, opset=opset, metadata=metadata))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pwlu.cli import add_number, check_positive
-from pwlu.common.text import columns
-from pwlu.lab.recipes.settings import explain_missing
+from pwlu.common.text import columns, install
+from pwlu.lab.recipes.settings import explain_import_error
 from pwlu.lab.runs.environment import environment, version
 from pwlu.lab.runs.processes import join_process_group
 
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> None:
     check_positive(options, "batch", "threads", "rounds")
-    with explain_missing("loading a run", "train", "onnx"):
+    with explain_import_error(f"loading a run needs more packages ({{}}): {install('train', 'onnx')}"):
         from pwlu.lab.inference.benchmark import measure
         from pwlu.lab.inference.trained_network import load
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from pwlu.cli import add_number, check_positive
 from pwlu.cli.train import add_runs, add_settings, changed_settings
 from pwlu.common import files
+from pwlu.common.text import install
 from pwlu.lab.compare.presets import BASELINE, PRESETS, Comparison, comparison
 from pwlu.lab.compare.table import Table
-from pwlu.lab.recipes.settings import Settings, UserError, explain_missing
+from pwlu.lab.recipes.settings import Settings, UserError, explain_import_error
 
 if TYPE_CHECKING:
     from pwlu.lab.compare.scheduler import Pool
@@ -174,7 +175,7 @@ def _plan(options: argparse.Namespace, silent: bool = False) -> tuple[list[Compa
             raise UserError(f"--{name.replace('_', '-')} works only on a cluster: add --on ray, or write --jobs N instead")
     what = next((text for text in (options.acts, options.preset) if text is not None), "activations")
     comparisons = [comparison(recipe, what, changed_settings(options)) for recipe in dict.fromkeys(options.recipes)]
-    with explain_missing("training", "train"):
+    with explain_import_error(f"training needs more packages ({{}}): {install('train')}"):
         from pwlu.lab.compare.comparison import required_runs
         from pwlu.lab.compare.job import find_existing
         from pwlu.lab.compare.scheduler import title

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pwlu.cli import add_number
+from pwlu.common.text import install
 from pwlu.deploy.onnx_forms import FASTEST, FORMS
 from pwlu.deploy.simplify import simplify_
-from pwlu.lab.recipes.settings import UserError, explain_missing
+from pwlu.lab.recipes.settings import UserError, explain_import_error
 from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.units.module import units_of
 from pwlu.version import __version__
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the file, and describe it."""
     _check(options)
-    with explain_missing("loading a run", "train", "onnx"):
+    with explain_import_error(f"loading a run needs more packages ({{}}): {install('train', 'onnx')}"):
         from pwlu.lab.inference import exporting
         from pwlu.lab.inference.trained_network import load
 

@@ -14,7 +14,7 @@ from pwlu.analysis.alignment import alignment, without_histograms
 from pwlu.common.text import counted, install
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.experiment import run_key, run_name
-from pwlu.lab.recipes.settings import Settings, UserError, explain_missing
+from pwlu.lab.recipes.settings import Settings, UserError, explain_import_error
 from pwlu.lab.runs.divergence import divergence
 from pwlu.lab.runs.environment import environment
 from pwlu.lab.runs.processes import Processes
@@ -322,7 +322,7 @@ class _Loop:
 
 def _task(settings: Settings, processes: Processes) -> Task:
     """Return the task of a recipe. Import only its module, because each task needs packages that the other does not."""
-    with explain_missing("training", "train"):
+    with explain_import_error(f"training needs more packages ({{}}): {install('train')}"):
         if find(settings.recipe).detects:
             from pwlu.lab.tasks.detection import Detection
 

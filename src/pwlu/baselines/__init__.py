@@ -9,8 +9,7 @@ from pwlu.baselines.apl import APL
 from pwlu.baselines.dynamic_relu import DyReLU, SEReLU
 from pwlu.baselines.frelu import FReLU
 from pwlu.baselines.pau import PAU
-from pwlu.baselines.prelu import PReLU
-from pwlu.baselines.relu import ReLU
+from pwlu.baselines.relu import PReLU, ReLU
 from pwlu.initial_functions import InitialFunction
 from pwlu.units.dynamic import DynamicPWLU
 from pwlu.units.module import PWLU

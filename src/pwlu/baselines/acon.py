@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pwlu import reference
-from pwlu.baselines.arguments import check_channels_and_dim
+from pwlu.baselines.arguments import ChannelActivation, Device, DType
 from pwlu.common import checks
 from pwlu.reference import dynamic as dynamic_reference
 from pwlu.units.squeeze import Squeeze, along_samples
@@ -14,7 +14,7 @@ from pwlu.units.squeeze import Squeeze, along_samples
 _REDUCTION, _MIN_HIDDEN = 16, 16  # the hidden layer of Meta-ACON has max(16, C / 16) units, as in the authors' code
 
 
-class ACONC(nn.Module):
+class ACONC(ChannelActivation):
     """ACON-C (Ma et al. 2021, arXiv 2009.04759), with three parameters per channel::
 
         y = (p1 - p2) x sigmoid(beta (p1 - p2) x) + p2 x
@@ -30,16 +30,8 @@ class ACONC(nn.Module):
         dtype: the dtype of the parameters.
     """
 
-    def __init__(
-        self,
-        channels: int = 1,
-        channel_dim: int = 1,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.channels, self.channel_dim = check_channels_and_dim(type(self).__name__, channels, channel_dim)
+    def __init__(self, channels: int = 1, channel_dim: int = 1, *, device: Device = None, dtype: DType = None) -> None:
+        super().__init__(channels, channel_dim)
         self.p1 = nn.Parameter(torch.empty(self.channels, device=device, dtype=dtype))
         self.p2 = nn.Parameter(torch.empty(self.channels, device=device, dtype=dtype))
         self._register_beta(device, dtype)
@@ -67,10 +59,6 @@ class ACONC(nn.Module):
         p1, p2 = (reference.along(p.to(value.dtype), x, self.channel_dim) for p in (self.p1, self.p2))
         gated = (p1 - p2) * value
         return (gated * torch.sigmoid(beta * gated) + p2 * value).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        """Return the arguments, for repr."""
-        return f"channels={self.channels}, channel_dim={self.channel_dim}"
 
 
 class MetaACON(ACONC):

@@ -8,11 +8,11 @@ from torch.autograd.function import once_differentiable
 
 from pwlu import reference
 from pwlu.baselines import fused
-from pwlu.baselines.arguments import check_channels_and_dim
+from pwlu.baselines.arguments import ChannelActivation, Device, DType
 from pwlu.common import checks
 
 
-class APL(nn.Module):
+class APL(ChannelActivation):
     """Adaptive Piecewise Linear unit (Agostinelli et al. 2014, arXiv 1412.6830)::
 
         y = max(0, x) + sum over i = 1..S of a_i max(0, b_i - x)
@@ -39,16 +39,9 @@ class APL(nn.Module):
     """
 
     def __init__(
-        self,
-        channels: int = 1,
-        hinges: int = 3,
-        channel_dim: int = 1,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, channels: int = 1, hinges: int = 3, channel_dim: int = 1, *, device: Device = None, dtype: DType = None
     ) -> None:
-        super().__init__()
-        self.channels, self.channel_dim = check_channels_and_dim("APL", channels, channel_dim)
+        super().__init__(channels, channel_dim)
         self.hinges = checks.check_integer("APL", "hinges", hinges, "S, 3 in the paper", 1)
         self.slopes = nn.Parameter(torch.empty(self.channels, self.hinges, device=device, dtype=dtype))
         self.offsets = nn.Parameter(torch.empty(self.channels, self.hinges, device=device, dtype=dtype))
@@ -62,8 +55,7 @@ class APL(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return y."""
         checks.check_input(x)
-        if self.channels > 1:
-            checks.check_channels(x, self.channels, self.channel_dim)
+        checks.check_channels(x, self.channels, self.channel_dim)
         y: Tensor = _APL.apply(x, self.slopes, self.offsets, self.channel_dim)
         return y
 

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from pwlu import reference
-from pwlu.baselines.arguments import check_channels_and_dim
+from pwlu.baselines.arguments import ChannelActivation, Device, DType
 from pwlu.units.dynamic import DynamicPWLU
 from pwlu.units.squeeze import Squeeze, along_samples
 
 
-class DyReLU(nn.Module):
+class DyReLU(ChannelActivation):
     """Dynamic ReLU B (Chen et al. 2020, arXiv 2003.10027), the larger of two lines per sample and channel::
 
         y = max over k = 1, 2 of (a_k x + b_k),   a = (1, 0) + 2 sigmoid(t) - 1,   b = (2 sigmoid(u) - 1) / 2
@@ -29,16 +29,9 @@ class DyReLU(nn.Module):
     """
 
     def __init__(
-        self,
-        channels: int = 1,
-        channel_dim: int = 1,
-        *,
-        reduction: int = 8,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, channels: int = 1, channel_dim: int = 1, *, reduction: int = 8, device: Device = None, dtype: DType = None
     ) -> None:
-        super().__init__()
-        self.channels, self.channel_dim = check_channels_and_dim("DyReLU", channels, channel_dim)
+        super().__init__(channels, channel_dim)
         hidden = max(4, self.channels // reduction)
         self.squeeze = Squeeze(self.channels, hidden, 4 * self.channels, self.channel_dim, device=device, dtype=dtype)
         self.reset_parameters()
@@ -55,12 +48,8 @@ class DyReLU(nn.Module):
         value = x.to(reference.compute_dtype(x))
         return torch.maximum((1 + a1) * value + b1 / 2, a2 * value + b2 / 2).to(x.dtype)
 
-    def extra_repr(self) -> str:
-        """Return the arguments, for repr."""
-        return f"channels={self.channels}, channel_dim={self.channel_dim}"
 
-
-class SEReLU(nn.Module):
+class SEReLU(ChannelActivation):
     """ReLU followed by squeeze-and-excitation (Hu et al. 2018, arXiv 1709.01507), to compare with other dynamic functions::
 
         y = s relu(x),   s = sigmoid(W_2 relu(W_1 p + b_1) + b_2),   p = mean of each sample per channel
@@ -77,16 +66,9 @@ class SEReLU(nn.Module):
     """
 
     def __init__(
-        self,
-        channels: int = 1,
-        channel_dim: int = 1,
-        *,
-        hidden: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, channels: int = 1, channel_dim: int = 1, *, hidden: int | None = None, device: Device = None, dtype: DType = None
     ) -> None:
-        super().__init__()
-        self.channels, self.channel_dim = check_channels_and_dim("SEReLU", channels, channel_dim)
+        super().__init__(channels, channel_dim)
         if hidden is None:
             like = DynamicPWLU(self.channels, device="meta")
             hidden = max(1, round((sum(p.numel() for p in like.parameters()) - self.channels) / (2 * self.channels + 1)))
@@ -100,7 +82,3 @@ class SEReLU(nn.Module):
         """Return y."""
         scale = along_samples(torch.sigmoid(self.squeeze(x)), x, self.channel_dim)
         return (x.to(scale.dtype).clamp(min=0) * scale).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        """Return the arguments, for repr."""
-        return f"channels={self.channels}, channel_dim={self.channel_dim}"

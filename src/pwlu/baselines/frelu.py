@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwlu.baselines.arguments import check_channels_and_dim
+from pwlu.baselines.arguments import ChannelActivation, Device, DType
 
 _MAX_GROUPS, _MIN_CHANNELS = 32, 8  # limits for group norm: 32 groups of 8, as in detection heads with 256 channels
 
 
-class FReLU(nn.Module):
+class FReLU(ChannelActivation):
     """Funnel ReLU (Ma et al. 2020, arXiv 2007.11824): a ReLU whose threshold depends on a window around each pixel::
 
         y = max(x, T(x)),  T = norm of a depthwise 3 x 3 convolution
@@ -36,16 +36,9 @@ class FReLU(nn.Module):
     """
 
     def __init__(
-        self,
-        channels: int,
-        channel_dim: int = 1,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        norm: str = "batch",
+        self, channels: int, channel_dim: int = 1, *, device: Device = None, dtype: DType = None, norm: str = "batch"
     ) -> None:
-        super().__init__()
-        self.channels, self.channel_dim = check_channels_and_dim("FReLU", channels, channel_dim)
+        super().__init__(channels, channel_dim)
         if norm not in ("batch", "group"):
             raise ValueError(f"FReLU: norm must be 'batch', or 'group' if it runs several times per forward pass, not {norm!r}")
         self.conv = nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False, device=device, dtype=dtype)
@@ -78,8 +71,7 @@ class FReLU(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the arguments, for repr."""
-        norm = ", norm='group'" if isinstance(self.norm, nn.GroupNorm) else ""
-        return f"channels={self.channels}, channel_dim={self.channel_dim}{norm}"
+        return super().extra_repr() + (", norm='group'" if isinstance(self.norm, nn.GroupNorm) else "")
 
 
 class _GroupNorm(nn.GroupNorm):

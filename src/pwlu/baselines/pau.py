@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from pwlu import reference
 from pwlu.baselines import fused
+from pwlu.baselines.arguments import Device, DType
 from pwlu.baselines.rational import fit
 from pwlu.common import checks
 from pwlu.initial_functions import InitialFunction, find_initial_function
@@ -44,8 +45,8 @@ class PAU(nn.Module):
     def __init__(
         self,
         start: str | Callable[[Tensor], Tensor] | InitialFunction = "leaky_relu",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: DType = None,
     ) -> None:
         super().__init__()
         function = find_initial_function(start)

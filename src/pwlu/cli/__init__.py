@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from pwlu.common.text import nearest
+from pwlu.lab.recipes.settings import UserError
 from pwlu.version import __version__
 
 COMMANDS = {
@@ -37,7 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     chosen = parser
     for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         if given[:1] == [name]:
             importlib.import_module(f"pwlu.cli.{name}").add_arguments(command)
             chosen = command
@@ -47,12 +53,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = importlib.import_module(f"pwlu.cli.{options.command}").run(options)
         sys.stdout.flush()
+    except UserError as error:
+        print(f"pwlu {options.command}: {error}", file=sys.stderr)
+        return 2
     except BrokenPipeError:
         # Python flushes once more at exit, which would print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print("pwlu: stopped because the program that read its output has exited (as in `| head`)", file=sys.stderr)
         return 128 + 13  # the status a shell reports for a program that SIGPIPE ended
     return status
+
+
+def add_number(parser: argparse.ArgumentParser, flag: str, text: str, default: int | None = None) -> None:
+    """Add an option that is an integer."""
+    parser.add_argument(flag, type=int, default=default, metavar="N", help=text)
+
+
+def check_positive(options: argparse.Namespace, *names: str) -> None:
+    """Raise an error if one of these numbers is given and is below 1."""
+    for name in names:
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
 
 
 def _suggestions(unknown: Sequence[str], help_text: str) -> str:

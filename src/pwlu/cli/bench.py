@@ -1,7 +1,6 @@
 """``pwlu bench``: time the network of a run against the same network with ReLU."""
 
 import argparse
-import importlib.metadata
 import math
 import sys
 from collections.abc import Iterator
@@ -11,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pwlu.cli import add_number, check_positive
 from pwlu.common.text import columns, install
-from pwlu.lab.recipes.settings import UserError
+from pwlu.lab.recipes.settings import explain_import_error
+from pwlu.lab.runs.environment import environment, version
 from pwlu.lab.runs.processes import join_process_group
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ BATCH = {"cpu": 8}  # other devices get 64, because fewer images would not keep 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the run and the options of the measurement."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Time inference with the trained network of a run. PyTorch runs three variants: the network as trained, with ReLU\n"
         "instead of its activations, and with fused PWLUs. The variants with ReLU and with fused PWLUs also run under\n"
@@ -40,11 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "On a CPU shared with other programs, set OMP_WAIT_POLICY=passive, so that waiting threads do not occupy a core."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="read this finished run, a folder that pwlu train wrote")
-    parser.add_argument("--batch", type=int, metavar="N", help="use N images per call (default: 8 on a CPU, 64 elsewhere)")
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="use N CPU threads (default: PyTorch's choice, usually one per core)"
-    )
-    parser.add_argument("--rounds", type=int, default=30, metavar="N", help="measure each variant N times (default: 30)")
+    add_number(parser, "--batch", "use N images per call (default: 8 on a CPU, 64 elsewhere)")
+    add_number(parser, "--threads", "use N CPU threads (default: PyTorch's choice, usually one per core)")
+    add_number(parser, "--rounds", "measure each variant N times (default: 30)", 30)
     parser.add_argument("--device", metavar="NAME", help="run on this device: cpu, cuda, ... (default: cuda if available)")
     parser.add_argument(
         "--compile",
@@ -58,9 +56,6 @@ def run(options: argparse.Namespace) -> int:
     """Measure the network and print the table."""
     try:
         _bench(options)
-    except UserError as error:
-        print(f"pwlu bench: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
@@ -68,18 +63,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> None:
-    for flag in ("batch", "threads", "rounds"):
-        value = getattr(options, flag)
-        if value is not None and value < 1:
-            raise UserError(f"--{flag} must be at least 1, not {value}")
-    try:
+    check_positive(options, "batch", "threads", "rounds")
+    with explain_import_error(f"loading a run needs more packages ({{}}): {install('train', 'onnx')}"):
         from pwlu.lab.inference.benchmark import measure
         from pwlu.lab.inference.trained_network import load
-        from pwlu.lab.runs.environment import environment
 
         trained = load(options.run)
-    except ImportError as error:
-        raise UserError(f"loading a run needs more packages ({error}): {install('train', 'onnx')}") from None
     if trained.detects:
         trained = trained.backbone()
     with join_process_group(options.device) as processes, _threads(options.threads):
@@ -109,14 +98,10 @@ def _title(trained: "TrainedNetwork", batch: int) -> str:
 
 
 def _machine(known: dict[str, Any]) -> str:
-    try:
-        runtime = importlib.metadata.version("onnxruntime")
-    except importlib.metadata.PackageNotFoundError:
-        runtime = "none"
     pwlu = f"{known['pwlu']} {known['revision']}".strip()
     return (
         f"{known['device']}, {known['threads']} threads, {torch.backends.cpu.get_cpu_capability()}; python {known['python']}, "
-        f"torch {known['torch']}, ONNX Runtime {runtime}, pwlu {pwlu}"
+        f"torch {known['torch']}, ONNX Runtime {version('onnxruntime') or 'none'}, pwlu {pwlu}"
     )
 
 

@@ -12,7 +12,6 @@ from pwlu.kernels import build, cpu, eager
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the help text. There are no options."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Compile the libraries that pwlu otherwise compiles on first use. Print their paths and build times:\n"
         "  cpu    the CPU kernel, one per instruction set, unless the package includes it; needs a C compiler\n"

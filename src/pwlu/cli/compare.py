@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pwlu.cli import add_number, check_positive
 from pwlu.cli.train import add_runs, add_settings, changed_settings
 from pwlu.common import files
 from pwlu.common.text import install
 from pwlu.lab.compare.presets import BASELINE, PRESETS, Comparison, comparison
 from pwlu.lab.compare.table import Table
-from pwlu.lab.recipes.settings import Settings, UserError
+from pwlu.lab.recipes.settings import Settings, UserError, explain_import_error
 
 if TYPE_CHECKING:
     from pwlu.lab.compare.scheduler import Pool
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the recipes, what to compare, a flag for each setting, and the folders."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.allow_abbrev = False  # otherwise argparse would accept --seed for --seeds
     parser.description = (
         "Train recipes with several activations and seeds, and write a table, CSV files and a chart of the results.\n"
@@ -46,14 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--preset", metavar="NAME", help=f"run a prepared comparison: {', '.join(PRESETS)} (default: activations)"
     )
-    parser.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="train each row of the table with seeds 0 to N-1 (default: 3)"
-    )
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        metavar="N",
-        help="train N runs at the same time (default: 1; with --on ray: as many as the cluster has room for)",
+    add_number(parser, "--seeds", "train each row of the table with seeds 0 to N-1 (default: 3)", 3)
+    add_number(
+        parser, "--jobs", "train N runs at the same time (default: 1; with --on ray: as many as the cluster has room for)"
     )
     parser.add_argument(
         "--on",
@@ -61,20 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train on a Ray cluster whose nodes share the folder of --runs: ray for the cluster of this machine, or "
         "ray://HOST:10001 (default: train on this machine only)",
     )
-    parser.add_argument(
-        "--processes-per-run",
-        type=int,
-        default=1,
-        metavar="N",
-        help="train each run with N processes that torchrun starts (default: 1)",
-    )
-    parser.add_argument(
-        "--nodes-per-run",
-        type=int,
-        default=1,
-        metavar="N",
-        help="divide processes, GPUs and cores of each run over N nodes; only with --on ray (default: 1)",
-    )
+    add_number(parser, "--processes-per-run", "train each run with N processes that torchrun starts (default: 1)", 1)
+    nodes = "divide processes, GPUs and cores of each run over N nodes; only with --on ray (default: 1)"
+    add_number(parser, "--nodes-per-run", nodes, 1)
     parser.add_argument(
         "--gpus-per-run",
         type=float,
@@ -82,12 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="give each run X GPUs; with 0.25, four runs share a GPU; only with --on ray (default: 1 for each process "
         "if the cluster has GPUs, else 0)",
     )
-    parser.add_argument(
-        "--cores-per-run",
-        type=int,
-        metavar="N",
-        help="give each run N cores; only with --on ray (default: 1 for each process)",
-    )
+    add_number(parser, "--cores-per-run", "give each run N cores; only with --on ray (default: 1 for each process)")
     parser.add_argument("--dry-run", action="store_true", help="list finished and missing runs without training (default: off)")
     parser.add_argument(
         "--document", type=Path, metavar="FILE", help="update the tables of this page, train nothing (default: no page)"
@@ -117,9 +96,8 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("\nstopped. Finished runs are kept: run the same command to continue", file=sys.stderr)
         return 130
-    except (UserError, OSError) as error:  # such as a full disk
-        print(f"pwlu compare: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:  # such as a full disk
+        raise UserError(str(error)) from None
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -187,9 +165,7 @@ def _plan(options: argparse.Namespace, silent: bool = False) -> tuple[list[Compa
         raise UserError("--check compares a page with the results: write --document FILE --check")
     if not options.recipes:
         raise UserError("name a recipe, for example: pwlu compare digits --acts relu,pwlu")
-    for name in ("seeds", "jobs", "processes_per_run", "nodes_per_run", "cores_per_run"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    check_positive(options, "seeds", "jobs", "processes_per_run", "nodes_per_run", "cores_per_run")
     _check_gpus(options.gpus_per_run, options.processes_per_run)
     for name in ("processes_per_run", "cores_per_run"):
         if (value := getattr(options, name)) is not None and value % options.nodes_per_run:
@@ -199,12 +175,10 @@ def _plan(options: argparse.Namespace, silent: bool = False) -> tuple[list[Compa
             raise UserError(f"--{name.replace('_', '-')} works only on a cluster: add --on ray, or write --jobs N instead")
     what = next((text for text in (options.acts, options.preset) if text is not None), "activations")
     comparisons = [comparison(recipe, what, changed_settings(options)) for recipe in dict.fromkeys(options.recipes)]
-    try:
+    with explain_import_error(f"training needs more packages ({{}}): {install('train')}"):
         from pwlu.lab.compare.comparison import required_runs
         from pwlu.lab.compare.job import find_existing
         from pwlu.lab.compare.scheduler import title
-    except ImportError as error:
-        raise UserError(f"training needs more packages ({error}): {install('train')}") from None
     required, existing = required_runs(comparisons, options.seeds), find_existing(options.results, options.runs)
     if silent:
         return comparisons, required
@@ -216,10 +190,8 @@ def _plan(options: argparse.Namespace, silent: bool = False) -> tuple[list[Compa
         state = "missing" if run is None else "stopped" if run.result is None else "finished"
         states[state] += 1
         if options.dry_run:
-            done = (
-                "" if run is None else f" ({run.path}" + (")" if run.result else f", {run.epochs} of {settings.epochs} epochs)")
-            )
-            print(f"{state:8}  {title(settings)}{done}")
+            epochs = "" if run is None or run.result else f", {run.epochs} of {settings.epochs} epochs"
+            print(f"{state:8}  {title(settings)}" + (f" ({run.path}{epochs})" if run else ""))
     print(f"{len(required)} runs: " + ", ".join(f"{count} {state}" for state, count in states.items()), flush=True)
     return comparisons, required
 

@@ -2,12 +2,12 @@
 
 import argparse
 import math
-import sys
 from pathlib import Path
 
+from pwlu.cli import add_number, check_positive
 from pwlu.common.text import install
 from pwlu.lab.recipes.catalog import find
-from pwlu.lab.recipes.settings import UserError
+from pwlu.lab.recipes.settings import UserError, explain_import_error
 from pwlu.lab.runs.run_folder import RunFolder
 
 SAVED = "detections.json"
@@ -15,7 +15,6 @@ SAVED = "detections.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the detections and the data set to compare them with."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Compute COCO's average precision of detections. They are read from a run of pwlu train --save-detections, or from\n"
         "a file in COCO's results format with boxes, masks or both. The data set must have COCO's layout; only its\n"
@@ -32,21 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="read annotations from this data set (default: the data set of the run)"
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--most",
-        type=int,
-        metavar="N",
-        help="count at most the N best detections per class and image (default: the number of the run's recipe, or 100)",
+        "count at most the N best detections per class and image (default: the number of the run's recipe, or 100)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Print one line for boxes and one for masks."""
-    try:
-        values = _evaluate(options)
-    except UserError as error:
-        print(f"pwlu evaluate: {error}", file=sys.stderr)
-        return 2
+    values = _evaluate(options)
     for kind in ("box", "mask"):
         if f"{kind}_ap" in values:
             numbers = (f"{_title(name)} {_number(value)}" for name, value in values.items() if name.startswith(kind))
@@ -55,14 +49,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> dict[str, float]:
-    try:
+    with explain_import_error(f"evaluation needs more packages ({{}}): {install('train', 'detection')}"):
         from pwlu.lab.data import coco
         from pwlu.lab.data.datasets import split_holdout
         from pwlu.lab.tasks import coco_evaluation
-    except ImportError as error:
-        raise UserError(f"evaluation needs more packages ({error}): {install('train', 'detection')}") from None
-    if options.most is not None and options.most < 1:
-        raise UserError(f"--most must be at least 1, not {options.most}")
+    check_positive(options, "most")
     path, data, most, holdout = options.what, options.data, 100, 0
     if path.is_dir():
         settings = RunFolder(path).settings()

@@ -2,14 +2,14 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pwlu.cli import add_number
 from pwlu.common.text import install
 from pwlu.deploy.onnx_forms import FASTEST, FORMS
 from pwlu.deploy.simplify import simplify_
-from pwlu.lab.recipes.settings import UserError
+from pwlu.lab.recipes.settings import UserError, explain_import_error
 from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.units.module import units_of
 from pwlu.version import __version__
@@ -22,7 +22,6 @@ SUFFIXES = {".onnx": "standard ONNX operators, for ONNX Runtime and others", ".p
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the run, the file, and the options of the export."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Write the trained network of a run as a file that runs without pwlu. PWLUs are fused, batch norms are folded into\n"
         "convolutions, and any batch size works. The outputs of the file on random inputs are compared with those of the\n"
@@ -46,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="reduce each PWLU to fewer intervals, a ReLU or a line, with an error of at most this fraction of the range of "
         "its outputs, such as 0.001 (default: do not simplify)",
     )
-    parser.add_argument("--opset", type=int, metavar="N", help="write this ONNX opset version, 18 or later (default: 18)")
+    add_number(parser, "--opset", "write this ONNX opset version, 18 or later (default: 18)")
     parser.add_argument(
         "--form",
         choices=tuple(FORMS),
@@ -61,23 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the file, and describe it."""
-    try:
-        print(_export(options))
-    except UserError as error:
-        print(f"pwlu export: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _export(options: argparse.Namespace) -> str:
     _check(options)
-    try:
+    with explain_import_error(f"loading a run needs more packages ({{}}): {install('train', 'onnx')}"):
         from pwlu.lab.inference import exporting
         from pwlu.lab.inference.trained_network import load
 
         trained = load(options.run)
-    except ImportError as error:
-        raise UserError(f"loading a run needs more packages ({error}): {install('train', 'onnx')}") from None
     trained = _select(trained, options.backbone)
     lines = [_simplify(trained, options.simplify)] if options.simplify is not None else []
     onnx = {name: value for name in ("opset", "form") if (value := getattr(options, name)) is not None}
@@ -88,9 +76,9 @@ def _export(options: argparse.Namespace) -> str:
             lines.append(exporting.write_pt2(trained.network, trained.sample(2), options.file, _metadata(trained)))
     except (ImportError, RuntimeError, ValueError, OSError) as error:
         raise UserError(str(error)) from None
-    return "\n".join(
-        [*lines, f"input: float32, batch x {' x '.join(map(str, trained.info.shape))}: {trained.info}", _output(trained)]
-    )
+    print(*lines, f"input: float32, batch x {' x '.join(map(str, trained.info.shape))}: {trained.info}", sep="\n")
+    print(_output(trained))
+    return 0
 
 
 def _check(options: argparse.Namespace) -> None:

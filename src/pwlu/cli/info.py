@@ -13,7 +13,6 @@ from pwlu.version import __version__
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the help text. There are no options."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         "environment variables:\n"
         "  PWLU_CPU_KERNEL=avx512|avx2|portable|reference  use this kernel on CPUs, or fail if it cannot run\n"

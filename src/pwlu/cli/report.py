@@ -12,7 +12,6 @@ NAME = "report.html"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the runs and the path of the page."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Write the report of a run as one HTML file: result, curves, alignment, shapes, and all learned functions. The page\n"
         "works offline and does not need the data set. Unfinished runs and the folders under results/ work too."
@@ -61,9 +60,8 @@ def run(options: argparse.Namespace) -> int:
         comparison = make_comparison(runs, baseline) if len(runs) > 1 or baseline else None
         content = page(runs[0], comparison).encode()
         files.write(output, content)
-    except (UserError, OSError) as error:
-        print(f"pwlu report: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        raise UserError(str(error)) from None
     for note in (*runs[0].notes, *(note for other in (*runs[1:], *baseline) for note in other.damaged)):
         print(note, file=sys.stderr)
     if comparison is not None and comparison.baseline is not None:

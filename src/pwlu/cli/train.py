@@ -9,7 +9,7 @@ from typing import Any
 
 from pwlu.common.text import install
 from pwlu.lab.recipes.catalog import RECIPES, settings
-from pwlu.lab.recipes.settings import Settings, UserError, flag
+from pwlu.lab.recipes.settings import Settings, UserError, explain_import_error, flag
 from pwlu.lab.runs.processes import join_process_group
 from pwlu.lab.runs.run_folder import RunFolder
 
@@ -18,7 +18,6 @@ RUNS = Path("runs")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the recipe and a flag for each setting."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Train a network on a data set with a chosen activation. pwlu.convert_ replaces the activations of the network, and\n"
         "PWLUs learn in the two phases of the paper. Without arguments, train on handwritten digits: a minute on a CPU.\n\n"
@@ -81,18 +80,8 @@ def changed_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 def run(options: argparse.Namespace) -> int:
     """Train, and print the result."""
-    try:
-        return _run(options)
-    except UserError as error:
-        print(f"pwlu train: {error}", file=sys.stderr)
-        return 2
-
-
-def _run(options: argparse.Namespace) -> int:
-    try:
+    with explain_import_error(f"training needs more packages ({{}}): {install('train')}"):
         from pwlu.lab.training.loop import create_run, train
-    except ImportError as error:
-        raise UserError(f"training needs more packages ({error}): {install('train')}") from None
     from pwlu.lab.runs.divergence import STATUS
     from pwlu.lab.runs.results import read_run
     from pwlu.lab.training.summary import headline

@@ -100,18 +100,8 @@ def _split(old: torch.Size, dim: int, new: torch.Size) -> int | None:
     return -1 if place == len(new) - 1 else place
 
 
-def _permuted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor, dim: int) -> int | None:
-    numbers = [n for n in tree_leaves((args, list(kwargs.values()))) if isinstance(n, int)]
-    order = list(range(x.ndim))
-    if name == "permute":
-        order = [n % x.ndim for n in numbers]
-    elif name in ("transpose", "swapaxes", "swapdims"):
-        a, b = (n % x.ndim for n in numbers)
-        order[a], order[b] = order[b], order[a]
-    else:
-        half = len(numbers) // 2
-        moved = {t % x.ndim: s % x.ndim for s, t in zip(numbers[:half], numbers[half:], strict=True)}
-        rest = iter([d for d in order if d not in moved.values()])
-        order = [moved[d] if d in moved else next(rest) for d in order]
-    place = order.index(dim % x.ndim)
+def _permuted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor, dim: int) -> int:
+    numbered = torch.empty(*range(x.ndim), device="meta")  # dimension d has the size d
+    options = {key: value for key, value in kwargs.items() if key != "input"}
+    place = getattr(numbered, name)(*args[1:], **options).shape.index(dim % x.ndim)
     return -1 if place == x.ndim - 1 else place

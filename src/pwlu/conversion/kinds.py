@@ -117,12 +117,11 @@ def _initial_function(kind: str, *arguments: tuple[str, Any]) -> InitialFunction
 
 
 def _clamp_function(low: float | None, high: float | None) -> InitialFunction:
-    known = (
-        INITIAL_FUNCTIONS["relu"] if (low, high) == (0, None) else INITIAL_FUNCTIONS["relu6"] if (low, high) == (0, 6) else None
-    )
+    if low == 0 and high in (None, 6):
+        return INITIAL_FUNCTIONS["relu6" if high else "relu"]
     slopes = float(low is None), float(high is None)
     kinks = tuple(float(limit) for limit in (low, high) if limit is not None)
-    return known or InitialFunction(partial(torch.clamp, min=low, max=high), kinks, slopes, f"clamp({low}, {high})")
+    return InitialFunction(partial(torch.clamp, min=low, max=high), kinks, slopes, f"clamp({low}, {high})")
 
 
 def prelu_function(weight: Tensor) -> InitialFunction:

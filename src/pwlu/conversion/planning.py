@@ -24,10 +24,10 @@ def plan(model: nn.Module, candidates: Sequence[Candidate]) -> None:
         elif candidate.selected:
             _plan_rewrite(model, candidate, candidate.site.kind, taken)
     for name, places in by_module.items():
-        owner, _, key = name.rpartition(".")
+        key = name.rpartition(".")[2]
         # The registered module is replaced for one place. Every other place gets its own child.
         everywhere = all(candidate.selected and not any(call.by_keyword for call in candidate.calls) for candidate in places)
-        if everywhere and (len(places) == 1 or _keep_one_place(model, places, owner, key, taken)):
+        if everywhere and (len(places) == 1 or _keep_one_place(model, places, key, taken)):
             continue
         for candidate in places:
             if candidate.selected:
@@ -37,7 +37,7 @@ def plan(model: nn.Module, candidates: Sequence[Candidate]) -> None:
             candidate.owner, _, candidate.key = candidate.site.name.rpartition(".")
 
 
-def _keep_one_place(model: nn.Module, places: Sequence[Candidate], owner: str, key: str, taken: set[str]) -> bool:
+def _keep_one_place(model: nn.Module, places: Sequence[Candidate], key: str, taken: set[str]) -> bool:
     """Rewrite all places but one, which keeps the module's name. Keep a place that cannot be rewritten, else the first."""
     fixed = []
     for candidate in places:
@@ -50,10 +50,8 @@ def _keep_one_place(model: nn.Module, places: Sequence[Candidate], owner: str, k
             return False
         for other in fixed[1:]:
             fixed[0].modes.update(other.modes)
-            other.site.action, other.site.reason = (
-                "skipped",
-                f"shares {fixed[0].site.name}, because the calls cannot be rewritten separately",
-            )
+            why = f"shares {fixed[0].site.name}, because the calls cannot be rewritten separately"
+            other.site.action, other.site.reason = "skipped", why
     stays = (fixed or places)[0]
     for candidate in places:
         if candidate is not stays and candidate not in fixed:

@@ -77,10 +77,8 @@ class Runs:
 
     def _settings_to_try(self) -> list[tuple[bool, bool]]:
         """Return pairs (hooks, real tensors) in the order to try them. User hooks run only if the model fails without them."""
-        with_hooks = (
-            (False, True) if any(not _is_torch_hook(hook) for one in _hooks(self.model) for hook in one.values()) else (False,)
-        )
-        return [(hooks, real) for hooks in with_hooks for real in (False, True)]
+        with_hooks = any(not _is_torch_hook(hook) for one in _hooks(self.model) for hook in one.values())
+        return [(hooks, real) for hooks in ((False, True) if with_hooks else (False,)) for real in (False, True)]
 
     def _record(self, run: Run, real: bool, hooks: bool, kinds: Iterable[Any]) -> list[Call]:
         model, args, kwargs, fake = self.copy(run.sample, real, hooks)
@@ -148,12 +146,16 @@ class Runs:
     def check(self, change: Any, expected: Mapping[str, Counter[Run]]) -> dict[str, bool]:
         """Apply the change to a copy and run it. Return the modules that are never called (False) or too often (True)."""
         wrong = {}
+
+        def count(name: str, *_: Any) -> None:
+            called[name] += 1
+
         for run, (real, hooks) in self.settings.items():
             model, args, kwargs, fake = self.copy(run.sample, real, hooks)
             change(model)
             called = Counter[str]()
             for name in expected:
-                model.get_submodule(name).register_forward_pre_hook(partial(_count_call, called, name))
+                model.get_submodule(name).register_forward_pre_hook(partial(count, name))
             model.train(run.mode == "train")
             with quiet(), fake or nullcontext():
                 model(*args, **kwargs)
@@ -173,7 +175,3 @@ def _is_torch_hook(hook: Any) -> bool:
     """Return whether torch registered the hook, as for weight norm and pruning. Such hooks affect the results."""
     hook = getattr(hook, "func", hook)  # unwrap a partial
     return any(str(getattr(of, "__module__", "")).split(".")[0] == "torch" for of in (hook, *type(hook).__mro__))
-
-
-def _count_call(called: Counter[str], name: str, *_: Any) -> None:
-    called[name] += 1

@@ -169,10 +169,8 @@ def decide(candidate: Candidate, rules: Rules) -> None:
         widths = ", ".join(map(str, sorted(sizes)))
         site.action, site.reason = "impossible", f"the same place is called with {widths} channels: pass granularity='layer'"
     elif rules.granularity == "channel" and len(dims) > 1 and site.layout != "several":
-        site.action, site.reason = (
-            "impossible",
-            f"the same place is called with channels in dimensions {', '.join(map(str, sorted(dims)))}",
-        )
+        places = ", ".join(map(str, sorted(dims)))
+        site.action, site.reason = "impossible", f"the same place is called with channels in dimensions {places}"
     else:
         site.action = "converted"
     if rules.granularity == "layer":

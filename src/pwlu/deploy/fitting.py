@@ -67,9 +67,8 @@ def fit(
             stored = tuple(p.to(dtype).double() for p in lines)
             error = (_bent_line(x, *stored) - y).abs().amax(1)
             _, below, above = stored
-            bend = torch.maximum(
-                (below - left_slope).abs(), (above - right_slope).abs()
-            )  # the bend at 0 may lie far outside the bounds
+            # The bend at 0 may lie far outside the bounds.
+            bend = torch.maximum((below - left_slope).abs(), (above - right_slope).abs())
             good = (error <= allowed) & (bend * (right - left) <= 2 * allowed)
             if constraint is not None:
                 good &= satisfies(_bent_line_rows(*stored).to(dtype), constraint)
@@ -77,23 +76,16 @@ def fit(
                 return Fit(became, stored, error, scale)
     hardest = torch.arange(min(8, len(left)), device="cpu")
     for intervals in range(1, heights.shape[1] - 1):
-        k_l, k_r = left_slope[hardest], right_slope[hardest]
-        _, error = _fit_intervals(
-            intervals, (left[hardest], right[hardest], heights[hardest], k_l, k_r), allowed[hardest], dtype, constraint
-        )
+        some = left[hardest], right[hardest], heights[hardest], left_slope[hardest], right_slope[hardest]
+        _, error = _fit_intervals(intervals, some, allowed[hardest], dtype, constraint)
         if (error > allowed[hardest]).any():  # try the channels first that had the largest errors before: most fail again
             continue
         new, error = _fit_intervals(intervals, parameters, allowed, dtype, constraint)
         if (error <= allowed).all():
             return Fit("fewer", new, error, scale)
         hardest = (error / allowed).nan_to_num(0.0).topk(len(hardest)).indices
-    return Fit(
-        "kept",
-        (),
-        zeros,
-        scale,
-        "fewer intervals exceed the tolerance" if heights.shape[1] > 2 else "it has only one interval",
-    )
+    why = "fewer intervals exceed the tolerance" if heights.shape[1] > 2 else "it has only one interval"
+    return Fit("kept", (), zeros, scale, why)
 
 
 def _function(x: Tensor, parameters: _Parameters) -> Tensor:
@@ -159,9 +151,8 @@ def _fit_intervals(
         fitted = minimax_fit(basis, y - _function(x, flat), _function(knots, here), allowed[todo]).to(dtype).double()
         outer_changed = torch.zeros_like(low, dtype=torch.bool)
         if constraint is not None:
-            low, high, fitted, outer_changed = _constrained(
-                low, high, fitted, _function(knots, here), k_l, k_r, dtype, constraint
-            )
+            between = _function(knots, here)
+            low, high, fitted, outer_changed = _constrained(low, high, fitted, between, k_l, k_r, dtype, constraint)
         made = (_function(x, (low, high, fitted, k_l, k_r)) - y).abs().amax(1)
         made[(high <= low) | outer_changed] = torch.inf  # the knots coincide after rounding, or an outer line has changed
         new = new[0].index_copy(0, todo, low), new[1].index_copy(0, todo, high), new[2].index_copy(0, todo, fitted)

@@ -17,7 +17,22 @@ from pwlu.units.module import PWLU, require_units
 from pwlu.units.nonuniform import NonUniformPWLU, apply
 
 
-class FusedPWLU(nn.Module):
+class _Fused(nn.Module):
+    channels: int
+    intervals: int
+    channel_dim: int
+
+    def _check_mode(self) -> None:
+        if self.training:
+            raise RuntimeError(
+                "a fused PWLU is for inference: call model.eval() first. To train, use the model from before pwlu.fuse_."
+            )
+
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}, intervals={self.intervals}, channel_dim={self.channel_dim}"
+
+
+class FusedPWLU(_Fused):
     """The inference form of a :class:`PWLU`: y = x S_j + O_j with j = clip(floor((x - B_L)/d), -1, N).
 
     :func:`fuse_` creates it. It has no parameters and no backward pass. When traced or exported, it consists of aten operators
@@ -28,19 +43,13 @@ class FusedPWLU(nn.Module):
     So call :func:`fuse_` after ``.half()``.
     """
 
-    channels: int
-    intervals: int
-    channel_dim: int
     left: Tensor
     inv_step: Tensor
     slopes: Tensor
     offsets: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            raise RuntimeError(
-                "a fused PWLU is for inference: call model.eval() first. To train, use the model from before pwlu.fuse_."
-            )
+        self._check_mode()
         buffers: dict[str, Any] = self._buffers  # attribute access on modules takes microseconds
         tables = (buffers["left"], buffers["inv_step"], buffers["slopes"], buffers["offsets"])
         if torch.jit.is_tracing():
@@ -53,9 +62,6 @@ class FusedPWLU(nn.Module):
             checks.check_input(x)
         return ops.lookup(x, *tables, self.channel_dim)
 
-    def extra_repr(self) -> str:
-        return f"channels={self.channels}, intervals={self.intervals}, channel_dim={self.channel_dim}"
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if any(prefix + name in state_dict for name in ("weight", "heights")):
             *_, error_msgs = rest
@@ -67,28 +73,19 @@ class FusedPWLU(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-class FusedNonUniformPWLU(nn.Module):
+class FusedNonUniformPWLU(_Fused):
     """The inference form of a :class:`NonUniformPWLU`: the knots are computed once.
 
     :func:`fuse_` creates it. It has no parameters and no backward pass. The buffer ``knot_weight`` (C (2N + 4),) is what
     :func:`pwlu.reference.nonuniform.pack_knots` returns.
     """
 
-    channels: int
-    intervals: int
-    channel_dim: int
     knot_weight: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            raise RuntimeError(
-                "a fused PWLU is for inference: call model.eval() first. To train, use the model from before pwlu.fuse_."
-            )
+        self._check_mode()
         checks.check_input(x)
         return apply(x, self.knot_weight, self.intervals, self.channel_dim)
-
-    def extra_repr(self) -> str:
-        return f"channels={self.channels}, intervals={self.intervals}, channel_dim={self.channel_dim}"
 
 
 def _is_traced(x: Tensor) -> bool:
@@ -137,9 +134,7 @@ def fuse_(model: nn.Module) -> list[str]:
             "Train for more than realign_at steps of pwlu.TwoPhase first",
             stacklevel=3,
         )
-    tables = {
-        name: _tables(unit) for name, unit in units.items()
-    }  # compute all tables before the model changes, in case one fails
+    tables = {name: _tables(unit) for name, unit in units.items()}  # all tables, before the model changes: one may fail
     for name, unit in units.items():
         _fuse(unit, tables[name])
     return list(units)

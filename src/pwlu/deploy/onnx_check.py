@@ -15,12 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-_BATCHES_AND_SPREADS = (
-    (1, 1.0),
-    (3, 4.0),
-    (2, 0.25),
-    (None, 16.0),
-)  # batch size (None: large), multiple of the sample's spread
+_BATCHES_AND_SPREADS = ((1, 1.0), (3, 4.0), (2, 0.25), (None, 16.0))  # batch size (None: large), multiple of sample's spread
 _ELEMENTS, _LARGEST_BATCH = 2**16, 128  # the large batch has about this many elements, and at most this many samples
 
 

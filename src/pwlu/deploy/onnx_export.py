@@ -136,7 +136,7 @@ def export_onnx(
     """
     require_model("export_onnx", model)
     target = _check_arguments(model, path, form, opset)
-    onnx, runtime = _packages()
+    onnx, runtime = packages("export_onnx")
     inputs = Inputs.of(sample).map(lambda t: t.detach().cpu())
     plain = copy.deepcopy(model).to("cpu")
     inputs = _in_declared_order(plain, inputs)
@@ -152,7 +152,7 @@ def export_onnx(
         fuse_(written)
     units = set_form_(written, form)
     with files.atomic_write(target) as file:
-        _write(written, inputs, file, opset, dynamic_batch)
+        write(written, inputs, file, opset, dynamic_batch)
         alone = _check_units_alone(onnx, runtime, file, plain, units, inputs, dynamic_batch)
         operators = finish(onnx, file, opset, metadata or {})
         terms = max((units[name].terms for name in alone.units), default=2)
@@ -166,21 +166,9 @@ def export_onnx(
                     f"form={' or '.join(repr(f) for f in FORMS if f != form)}."
                 )
         size = sum(finished.stat().st_size for finished in file.parent.iterdir())
-    return OnnxReport(
-        target,
-        size,
-        opset,
-        form,
-        alone.units,
-        [name for name in units if name not in alone.units],
-        operators,
-        dynamic_batch,
-        runtime.__version__,
-        *found.largest,
-        found.batches,
-        *alone.largest,
-        alone.reached,
-    )
+    unreached = [name for name in units if name not in alone.units]
+    checked = (runtime.__version__, *found.largest, found.batches, *alone.largest, alone.reached)
+    return OnnxReport(target, size, opset, form, alone.units, unreached, operators, dynamic_batch, *checked)
 
 
 def _check_arguments(model: nn.Module, path: str | os.PathLike[str], form: str, opset: int) -> Path:
@@ -212,13 +200,13 @@ def _check_arguments(model: nn.Module, path: str | os.PathLike[str], form: str, 
     return target
 
 
-def _packages() -> tuple[Any, Any]:
+def packages(caller: str) -> tuple[Any, Any]:
     """Return the modules onnx and onnxruntime. Check onnxscript too, which torch.onnx needs."""
     try:
         importlib.import_module("onnxscript")
         return importlib.import_module("onnx"), importlib.import_module("onnxruntime")
     except ImportError as error:
-        raise ImportError(f"export_onnx needs onnx, onnxscript and onnxruntime ({error}): {install('onnx')}") from error
+        raise ImportError(f"{caller} needs onnx, onnxscript and onnxruntime ({error}): {install('onnx')}") from error
 
 
 def _in_declared_order(model: nn.Module, inputs: Inputs) -> Inputs:
@@ -228,19 +216,18 @@ def _in_declared_order(model: nn.Module, inputs: Inputs) -> Inputs:
     return Inputs(inputs.args, {name: inputs.kwargs[name] for name in kwargs})
 
 
-def _write(model: nn.Module, inputs: Inputs, file: Path, opset: int, dynamic_batch: bool) -> None:
+def write(model: nn.Module, inputs: Inputs, file: Path, opset: int, dynamic_batch: bool) -> None:
+    """Write the file that torch makes of a model."""
     if dynamic_batch and inputs.batch == 1:  # torch.export treats a size of 1 as a constant
         inputs = inputs.map(lambda t: torch.cat([t, t]) if inputs.batched(t) else t)
     weights = sum(t.nbytes for t in model.state_dict().values() if isinstance(t, Tensor))
     try:
         with warnings.catch_warnings():
             # Ignore expected warnings: if several inputs share one batch size, or arguments are not tensors, the name "batch"
-            # is missing in the file.
+            # is missing in the file. Torch 2.11 causes the third warning itself.
             warnings.filterwarnings("ignore", "# The axis name: batch will not be used", UserWarning)
             warnings.filterwarnings("ignore", "# ONNX model has different number of inputs", UserWarning)
-            warnings.filterwarnings(
-                "ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning
-            )  # torch 2.11 causes this warning itself
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
             program = torch.onnx.export(
                 model,
                 inputs.args,
@@ -278,17 +265,23 @@ def _check_units_alone(
     return check_units(model, forms, calls, lambda given: run(inputs.with_tensors(given)))
 
 
-def _runner(runtime: Any, file: Path, inputs: Inputs) -> Callable[[Inputs], list[Tensor]]:
-    """Return a function that runs the file in ONNX Runtime."""
+def start_session(runtime: Any, file: Path, threads: int = 0) -> Any:
+    """Open a file in ONNX Runtime. `threads`: CPU threads; 0 lets ONNX Runtime choose."""
     options = runtime.SessionOptions()
     options.log_severity_level = 3  # errors only
+    options.intra_op_num_threads = threads
+    return runtime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+
+
+def _runner(runtime: Any, file: Path, inputs: Inputs) -> Callable[[Inputs], list[Tensor]]:
+    """Return a function that runs the file in ONNX Runtime."""
 
     def run(drawn: Inputs) -> list[Tensor]:
         given = {each.name: tensor.numpy() for each, tensor in zip(session.get_inputs(), drawn.tensors, strict=True)}
         return [torch.from_numpy(array) for array in session.run(None, given)]
 
     try:
-        session = runtime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        session = start_session(runtime, file)
         run(inputs)
     except Exception as error:
         raise RuntimeError(f"export_onnx: ONNX Runtime cannot run the model: {type(error).__name__}: {error}") from error

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pwlu import reference
 from pwlu.baselines import PReLU
+from pwlu.baselines.arguments import ChannelActivation, Device, DType
 from pwlu.common import checks
 from pwlu.common.text import abbreviate, columns, counted
 from pwlu.deploy.fewest_knots import keep_fewest_knots
@@ -23,36 +24,24 @@ from pwlu.units.nonuniform import NonUniformPWLU
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FSDPModule", "FullyShardedDataParallel", "OptimizedModule"}
 
 
-class Line(nn.Module):
+class Line(ChannelActivation):
     """y = a x + b with one line per channel. :func:`simplify_` replaces a PWLU that has become linear by it.
 
     The parameters are ``weight`` (C,), which is a, and ``bias`` (C,), which is b. They start at 1 and 0. The output has the
     shape of the input.
     """
 
-    def __init__(
-        self,
-        channels: int = 1,
-        channel_dim: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.channels, self.channel_dim = channels, channel_dim
+    def __init__(self, channels: int = 1, channel_dim: int = 1, device: Device = None, dtype: DType = None) -> None:
+        super().__init__(channels, channel_dim)
         self.weight = nn.Parameter(torch.ones(channels, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(channels, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return a x + b."""
-        if self.channels > 1:
-            checks.check_channels(x, self.channels, self.channel_dim)
+        checks.check_channels(x, self.channels, self.channel_dim)
         wide = reference.compute_dtype(x)
         a, b = (reference.along(p.to(wide), x, self.channel_dim) for p in (self.weight, self.bias))
         return (x.to(wide) * a + b).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        """Return the options that print shows."""
-        return f"channels={self.channels}, channel_dim={self.channel_dim}"
 
 
 @dataclass

@@ -20,7 +20,6 @@ import os
 import warnings
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from pwlu.common.text import install
@@ -205,13 +204,9 @@ def own_group_(trainer: Trainer, lr_factor: float = 1.0) -> Optimizer:
             "own_group_: the optimizer already has a scheduler, which would not know the new group. Call own_group_ right "
             "after you create the Trainer. For your own optimizer, use pwlu.parameter_groups(model, lr=...) instead."
         )
-    learned = _parameters_of_units(trainer.model)
+    learned = {id(p) for unit in units_of(trainer.model).values() for p in function_parameters(unit)}
     for group in list(optimizer.param_groups):
         if own := [p for p in group["params"] if id(p) in learned]:
             group["params"] = [p for p in group["params"] if id(p) not in learned]
             optimizer.add_param_group({**group, "params": own, "lr": group["lr"] * lr_factor, "weight_decay": 0.0})
     return optimizer
-
-
-def _parameters_of_units(model: nn.Module) -> set[int]:
-    return {id(p) for unit in units_of(model).values() for p in function_parameters(unit)}

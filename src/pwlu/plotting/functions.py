@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pwlu.analysis.alignment import Alignment, UnitAlignment
 from pwlu.analysis.curves import Curves, curves_of, inputs_of
-from pwlu.plotting.style import COLOURS, STYLES, columns_of, grid, require_known, require_matplotlib
+from pwlu.plotting.style import COLOURS, STYLES, columns_of, evenly_spaced, grid, require_known, require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,7 +103,7 @@ def plot_functions(
 
 def _chosen_layers(names: list[str], layers: str | Iterable[str] | None) -> list[str]:
     if layers is None:
-        return [names[i] for i in _evenly_spaced(len(names), _MOST_LAYERS)]
+        return [names[i] for i in evenly_spaced(len(names), _MOST_LAYERS)]
     if not isinstance(layers, Iterable):
         raise TypeError(
             f"plot_functions: layers must be the name of a PWLU, or a list of names such as {names[:2]}, not "
@@ -121,7 +121,7 @@ def _chosen_channels(name: str, count: int, channels: int | Sequence[int]) -> li
     if isinstance(channels, int):
         if channels < 1:
             raise ValueError(f"plot_functions: channels must be {_CHANNELS}, not {channels}")
-        return _evenly_spaced(count, channels)
+        return evenly_spaced(count, channels)
     try:
         chosen = [operator.index(channel) for channel in channels]
     except TypeError:
@@ -133,13 +133,6 @@ def _chosen_channels(name: str, count: int, channels: int | Sequence[int]) -> li
             f"plot_functions: {name!r} has the channels 0 to {count - 1}, not {wrong[0]}. Pass layers= to select other layers"
         )
     return chosen
-
-
-def _evenly_spaced(count: int, most: int) -> list[int]:
-    """Return at most `most` evenly spaced numbers of 0..count-1, including the first and the last."""
-    if most >= count:
-        return list(range(count))
-    return [round(i * (count - 1) / max(1, most - 1)) for i in range(most)]
 
 
 # Drawing.

@@ -19,6 +19,13 @@ STYLES = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1.5, 1)))
 _MOST_NAMED = 8
 
 
+def evenly_spaced(count: int, most: int) -> list[int]:
+    """Return at most `most` evenly spaced numbers of 0..count-1, including the first and the last."""
+    if most >= count:
+        return list(range(count))
+    return [round(i * (count - 1) / max(1, most - 1)) for i in range(most)]
+
+
 def columns_of(count: int) -> int:
     """Return the number of columns for this many panels."""
     return math.ceil(count / math.ceil(count / (4 if count <= 20 else 6)))

@@ -11,6 +11,7 @@ from torch import Tensor
 from pwlu.analysis.alignment import UnitAlignment
 from pwlu.analysis.shapes import CLASSES, UnitShapes
 from pwlu.initial_functions import INITIAL_FUNCTIONS
+from pwlu.plotting.style import evenly_spaced
 from pwlu.report.encoding import encode_float16, encode_shares, encode_snapshots, to_bytes
 from pwlu.report.run_data import RunData
 
@@ -25,6 +26,10 @@ def gallery(run: RunData, limit: int = LIMIT) -> dict[str, Any]:
     enough, leave out the distributions of inputs too. ``left_out`` lists what is missing.
     """
     every = list(run.snapshots)
+
+    def chosen(most: int) -> list[float]:
+        return [every[place] for place in evenly_spaced(len(every), most)]
+
     inputs = {unit.name: unit for unit in run.alignment or ()}
     bars = any(unit.histogram for unit in inputs.values())
     fixed = _encode_fixed(run, inputs, bars)
@@ -34,13 +39,13 @@ def gallery(run: RunData, limit: int = LIMIT) -> dict[str, Any]:
         kept, most = 2, len(every)  # bisection: `kept` snapshots fit (unless not even 2 do), `most` snapshots do not
         while most - kept > 1:
             middle = (kept + most) // 2
-            fits = len(_encode(run, _evenly_spaced(every, middle), fixed)) <= limit
+            fits = len(_encode(run, chosen(middle), fixed)) <= limit
             kept, most = (middle, most) if fits else (kept, middle)
-        content = _encode(run, _evenly_spaced(every, kept), fixed)
+        content = _encode(run, chosen(kept), fixed)
     left_out = [] if kept == len(every) else [f"{len(every) - kept} of {len(every)} snapshots"]
     if len(content) > limit and bars:
         bars = False
-        content = _encode(run, _evenly_spaced(every, kept), _encode_fixed(run, inputs, bars))
+        content = _encode(run, chosen(kept), _encode_fixed(run, inputs, bars))
         left_out.append("the distributions of inputs")
     used = {name: INITIAL_FUNCTIONS[name] for name in sorted(set(run.starts.values()))}
     return {
@@ -54,7 +59,7 @@ def gallery(run: RunData, limit: int = LIMIT) -> dict[str, Any]:
             }
             for (name, unit), shapes in zip(run.functions.items(), run.shapes or (), strict=True)
         ],
-        "moments": [_describe_snapshot(run, step) for step in _evenly_spaced(every, kept)],
+        "moments": [_describe_snapshot(run, step) for step in chosen(kept)],
         "ended": run.ended,
         "classes": [shape.words for shape in CLASSES.values()],
         "starts": {name: _sample_function(start.function, start.kinks) for name, start in used.items()},
@@ -62,13 +67,6 @@ def gallery(run: RunData, limit: int = LIMIT) -> dict[str, Any]:
         "left_out": left_out,
         "bytes": content,
     }
-
-
-def _evenly_spaced(steps: list[float], most: int) -> list[float]:
-    """Return at most `most` evenly spaced steps, including the first and the last."""
-    if most >= len(steps):
-        return steps
-    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
 
 
 def _describe_snapshot(run: RunData, step: float) -> dict[str, Any]:

@@ -37,9 +37,8 @@ def page(run: RunData, comparison: Comparison | None = None) -> str:
             "</section>"
             for title, content in parts.items()
         ),
-        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace(
-            "<", "\\u003c"
-        ),  # so that a name with </script> cannot end the script element
+        # A name with </script> must not end the script element.
+        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     )
 
 

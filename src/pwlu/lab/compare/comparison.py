@@ -32,13 +32,8 @@ def complete_runs(
     If a run fails, the others continue, unless a second run fails with the same output. If a run is killed or its machine is
     lost, it is tried again and continues from its last checkpoint.
 
-    Args:
-        required: the runs, from :func:`required_runs`.
-        runs: the folder of run folders.
-        results: the folder that the small files are copied to.
-        make_pool: a function from the number of missing runs to the pool that trains them. It is not called if none is missing.
-        processes: the number of processes that train each run.
-        nodes: the number of nodes over which the processes of a run are divided.
+    `make_pool`: a function from the number of missing runs to the pool that trains them, with this number of processes and
+    nodes for each run. It is not called if no run is missing.
     """
     missing = _missing(required, runs, results)
     if not missing:

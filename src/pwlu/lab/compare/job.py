@@ -63,12 +63,7 @@ class Job:
     nodes: int = 1
 
     def start(self, side_by_side: int = 1, cores: int | None = None) -> Child | None:
-        """Start the run in a child process, or resume it if it exists. Return None if another process trains it.
-
-        Args:
-            side_by_side: how many runs share the device.
-            cores: how many cores the run may use. Default: its share of this machine's.
-        """
+        """Start the run in a child process, or resume it if it exists. Return None if another process trains it."""
         log = self.open_log()
         return None if log is None else self.start_node(self.command(), log, side_by_side, cores)
 
@@ -93,11 +88,10 @@ class Job:
         cores: int | None,
         launcher: Sequence[str] = ("--standalone",),
     ) -> Child:
-        """Start the processes of one node.
+        """Start the processes of one node, with the log from :meth:`open_log`.
 
         Args:
             command: from :meth:`command`, the same on all nodes.
-            log: from :meth:`open_log`.
             side_by_side: how many runs share the device.
             cores: how many cores of the node the run may use. Default: its share of this machine's.
             launcher: the flags of torchrun for the rendezvous of the nodes.
@@ -125,9 +119,7 @@ def machine_cores() -> int:
 def flags(settings: Settings, machine_only: bool = False) -> list[str]:
     """Return the settings as flags of ``pwlu train``, without the recipe.
 
-    Args:
-        settings: the settings of the run.
-        machine_only: return only machine settings that differ from the default. A resumed run may change only these.
+    `machine_only`: return only machine settings that differ from the default. A resumed run may change only these.
     """
     written = []
     for setting in dataclasses.fields(settings):

@@ -95,12 +95,9 @@ class Comparison:
 
 
 def comparison(recipe: str, text: str, changes: dict[str, Any]) -> Comparison:
-    """Return a comparison on one recipe.
+    """Return a comparison on one recipe, with changes of settings for all rows.
 
-    Args:
-        recipe: one of ``pwlu.lab.recipes.catalog.RECIPES``.
-        text: the name of a preset, or names of activations separated by commas.
-        changes: changes of settings by name, for all rows.
+    `text`: the name of a preset, or names of activations separated by commas.
     """
     catalog.find(recipe)
     name, compared = _find(text)

@@ -46,12 +46,8 @@ class RayPool:
             alive = [node for node in self.ray.nodes() if node["Alive"]]
             if gpus is None:
                 gpus = float(processes * any(node["Resources"].get("GPU") for node in alive))
-            self.gpus, self.cores, self.processes, self.nodes = (
-                gpus / nodes,
-                cores // nodes,
-                processes // nodes,
-                nodes,
-            )  # per node
+            self.nodes = nodes
+            self.gpus, self.cores, self.processes = gpus / nodes, cores // nodes, processes // nodes  # per node
             self.token.parent.mkdir(parents=True, exist_ok=True)
             self.token.touch()
             self._check(alive)
@@ -76,9 +72,8 @@ class RayPool:
         if self.nodes > 1:
             needed = {kind: count for kind, count in (("CPU", self.cores), ("GPU", self.gpus)) if count}
             group = self.ray.util.placement_group([needed] * self.nodes, strategy="STRICT_SPREAD")
-            strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=0
-            )
+            in_group = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+            strategy = in_group(group, placement_group_bundle_index=0)
         task = self.train.options(scheduling_strategy=strategy, name="pwlu train").remote(job, self.gpus, self.cores)
         self.tasks[task], self.groups[task] = job, group
 

@@ -13,12 +13,7 @@ SECONDS_BETWEEN_CHECKS = 0.1
 def train(job: Job, gpus: float, cores: int) -> Outcome:
     """Train a run on this node and, if it has several, on the other nodes of this task's placement group.
 
-    If the comparison is stopped, Ray interrupts this task.
-
-    Args:
-        job: the run.
-        gpus: how many GPUs of each node the run may use.
-        cores: how many cores of each node the run may use.
+    If the comparison is stopped, Ray interrupts this task. `gpus`, `cores`: how many of each node the run may use.
     """
     log = job.open_log()
     if log is None:

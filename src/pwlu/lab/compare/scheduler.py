@@ -60,13 +60,9 @@ def describe(result: dict[str, Any]) -> str:
 
 
 class Scheduler:
-    """Trains the missing runs of a comparison in a pool, and reports each one.
+    """Trains the missing runs of a comparison in a pool, in this order, and reports each one.
 
-    Args:
-        jobs: the missing runs, in the order in which to start them.
-        pool: where they are trained.
-        results: the folder that the small files of finished runs are copied to.
-        total: the number of all runs of the comparison, including finished ones.
+    Small files of finished runs are copied to the folder `results`. `total` counts all runs, including finished ones.
     """
 
     def __init__(self, jobs: list[Job], pool: Pool, results: Path, total: int) -> None:

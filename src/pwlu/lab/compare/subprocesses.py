@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Protocol, TypeVar
+from typing import Any, BinaryIO
 
 from pwlu.lab.runs.locks import try_lock
 
 TIMEOUT = 10.0  # seconds to wait for a child to end before it is killed, and for another process to release a log
 
+LAST_LINES = 12  # of the output of a child, for messages
 _RUN_MODULE = (  # like python -m MODULE
     "import runpy, sys; from pwlu.lab.compare.subprocesses import end_with_parent; end_with_parent(); "
     "del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
@@ -59,14 +60,9 @@ def end_with_parent() -> None:
 
 
 class Child:
-    """A process that runs a Python module, such as ``pwlu``, and writes its output to a log file.
+    """A process that runs a Python module, such as ``pwlu``, and writes its output to a log file from :func:`open_log`.
 
     The child inherits the lock on the log. While it runs, no other process starts the same run.
-
-    Args:
-        command: the module and its arguments.
-        log: the file to write to, from :func:`open_log`.
-        environment: further environment variables.
     """
 
     def __init__(self, command: list[str], log: BinaryIO, environment: dict[str, str]) -> None:
@@ -93,14 +89,10 @@ class Child:
         status = self.status()
         if status is None:
             return None
-        output = self.last_lines()
-        return Outcome(f"exit status {status}, {self.log}:\n{output}", output, died=status < 0, succeeded=status == 0)
-
-    def last_lines(self, count: int = 12) -> str:
-        """Return the last lines of the output."""
         with self.log.open("rb") as file:
             file.seek(self.log_start)
-            return "\n".join(file.read().decode(errors="replace").strip().splitlines()[-count:])
+            output = "\n".join(file.read().decode(errors="replace").strip().splitlines()[-LAST_LINES:])
+        return Outcome(f"exit status {status}, {self.log}:\n{output}", output, died=status < 0, succeeded=status == 0)
 
     def signal(self, number: int) -> None:
         """Send a signal to the child and all processes that it started."""
@@ -124,33 +116,23 @@ def open_log(path: Path, patience: float = TIMEOUT) -> BinaryIO | None:
     return file
 
 
-class Startable(Protocol):
-    """Work that runs in a child process."""
-
-    def start(self, side_by_side: int = 1) -> Child | None:
-        """Start the child. Return None if another process does the same work."""
-
-
-T = TypeVar("T", bound=Startable)
-
-
-class LocalPool(Generic[T]):
-    """Child processes of this process, at most `slots` at a time."""
+class LocalPool:
+    """Child processes of this process, at most `slots` at a time. A job has a method ``start``, as :class:`job.Job` has."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        self.children: list[tuple[T, Child | None]] = []
+        self.children: list[tuple[Any, Child | None]] = []
 
     @property
     def running(self) -> int:
         """Return the number of started children that :meth:`wait` has not returned yet."""
         return len(self.children)
 
-    def start(self, job: T) -> None:
+    def start(self, job: Any) -> None:
         """Start a child."""
         self.children.append((job, job.start(side_by_side=self.slots)))
 
-    def wait(self) -> list[tuple[T, Outcome]]:
+    def wait(self) -> list[tuple[Any, Outcome]]:
         """Wait for a fraction of a second, and return the jobs that have ended."""
         if all(child is not None and child.status() is None for _, child in self.children):
             time.sleep(0.1)

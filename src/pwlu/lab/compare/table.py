@@ -100,12 +100,10 @@ class Table:
         ious = {row.title: iou for row in self.measured if (iou := row.iou) is not None}
         self.ious = ious if len(ious) > 1 else {}  # leave out the column if only one row has a value
 
-    def gain(self, row: Row, metric: str | None = None) -> tuple[float, float | None] | None:
+    def gain(self, row: Row, metric: str = "") -> tuple[float, float | None] | None:
         """Return the mean minus the mean of ReLU, and its standard error sqrt(s^2/n + s_0^2/n_0); None for ReLU itself.
 
-        Args:
-            row: a row of this table.
-            metric: the metric (default: the first).
+        Without a metric, take the first.
         """
         if self.baseline is None or row is self.baseline:
             return None
@@ -180,35 +178,29 @@ class Table:
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         for row in self.measured:
-            gain, error = self.gain(row) or (None, None)
+            first, *others = (self._numbers(row, metric) for metric in self.metrics)
+            theirs = {name: first.pop(name) for name in ("paper", "paper_gain")}
             yield {
                 "recipe": self.comparison.recipe,
                 "row": row.title,
                 "label": label(row.settings),
                 "runs": len(row.runs),
                 "diverged": row.diverged,
-                self.metrics[0]: row.mean,
-                "std": row.std,
-                "gain": gain,
-                "gain_error": error,
-                **self._other_metrics(row),
+                **{name: value for numbers in (first, *others) for name, value in numbers.items()},
                 "iou": self.ious.get(row.title),
                 "seconds_per_epoch": mean(row.values("seconds_per_epoch")),
                 "side_by_side": join(row.side_by_side),
                 "parameters": join(sorted(set(row.values("parameters")))),
-                "paper": row.paper(self.metrics[0])[0],
-                "paper_gain": row.paper(self.metrics[0])[1],
+                **theirs,
             }
 
-    def _other_metrics(self, row: Row) -> dict[str, float | None]:
-        """Return the columns of all metrics but the first."""
-        values: dict[str, float | None] = {}
-        for metric in self.metrics[1:]:
-            gain, error = self.gain(row, metric) or (None, None)
-            value, paper_gain = row.paper(metric)
-            values |= {metric: row.mean_of(metric), f"{metric}_std": row.std_of(metric), f"{metric}_gain": gain}
-            values |= {f"{metric}_gain_error": error, f"{metric}_paper": value, f"{metric}_paper_gain": paper_gain}
-        return values
+    def _numbers(self, row: Row, metric: str) -> dict[str, float | None]:
+        """Return the columns of a metric. The names of all but the first metric are in front of the names of their columns."""
+        gain, error = self.gain(row, metric) or (None, None)
+        value, paper_gain = row.paper(metric)
+        own = "" if metric == self.metrics[0] else f"{metric}_"
+        values = {metric: row.mean_of(metric), f"{own}std": row.std_of(metric), f"{own}gain": gain}
+        return values | {f"{own}gain_error": error, f"{own}paper": value, f"{own}paper_gain": paper_gain}
 
     def runs_csv(self) -> str:
         """Return one line per run."""

@@ -21,10 +21,7 @@ Cell = list[dict[str, Any]]  # the results of one experiment, ordered by seed
 def trials_table(recipes: Sequence[str], changes: dict[str, Any], runs: Iterable[Run]) -> str:
     """Return a Markdown table with one row per experiment: per recipe, the metric of every seed and the mean losses.
 
-    Args:
-        recipes: names in ``pwlu.lab.recipes.catalog.RECIPES``.
-        changes: values of settings by name; runs with other values are left out.
-        runs: the runs to choose from. Diverged runs are marked.
+    Runs whose settings differ from `changes` are left out. Diverged runs are marked.
     """
     wanted = [run for run in runs if run.result is not None and run.settings.recipe in recipes and _has(run, changes)]
     if not wanted:

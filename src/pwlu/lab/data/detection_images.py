@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from pwlu.lab.data import keyed_random
 from pwlu.lab.data.coco import Annotations
 from pwlu.lab.data.image_file import UnreadableImage, read_image
 from pwlu.lab.data.masks import decode_runs
-from pwlu.lab.data.workers import worker_options
+from pwlu.lab.data.workers import requested_batches
 
 IN_MEMORY = 2**31  # bytes; larger data sets are read from files in every epoch
 
@@ -98,14 +98,8 @@ class DetectionImages:
     def __init__(self, part: Annotations, first_label: int, flip: bool, device: torch.device, workers: int) -> None:
         self.part, self.flip, self.device = part, flip, device
         self.data = _DetectionDataset(part, first_label)
-        self.requests: list[list[tuple[int, bool]]] = []  # the loader reads this list when an iteration starts
-        self.loader = DataLoader(
-            self.data,
-            batch_sampler=self.requests,
-            collate_fn=list,
-            pin_memory=device.type == "cuda",
-            **worker_options(workers),
-        )
+        self.requests: list[list[tuple[int, bool]]] = []
+        self.loader = requested_batches(self.data, self.requests, device, workers, collate_fn=list)
 
     def __len__(self) -> int:
         return len(self.part)
@@ -118,9 +112,7 @@ class DetectionImages:
     def batches(self, plan: Sequence[list[int]], keys: Keys = None) -> Iterator[list[Example]]:
         """Yield the images, uint8, and their objects for each list of indices.
 
-        Args:
-            plan: the indices of each batch.
-            keys: the random keys of the augmentation, such as seed and epoch. None: no augmentation and no objects.
+        `keys`: the random keys of the augmentation, such as seed and epoch. None: no augmentation and no objects.
         """
         self.requests[:] = [[(index, keys is not None) for index in indices] for indices in plan]
         for indices, examples in zip(plan, self.loader, strict=True):

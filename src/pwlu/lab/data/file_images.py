@@ -6,16 +6,16 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision import transforms
+from torchvision.datasets import ImageFolder
 from torchvision.transforms import InterpolationMode
 
 from pwlu.lab.data import keyed_random
 from pwlu.lab.data.image_file import UnreadableImage, read_image
-from pwlu.lab.data.image_folder import Folder
 from pwlu.lab.data.images import Batch
 from pwlu.lab.data.shards import Shards, is_shards
-from pwlu.lab.data.workers import worker_options
+from pwlu.lab.data.workers import requested_batches
 from pwlu.lab.recipes.settings import Settings, UserError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # the usual values for ImageNet
@@ -38,6 +38,34 @@ class Source(Protocol):
 
     def name(self, number: int) -> str:
         """Return the name of an image for messages."""
+
+
+class Folder:
+    """The images of a folder with one folder per class."""
+
+    def __init__(self, root: Path) -> None:
+        if not root.is_dir():
+            parent = root.parent
+            raise UserError(
+                f"no images at {root}. Expected {parent}/train/CLASS/*.jpg and {parent}/val/CLASS/*.jpg, as torchvision's "
+                "ImageFolder reads them. Write --data DIR with the right folder, or --data 'NAME-{000..146}.tar'"
+            )
+        try:
+            found = ImageFolder(str(root))
+        except FileNotFoundError as error:
+            raise UserError(f"{root} must have one folder of images per class: {error}") from None
+        self.samples, self.classes = found.samples, found.classes
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def image(self, number: int) -> tuple[str, int]:
+        """Return the path of an image, and its label."""
+        return self.samples[number]
+
+    def name(self, number: int) -> str:
+        """Return the name of an image for messages."""
+        return self.samples[number][0]
 
 
 class _FileDataset(Dataset):
@@ -70,13 +98,8 @@ class FileImages:
     def __init__(self, files: _FileDataset, device: torch.device, workers: int) -> None:
         self.files, self.device, self.workers = files, device, workers
         self.mean, self.std = (torch.tensor(v, device=device)[:, None, None] * 255 for v in (MEAN, STD))
-        self.requests: list[list[tuple[int, tuple[int, ...] | None]]] = []  # the loader reads it at the start of an iteration
-        self.loader = DataLoader(
-            files,
-            batch_sampler=self.requests,
-            pin_memory=device.type == "cuda",
-            **worker_options(workers),
-        )
+        self.requests: list[list[tuple[int, tuple[int, ...] | None]]] = []
+        self.loader = requested_batches(files, self.requests, device, workers)
 
     def __len__(self) -> int:
         return len(self.files.numbers)
@@ -90,9 +113,7 @@ class FileImages:
     def batches(self, plan: Iterable[Tensor], keys: tuple[int, ...] | None = None) -> Iterator[Batch]:
         """Yield the images, float32, and their labels for each tensor of indices.
 
-        Args:
-            plan: the indices of each batch.
-            keys: the random keys of the augmentation, such as seed and epoch. None: no augmentation.
+        `keys`: the random keys of the augmentation, such as seed and epoch. None: no augmentation.
         """
         self.requests[:] = [[(index, keys) for index in indices.tolist()] for indices in plan]
         pinned = self.device.type == "cuda"
@@ -151,12 +172,9 @@ def _check_classes(settings: Settings, train: Source, test: Source) -> None:
     numbers_fit = isinstance(train, Shards) and len(test.classes) <= len(train.classes)
     different = sorted(set(train.classes) ^ set(test.classes))
     if different and not numbers_fit:
-        places = (
-            (settings.data, settings.test_data) if settings.test_data else (f"{settings.data}/train", f"{settings.data}/val")
-        )
-        raise UserError(
-            f"{places[0]} and {places[1]} must have the same classes, but only one of them has {', '.join(different[:5])}"
-        )
+        data, other = settings.data, settings.test_data
+        places = f"{data} and {other}" if other else f"{data}/train and {data}/val"
+        raise UserError(f"{places} must have the same classes, but only one of them has {', '.join(different[:5])}")
 
 
 def _training_transform(pixels: int, augmentation: str) -> Any:

@@ -50,9 +50,7 @@ class Images:
     def batches(self, plan: Iterable[Tensor], keys: tuple[int, ...] | None = None) -> Iterator[Batch]:
         """Yield the images, float32, and their labels for each tensor of indices.
 
-        Args:
-            plan: the indices of each batch.
-            keys: the random keys of the augmentation, such as seed and epoch. None: no augmentation.
+        `keys`: the random keys of the augmentation, such as seed and epoch. None: no augmentation.
         """
         parts = list(plan)
         sizes = [len(part) for part in parts]

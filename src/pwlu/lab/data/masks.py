@@ -64,12 +64,7 @@ def encode_runs(codes: list[dict[str, Any]]) -> Tensor:
 def decode_runs(runs: Tensor, pixels: int, objects: int, height: int, width: int) -> Tensor:
     """Return the masks of :func:`encode_runs` on the device of `runs`, uint8 (objects, height, width).
 
-    Args:
-        runs: the result of :func:`encode_runs`.
-        pixels: the number of mask pixels of all objects together.
-        objects: the number of objects.
-        height: the height of the image.
-        width: the width of the image.
+    `pixels`: the number of mask pixels of all objects together.
     """
     shift, length = runs
     numbers = shift.repeat_interleave(length, output_size=pixels) + torch.arange(pixels, device=runs.device)

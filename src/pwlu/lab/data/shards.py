@@ -28,11 +28,7 @@ def is_shards(data: str) -> bool:
 
 
 class Shards:
-    """The images of tar files, numbered in the order of the files.
-
-    Args:
-        pattern: the path of a tar file; ``{000..146}`` stands for a range of numbers.
-    """
+    """The images of tar files, numbered in the order of the files. ``{000..146}`` in their path is a range of numbers."""
 
     def __init__(self, pattern: str) -> None:
         self.paths = expand(pattern)

@@ -5,6 +5,9 @@ import os
 import threading
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader, Dataset
+
 
 def worker_options(workers: int) -> dict[str, Any]:
     """Return the arguments of ``DataLoader`` that concern its worker processes.
@@ -24,6 +27,12 @@ def worker_options(workers: int) -> dict[str, Any]:
         "multiprocessing_context": context,
         "worker_init_fn": _watch_parent,
     }
+
+
+def requested_batches(data: Dataset, requests: list[Any], device: torch.device, workers: int, **options: Any) -> DataLoader:
+    """Return a loader of the batches in `requests`, a list that it reads when an iteration starts."""
+    pinned = device.type == "cuda"
+    return DataLoader(data, batch_sampler=requests, pin_memory=pinned, **worker_options(workers), **options)
 
 
 def _watch_parent(worker: int) -> None:

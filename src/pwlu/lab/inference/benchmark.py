@@ -68,14 +68,9 @@ def with_relu(trained: TrainedNetwork) -> nn.Module:
 def measure(
     trained: TrainedNetwork, device: torch.device, batch: int, rounds: int, compiled: bool
 ) -> tuple[list[Contender], int]:
-    """Time all ways to run the network, in turn. Return them, and the number of calls per measurement.
+    """Time all ways to run a network that takes tensors, in turn. Return them, and the number of calls per measurement.
 
-    Args:
-        trained: a network that takes tensors.
-        device: where to run it.
-        batch: number of images per call.
-        rounds: number of measurements of each way.
-        compiled: whether to time torch.compile, too.
+    `batch`: the number of images per call. `rounds`: the number of measurements. `compiled`: time torch.compile, too.
     """
     layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format  # as in pwlu train
     x = trained.sample(batch).to(device).contiguous(memory_format=layout)

@@ -15,10 +15,9 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils._pytree import tree_leaves
 
 from pwlu.common import files
-from pwlu.common.text import install
 from pwlu.deploy.fuse import fuse_
 from pwlu.deploy.onnx_check import Inputs, agreement
-from pwlu.deploy.onnx_export import export_onnx
+from pwlu.deploy.onnx_export import export_onnx, packages, start_session, write
 from pwlu.deploy.onnx_file import finish
 from pwlu.deploy.onnx_forms import FASTEST
 from pwlu.units.module import units_of
@@ -31,17 +30,10 @@ _TORCH_2_11_WARNINGS = r"`isinstance\(treespec, LeafSpec\)`|The given buffer is 
 def write_onnx(
     network: nn.Module, sample: Tensor, path: Path, metadata: Mapping[str, str], *, opset: int = OPSET, form: str = FASTEST
 ) -> str:
-    """Write a network with standard ONNX operators, and return a description of the file.
+    """Write a network in evaluation mode with standard ONNX operators, and return a description of the file.
 
-    The file takes any batch size. Batch norms are folded into convolutions.
-
-    Args:
-        network: in evaluation mode, with or without PWLUs.
-        sample: (batch, C, H, W), with a batch of at least 2.
-        path: the file.
-        metadata: the ``metadata_props`` of the file.
-        opset: version of the ONNX operators.
-        form: how a PWLU is written, see :func:`pwlu.export_onnx`.
+    The file takes any batch size. Batch norms are folded into convolutions. The sample must have a batch of at least 2. The
+    other arguments are those of :func:`pwlu.export_onnx`, but the network need not have PWLUs.
     """
     if units_of(network):
         text = str(export_onnx(network, sample, path, form=form, opset=opset, metadata=metadata))
@@ -54,11 +46,7 @@ def write_onnx(
 
 def session(file: Path, threads: int = 0) -> Callable[[Tensor], list[Any]]:
     """Return a function that runs an ONNX file with one input. `threads`: CPU threads; 0 lets ONNX Runtime choose."""
-    runtime = importlib.import_module("onnxruntime")
-    options = runtime.SessionOptions()
-    options.log_severity_level = 3  # errors only
-    options.intra_op_num_threads = threads
-    loaded = runtime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    loaded = start_session(importlib.import_module("onnxruntime"), file, threads)
     name = loaded.get_inputs()[0].name
     return lambda x: loaded.run(None, {name: x.numpy()})
 
@@ -111,19 +99,9 @@ def fold_batch_norm_(model: nn.Module, sample: Tensor) -> int:
 
 def _write_plain(network: nn.Module, sample: Tensor, path: Path, opset: int, metadata: Mapping[str, str]) -> str:
     """Write a network without PWLUs."""
-    try:
-        onnx, runtime = importlib.import_module("onnx"), importlib.import_module("onnxruntime")
-        importlib.import_module("onnxscript")
-    except ImportError as error:
-        raise ImportError(f"ONNX needs onnx, onnxscript and onnxruntime ({error}): {install('onnx')}") from error
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", _TORCH_2_11_WARNINGS)
-        program = torch.onnx.export(
-            network, (sample,), opset_version=opset, dynamo=True, dynamic_shapes=({0: "batch"},), verbose=False
-        )
-    assert program is not None
+    onnx, runtime = packages("ONNX")
     with files.atomic_write(path) as file:
-        program.save(file)
+        write(network, Inputs.of(sample), file, opset, dynamic_batch=True)
         operators = finish(onnx, file, opset, metadata)
         run = session(file)
         checked = _compared(network, lambda x: [torch.from_numpy(array) for array in run(x)], sample)

@@ -57,11 +57,7 @@ class TrainedNetwork:
 
 
 def load(path: Path) -> TrainedNetwork:
-    """Return the network of a run. If a file is missing or damaged, raise an error that says so and what to do.
-
-    Args:
-        path: the run folder.
-    """
+    """Return the network of a run folder. If a file is missing or damaged, raise an error that says so and what to do."""
     folder = RunFolder(path)
     if not folder.has("config.json"):
         raise no_run_error(path, "config.json", MODEL)

@@ -56,16 +56,11 @@ def first_label(network: str) -> int:
 
 
 def build(network: str, classes: int, *, pixels: int, width: float, norm: str, anchors: float, detections: int) -> nn.Module:
-    """Return a detector with new weights.
+    """Return a detector such as "maskrcnn_resnet50_fpn" with new weights.
 
-    Args:
-        network: the name, such as "maskrcnn_resnet50_fpn".
-        classes: the number of classes. The labels of Mask R-CNN start at 1, those of RetinaNet at 0.
-        pixels: the shorter side of resized images. The longer side is at most 5/3 of it, as in 800 x 1333.
-        width: a factor on the number of channels of all layers.
-        norm: "batch" or "group".
-        anchors: a factor on the sizes of anchors.
-        detections: the largest number of detections per image.
+    The labels of Mask R-CNN start at 1, those of RetinaNet at 0. The shorter side of resized images has `pixels` pixels. The
+    longer side is at most 5/3 of it, as in 800 x 1333. `width`: a factor on the number of channels of all layers. `anchors`: a
+    factor on the sizes of anchors. `detections`: the largest number of detections per image.
     """
     detector, body = network.removesuffix("_fpn").split("_")
     sizes = tuple(round(size * anchors) for size in SIZES)

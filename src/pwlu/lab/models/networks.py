@@ -30,15 +30,10 @@ def sample(settings: Settings, channels: int) -> Tensor:
 def build(
     network: str, classes: int, channels: int = 3, *, width: float = 1.0, small: bool = False, norm: str = "batch"
 ) -> nn.Module:
-    """Return a network with new weights.
+    """Return a network such as "resnet18" with new weights, for images with this number of channels.
 
-    Args:
-        network: the name, such as "resnet18".
-        classes: the number of classes.
-        channels: the number of channels of images.
-        width: a factor on the number of channels of all layers.
-        small: whether to adapt the network to images of 32 pixels, by setting the first strides to 1.
-        norm: "batch", or "group" for group normalization with up to 8 groups.
+    `width`: a factor on the number of channels of all layers. `small`: set the first strides to 1, for images of 32 pixels.
+    `norm`: "batch", or "group" for group normalization with up to 8 groups.
     """
     return _BUILDERS[network](network, classes, channels, width, small, normalisation(norm))
 

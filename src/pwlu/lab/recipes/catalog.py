@@ -74,37 +74,13 @@ def _imagenet(network: str, epochs: int, weight_decay: float, lr: float, augment
 
 def _cifar(network: str, width: float, **values: Any) -> Recipe:
     """Return a recipe of our own. T' is 7 % of training, a little more than the paper's 5 of 100 epochs for ResNets."""
-    return Recipe(
-        "cifar100",
-        network,
-        epochs=30,
-        batch=512,
-        lr=0.4,
-        weight_decay=5e-4,
-        label_smoothing=0.1,
-        warm_up=0.2,
-        width=width,
-        pixels=32,
-        realign_epochs=2,
-        small=True,
-        **values,
-    )
+    values |= {"width": width, "pixels": 32, "realign_epochs": 2, "small": True}
+    return Recipe("cifar100", network, 30, 512, 0.4, 5e-4, label_smoothing=0.1, warm_up=0.2, **values)
 
 
 def _imagenette(network: str, width: float) -> Recipe:
-    return Recipe(
-        "folder",
-        network,
-        epochs=40,
-        batch=128,
-        lr=0.2,
-        weight_decay=5e-4,
-        label_smoothing=0.1,
-        warm_up=0.2,
-        width=width,
-        pixels=128,
-        realign_epochs=3,
-    )
+    values: dict[str, Any] = {"width": width, "pixels": 128, "realign_epochs": 3}
+    return Recipe("folder", network, 40, 128, 0.2, 5e-4, label_smoothing=0.1, warm_up=0.2, **values)
 
 
 def _coco(detector: str) -> Recipe:
@@ -113,19 +89,8 @@ def _coco(detector: str) -> Recipe:
     The learning rate is divided by 10 for the last 60k steps and again for the last 20k. The warm-up of 1000 steps and the
     horizontal flip are our choice. On COCO's 118k images, 270k steps are 37 epochs.
     """
-    return Recipe(
-        "coco",
-        f"{detector}_resnet50_fpn",
-        epochs=37,
-        batch=16,
-        lr=0.02,
-        weight_decay=1e-4,
-        augmentation="flip",
-        warm_up=1 / 270,
-        pixels=800,
-        iterations=270_000,
-        schedule="steps",
-    )
+    values: dict[str, Any] = {"warm_up": 1 / 270, "pixels": 800, "iterations": 270_000, "schedule": "steps"}
+    return Recipe("coco", f"{detector}_resnet50_fpn", 37, 16, 0.02, 1e-4, "flip", **values)
 
 
 def _objects(detector: str, **values: Any) -> Recipe:

@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,15 @@ from pwlu.learning.shared_rule import DEFAULT_RULE, PAPER, RULES
 
 class UserError(Exception):
     """An error that the user can fix. The command line prints it without a traceback."""
+
+
+@contextmanager
+def explain_import_error(message: str) -> Iterator[None]:
+    """Convert the error of an import into a UserError with this message, in which {} stands for the error."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(message.format(error)) from None
 
 
 def _setting(default: Any, help: str, *, machine: bool = False, unit: bool = False, **options: Any) -> Any:
@@ -179,23 +190,20 @@ def check(settings: Settings) -> Settings:
         "realign_epochs": (settings.realign_epochs > 0, "above 0; to train without Phase I write --fix-init 3"),
         "fix_init": (settings.fix_init >= 0, "above 0, such as 3"),
         "unit_lr": (settings.unit_lr >= 0, "at least 0"),
-        "rule": (settings.rule in RULES, f"one of {', '.join(RULES)}"),
         "curvature": (settings.curvature >= 0, "at least 0"),
         "ema": (0 <= settings.ema < 1, "from 0 to below 1, such as 0.999"),
         "accumulate": (settings.accumulate >= 1, "at least 1"),
         "measure_every": (settings.measure_every >= 1, "at least 1"),
         "snapshots": (settings.snapshots >= 0, "at least 0"),
         "workers": (settings.workers is None or settings.workers >= 0, "at least 0"),
-        "augmentation": (settings.augmentation in AUGMENTATIONS, f"one of {', '.join(AUGMENTATIONS)}"),
-        "precision": (settings.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
-        "granularity": (settings.granularity in ("channel", "layer"), "channel or layer"),
-        "fuse_norms": (settings.fuse_norms in FUSE_NORMS, f"one of {', '.join(FUSE_NORMS)}"),
-        "norm": (settings.norm in ("batch", "group"), "batch or group"),
     }
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{flag(field.name)} must be a finite number, not {value}")
+        if value not in (choices := field.metadata.get("options", {}).get("choices", (value,))):
+            expected = " or ".join(choices) if len(choices) == 2 else f"one of {', '.join(choices)}"
+            raise UserError(f"{flag(field.name)} must be {expected}, not {value}")
     for name, (holds, expected) in rules.items():
         if not holds:
             raise UserError(f"{flag(name)} must be {expected}, not {getattr(settings, name)}")

@@ -17,11 +17,8 @@ _LOSS_RATIO = 10.0  # a final loss above this multiple of the first step's loss,
 def divergence(rows: Sequence[Mapping[str, Any]], first_loss: float | None) -> dict[str, Any]:
     """Return the entries of result.json: ``diverged``, and if it is true ``diverged_at_epoch`` and ``diverged_at_step``.
 
-    A run diverged if its loss is not finite, or if its last loss is more than 10 times that of its first step.
-
-    Args:
-        rows: the metrics of each epoch.
-        first_loss: the loss of the first step; None if it is not known.
+    A run diverged if its loss is not finite, or if its last loss is more than 10 times that of its first step. If the first
+    loss is None, it is not known.
     """
 
     def too_high(row: Mapping[str, Any]) -> bool:
@@ -35,11 +32,9 @@ def divergence(rows: Sequence[Mapping[str, Any]], first_loss: float | None) -> d
 
 
 def describe_divergence(result: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Return a sentence on when a run diverged, and one on what to try.
+    """Return a sentence on when a run diverged, and one on what to try, from its result.json and config.json.
 
-    Args:
-        result: the contents of result.json. Files of older versions lack the epoch and the step.
-        config: the contents of config.json; empty if unknown.
+    Files of older versions lack the epoch and the step. The config may be empty.
     """
     epoch, step = result.get("diverged_at_epoch"), result.get("diverged_at_step")
     when = "" if epoch is None else f" in epoch {epoch}" + ("" if step is None else f", at step {step:,}")

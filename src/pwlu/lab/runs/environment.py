@@ -25,7 +25,7 @@ def environment(processes: Processes) -> dict[str, Any]:
         "revision": revision(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torchvision": _version("torchvision"),
+        "torchvision": version("torchvision"),
         "device": torch.cuda.get_device_name(processes.device) if cuda else processor(),
         "threads": torch.get_num_threads(),
         "processes": processes.count,
@@ -57,7 +57,8 @@ def revision() -> str:
         return ""
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """Return the version of an installed package, or ""."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -8,14 +8,9 @@ from tqdm import tqdm
 
 
 class Progress:
-    """A progress bar, or lines of text if the output is not a terminal.
+    """A progress bar, or lines of text if the output is not a terminal. `silent`: print nothing, because another process does.
 
-    Args:
-        title: the text in front of the bar.
-        total: the number of steps of the whole run.
-        done: the number of steps that an earlier process has done, if the run is resumed.
-        silent: whether to print nothing, because another process does.
-        unit: the name of a step.
+    `total` counts the steps of the whole run, and `done` those of an earlier process, if the run is resumed.
     """
 
     def __init__(self, title: str, total: int, *, done: int = 0, silent: bool = False, unit: str = "step") -> None:

@@ -60,15 +60,10 @@ def _read(file: Path, *_: int) -> tuple[dict[str, Record], list[str]]:
 
 
 def add_record(folder: Path, name: str, record: Record, attach: Callable[[Path], None]) -> Path:
-    """Add a line, and return the path of the new run.
+    """Add a line to the runs.jsonl of a folder, and return the path of the new run.
 
-    If the name is taken, a number is appended to it. This happens if a recipe has changed since an earlier run.
-
-    Args:
-        folder: the folder of runs.jsonl.
-        name: the name of the run.
-        record: the line, without the name.
-        attach: writes further files of the run, given its path. It is called before the line is written.
+    If the name is taken, a number is appended to it. This happens if a recipe has changed since an earlier run. `attach` writes
+    further files of the run, given its path. It is called before the line is written.
     """
     file = folder / FILE
     with files.explain_errors(file):

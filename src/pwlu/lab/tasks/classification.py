@@ -16,7 +16,7 @@ from pwlu.lab.models import networks
 from pwlu.lab.recipes.settings import Settings, UserError
 from pwlu.lab.runs.network_info import NetworkInfo
 from pwlu.lab.runs.processes import Processes
-from pwlu.lab.tasks.task import ImageTask
+from pwlu.lab.tasks.task import Task
 
 ALIGNMENT_IMAGES = 2048
 IMAGES = {  # descriptions of an input, by kind of data set
@@ -26,12 +26,11 @@ IMAGES = {  # descriptions of an input, by kind of data set
 }
 
 
-class Classification(ImageTask):
+class Classification(Task):
     """Classification of images, measured by accuracy in percent."""
 
     metric = "accuracy"
     reported = ("test_loss",)
-    notes: tuple[str, ...] = ()
 
     def __init__(self, settings: Settings, processes: Processes) -> None:
         super().__init__(settings, processes)
@@ -102,10 +101,6 @@ class Classification(ImageTask):
         model.train()
         loss, total_correct, count = self.processes.all_reduce(sums).tolist()
         return {"test_loss": loss / count, "accuracy": 100 * total_correct / count}
-
-    def files(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, bytes]:
-        """Return no further files."""
-        return {}
 
     def network_info(self, report: Report) -> NetworkInfo:
         """Return what the run folder says about the network, given the report of its conversion."""

@@ -21,7 +21,7 @@ from pwlu.lab.recipes.settings import Settings, UserError
 from pwlu.lab.runs.network_info import NetworkInfo
 from pwlu.lab.runs.processes import Processes
 from pwlu.lab.tasks import coco_evaluation
-from pwlu.lab.tasks.task import ImageTask
+from pwlu.lab.tasks.task import Task
 
 # The losses that torchvision's detectors return in training. The total loss is their sum.
 LOSSES = {
@@ -34,7 +34,7 @@ UNREADABLE = "unreadable_measured_images"  # an entry of metrics.jsonl and resul
 Batch = tuple[list[Tensor], list[dict[str, Tensor]], int]  # images, their objects, the number of unreadable images
 
 
-class Detection(ImageTask):
+class Detection(Task):
     """Detection of objects by boxes and masks, measured by COCO's average precision in percent."""
 
     metric = "box_ap"
@@ -43,6 +43,8 @@ class Detection(ImageTask):
         super().__init__(settings, processes)
         self.detector = self.recipe.network.partition("_")[0]
         self.kinds = ("box", "mask") if "mask_ap" in self.recipe.metrics else ("box",)
+        measured = [name for kind in self.kinds for name in coco_evaluation.names(kind)]
+        self.reported = [*(name for name in measured if name != self.metric), UNREADABLE]
         train, test = coco.load(Path(settings.data), with_masks="mask" in self.kinds)
         self.measured_on = "validation images"
         if settings.holdout:
@@ -70,12 +72,6 @@ class Detection(ImageTask):
             unreadable = f", {counted(images.unreadable, 'image')} cannot be read" if images.unreadable else ""
             notes.append(f"{name}: {images.part}{unreadable}")
         return notes
-
-    @property
-    def reported(self) -> list[str]:
-        """Return the names of further values of :meth:`measure` for result.json."""
-        names = [name for kind in self.kinds for name in coco_evaluation.names(kind) if name != self.metric]
-        return [*names, UNREADABLE]
 
     # The network.
 

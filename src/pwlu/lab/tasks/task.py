@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,13 @@ from pwlu.lab.runs.network_info import NetworkInfo
 from pwlu.lab.runs.processes import Processes
 
 
-class Task(Protocol):
-    """A data set, a network for it, a loss, and a measurement.
+class Task(ABC):
+    """A data set of images, a network for it, a loss, and a measurement.
 
     Attributes:
         metric: the main metric, in percent; larger is better.
+        reported: the names of further values of :meth:`measure` for result.json.
+        notes: lines that describe the data.
         measured_on: the kind of images that measurements use, such as "test images".
         measured_images: the number of these images.
         steps_per_epoch: the number of optimizer steps per epoch.
@@ -29,51 +31,10 @@ class Task(Protocol):
     """
 
     metric: str
+    reported: Sequence[str]
+    notes: Sequence[str] = ()
     measured_on: str
     measured_images: int
-    steps_per_epoch: int
-    total_steps: int
-    dtype: torch.dtype
-    layout: torch.memory_format
-
-    @property
-    def reported(self) -> Sequence[str]:
-        """Return the names of further values of :meth:`measure` for result.json."""
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Return lines that describe the data."""
-
-    def network(self) -> nn.Module:
-        """Return the network with new weights and its original activations."""
-
-    def sample(self) -> Any:
-        """Return a sample input of the network, for :func:`pwlu.convert_`."""
-
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Any]]:
-        """Yield this process's micro-batches for each step of an epoch, from `first_step` on."""
-
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the mean loss of a micro-batch, and sums to accumulate over the epoch."""
-
-    def summary(self, sums: Tensor) -> dict[str, float]:
-        """Return the metrics of an epoch from its accumulated sums; the loss is named "loss"."""
-
-    def measure(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, float]:
-        """Return the metric and further values, over all processes, each image counted once."""
-
-    def files(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, bytes]:
-        """Return further files for the finished run folder, by name. All ranks must call this; rank 0 writes the files."""
-
-    def network_info(self, report: Report) -> NetworkInfo:
-        """Return what the run folder says about the network, given the report of its conversion."""
-
-    def alignment_inputs(self) -> Iterator[Any]:
-        """Yield inputs of the network on which to measure the alignment of PWLUs."""
-
-
-class ImageTask(ABC):
-    """The part of a :class:`Task` that all data sets of images share: types, and the images of each step."""
 
     def __init__(self, settings: Settings, processes: Processes) -> None:
         self.settings, self.processes, self.recipe = settings, processes, find(settings.recipe)
@@ -82,8 +43,16 @@ class ImageTask(ABC):
 
     def plan_steps(self, images: int) -> None:
         """Set the size of micro-batches and the number of steps for a training set of this many images."""
-        self.micro_batch = _micro_batch(self.settings, self.processes.count, images)
-        self.steps_per_epoch = images // self.settings.batch
+        batch, processes, accumulate = self.settings.batch, self.processes.count, self.settings.accumulate
+        parts = processes * accumulate
+        if batch % parts:
+            raise UserError(
+                f"--batch {batch} must be divisible by processes x --accumulate, {processes} x {accumulate}. "
+                f"Write --batch {max(1, round(batch / parts)) * parts}"
+            )
+        if batch > images:
+            raise UserError(f"--batch {batch} must be at most the number of training images, {images}")
+        self.micro_batch, self.steps_per_epoch = batch // parts, images // batch
         self.total_steps = total_steps(self.settings, self.steps_per_epoch)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Any]]:
@@ -99,28 +68,41 @@ class ImageTask(ABC):
             yield [next(batches) for _ in range(self.settings.accumulate)]
 
     @abstractmethod
+    def network(self) -> nn.Module:
+        """Return the network with new weights and its original activations."""
+
+    @abstractmethod
+    def sample(self) -> Any:
+        """Return a sample input of the network, for :func:`pwlu.convert_`."""
+
+    @abstractmethod
     def order(self, epoch: int) -> Tensor:
         """Return the indices of the training images of an epoch, (steps, batch)."""
 
     @abstractmethod
     def read(self, parts: list[Tensor], keys: tuple[int, ...]) -> Iterator[Any]:
-        """Yield the input of :meth:`Task.loss` for each tensor of image indices, augmented by the random keys."""
+        """Yield the input of :meth:`loss` for each tensor of image indices, augmented by the random keys."""
 
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the mean loss of a micro-batch, and sums to accumulate over the epoch."""
 
-def _micro_batch(settings: Settings, processes: int, images: int) -> int:
-    """Return the number of images per forward pass and process, or raise an error if the batch cannot be divided.
+    @abstractmethod
+    def summary(self, sums: Tensor) -> dict[str, float]:
+        """Return the metrics of an epoch from its accumulated sums; the loss is named "loss"."""
 
-    Args:
-        settings: the settings of the run.
-        processes: the number of processes.
-        images: the number of images in the training set.
-    """
-    parts = processes * settings.accumulate
-    if settings.batch % parts:
-        raise UserError(
-            f"--batch {settings.batch} must be divisible by processes x --accumulate, {processes} x {settings.accumulate}. "
-            f"Write --batch {max(1, round(settings.batch / parts)) * parts}"
-        )
-    if settings.batch > images:
-        raise UserError(f"--batch {settings.batch} must be at most the number of training images, {images}")
-    return settings.batch // parts
+    @abstractmethod
+    def measure(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, float]:
+        """Return the metric and further values, over all processes, each image counted once."""
+
+    def files(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, bytes]:
+        """Return further files for the finished run folder, by name. All ranks must call this; rank 0 writes the files."""
+        return {}
+
+    @abstractmethod
+    def network_info(self, report: Report) -> NetworkInfo:
+        """Return what the run folder says about the network, given the report of its conversion."""
+
+    @abstractmethod
+    def alignment_inputs(self) -> Iterator[Any]:
+        """Yield inputs of the network on which to measure the alignment of PWLUs."""

@@ -14,7 +14,7 @@ from pwlu.analysis.alignment import alignment, without_histograms
 from pwlu.common.text import counted, install
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.experiment import run_key, run_name
-from pwlu.lab.recipes.settings import Settings, UserError
+from pwlu.lab.recipes.settings import Settings, UserError, explain_import_error
 from pwlu.lab.runs.divergence import divergence
 from pwlu.lab.runs.environment import environment
 from pwlu.lab.runs.processes import Processes
@@ -40,13 +40,9 @@ _FORMATS = {  # the values in the line of an epoch; the progress bar shows those
 
 
 def create_run(runs: Path, settings: Settings, processes: Processes, again: bool = False) -> Path:
-    """Create a run folder with the settings in it, and return its path on all processes.
+    """Create a run folder with the settings in it, below the folder `runs`, and return its path on all processes.
 
-    Args:
-        runs: the folder of run folders.
-        settings: the settings of the run.
-        processes: the processes that train it.
-        again: create a folder with the next free number even if a run with the same settings exists.
+    `again`: create a folder with the next free number even if a run with the same settings exists.
     """
     created, message = "", ""
     if processes.is_main:
@@ -326,7 +322,7 @@ class _Loop:
 
 def _task(settings: Settings, processes: Processes) -> Task:
     """Return the task of a recipe. Import only its module, because each task needs packages that the other does not."""
-    try:
+    with explain_import_error(f"training needs more packages ({{}}): {install('train')}"):
         if find(settings.recipe).detects:
             from pwlu.lab.tasks.detection import Detection
 
@@ -334,8 +330,6 @@ def _task(settings: Settings, processes: Processes) -> Task:
         from pwlu.lab.tasks.classification import Classification
 
         return Classification(settings, processes)
-    except ImportError as error:
-        raise UserError(f"training needs more packages ({error}): {install('train')}") from None
 
 
 def _rounded(numbers: dict[str, float]) -> dict[str, float | None]:

@@ -30,13 +30,7 @@ LEARNED = (PWLU, nn.PReLU, baselines.APL, baselines.PAU, baselines.ACONC)  # the
 
 
 class Trainer:
-    """The network, optimizer, schedule, phases, and moving average of the weights of a run.
-
-    Args:
-        task: the task to train.
-        settings: the settings of the run.
-        processes: the processes that train it.
-    """
+    """The network, optimizer, schedule, phases, and moving average of the weights of a run."""
 
     def __init__(self, task: Any, settings: Settings, processes: Processes) -> None:
         self.task, self.settings, self.processes = task, settings, processes
@@ -111,26 +105,19 @@ class Trainer:
             self.average.update_parameters(self.network)
         return sums
 
+    def _parts(self) -> dict[str, Any]:
+        """Return everything that has a state, by name."""
+        names = ("network", "optimizer", "schedule", "scaler", *(["average"] if self.average else []))
+        return {name: getattr(self, name) for name in names}
+
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        parts: dict[str, Any] = {
-            "network": self.network,
-            "optimizer": self.optimizer,
-            "schedule": self.schedule,
-            "scaler": self.scaler,
-        }
-        if self.average:
-            parts["average"] = self.average
-        return {name: part.state_dict() for name, part in parts.items()}
+        return {name: part.state_dict() for name, part in self._parts().items()}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        self.network.load_state_dict(state["network"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
-        self.scaler.load_state_dict(state["scaler"])
-        if self.average:
-            self.average.load_state_dict(state["average"])
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
 
     def serialised(self) -> bytes:
         """Return the contents of a safetensors file: as :func:`pwlu.save` writes it, or with the weights only."""

@@ -81,6 +81,12 @@ def plain_moments(x: Tensor, channel_dim: int, pool: Tensor) -> None:
     pool.copy_(reference.merge(pool, count, *reference.moments(x, channels, channel_dim)))
 
 
+def plain_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
+    """Return y, and add the moments of x to the pool in place."""
+    plain_moments(x, channel_dim, pool)
+    return plain_forward(x, weight, intervals, channel_dim)
+
+
 # Kernels.
 
 

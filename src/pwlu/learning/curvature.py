@@ -44,14 +44,10 @@ def curvature(model: nn.Module) -> Tensor:
         loss = model(torch.randn(2, 4)).sum() + 0.001 * pwlu.curvature(model)
         loss.backward()
     """
-    units = require_units("curvature", model).values()
+    why = "and the penalty needs equally spaced knots. Leave the penalty out, or convert the model with to='pwlu'"
+    units = require_units("curvature", model, {NonUniformPWLU: why}).values()
     alike: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for unit in units:
-        if isinstance(unit, NonUniformPWLU):
-            raise TypeError(
-                "curvature: the penalty needs equally spaced knots, and the model has a NonUniformPWLU. Leave the penalty out, "
-                "or convert the model with to='pwlu'"
-            )
         together = alike[unit.intervals, unit.weight.device, unit.weight.dtype]
         together.append(gathered(unit.weight))
         if isinstance(unit, DynamicPWLU):

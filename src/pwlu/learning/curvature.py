@@ -5,6 +5,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
+from pwlu.learning.function_table import bends, interval
 from pwlu.reference import pack, parameter_indices
 from pwlu.units.dynamic import DynamicPWLU
 from pwlu.units.module import require_units
@@ -57,8 +58,6 @@ def curvature(model: nn.Module) -> Tensor:
     sums: list[Tensor] = []
     for (intervals, device, _), weights in alike.items():  # few operators, even for hundreds of units
         rows = parameter_indices(tuple(weight.shape[0] for weight in weights), intervals, device)
-        left, right, left_slope, right_slope, heights = torch.cat(weights)[rows].split([1, 1, 1, 1, intervals + 1], 1)
-        step = (right - left) / intervals
-        rises = torch.cat([left_slope * step, heights.diff(), right_slope * step], 1)
-        sums.append(rises.diff().square().sum())
+        table = torch.cat(weights)[rows]
+        sums.append(bends(table, interval(table)).square().sum())
     return torch.stack([each.to(sums[0]) for each in sums]).sum()

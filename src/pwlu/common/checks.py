@@ -139,17 +139,9 @@ def check_norm(x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor,
 
 
 def check_integer(owner: str, name: str, value: Any, hint: str, minimum: int | None = None) -> int:
-    """Check that an argument is an integer, and at least `minimum`; return it as an int.
+    """Return an argument as an int; raise ValueError if it is not an integer of at least `minimum`.
 
-    Args:
-        owner: the class or function that the error names.
-        name: the argument.
-        value: its value.
-        hint: an explanation of good values, for the error.
-        minimum: the smallest value allowed. Default: no limit.
-
-    Raises:
-        ValueError: if the value is not an integer, or too small.
+    The error names the `owner`, a class or function, and the argument `name`. `hint` says which values are good.
     """
     try:
         number = operator.index(value)

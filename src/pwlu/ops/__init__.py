@@ -162,14 +162,8 @@ _python = torch.library.Library("pwlu_python", "DEF")  # what eager.cpp falls ba
 def define(name: str, schema: str, serve: Callable[..., Any], fake: Any, differentiate: Any, batch: Any = None) -> Any:
     """Define an operator, make its implementations callable from eager.cpp, and return it.
 
-    Args:
-        name: the name.
-        schema: the schema.
-        serve: the implementation below autograd.
-        fake: the implementation for fake tensors.
-        differentiate: the implementation under the Autograd key.
-        batch: the batching rule for torch.vmap: the reference implementation, because torch can batch the operators it
-            consists of.
+    `serve` is the implementation below autograd, `fake` for fake tensors, `differentiate` under the Autograd key. `batch` is
+    the batching rule for torch.vmap: the reference implementation, because torch can batch the operators it consists of.
     """
     serve = torch._disable_dynamo(serve)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -102,10 +102,7 @@ class NonUniformPWLU(PWLU):
     def start_between(self, left: Tensor, right: Tensor, kept: Tensor) -> nonuniform_reference.Blocks:
         """Return the blocks of the initial function between new bounds, in float64 on the CPU. Realignment uses them.
 
-        Args:
-            left: the first knots (C,).
-            right: the last knots (C,).
-            kept: a mask (C, N). Intervals that it marks keep their present widths.
+        `left` and `right` are the first and last knots (C,). Intervals that the mask `kept` (C, N) marks keep their widths.
         """
         old = self.log_widths.detach().to("cpu", torch.float64)
         widths = torch.where(kept, old, ((right - left) / self.intervals).log()[:, None])

@@ -93,15 +93,16 @@ class Kernel:
                 f"channels with {intervals} intervals. Use fewer of them, or set PWLU_CPU_KERNEL=reference"
             )
 
-    def forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, *, what: str = "forward") -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
         """Return y."""
-        weight = _for_compute(x, weight)
-        channels, blocks = layout.channels_and_blocks(what, weight, intervals, _whole)
-        return self._map(what, x, [weight], blocks(weight.data_ptr()), channels, intervals, channel_dim)
+        weight, channels = _for_compute(x, weight), weight.shape[0] // (intervals + 5)
+        parameters = layout.blocks(weight.data_ptr(), channels, intervals, weight.itemsize)
+        return self._map("forward", x, [weight], parameters, channels, intervals, channel_dim)
 
-    def nonuniform_forward(self, *arguments: Any) -> Tensor:
+    def nonuniform_forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
         """Return y of non-uniform PWLUs."""
-        return self.forward(*arguments, what="nonuniform_forward")
+        weight, channels = _for_compute(x, weight), weight.shape[0] // (2 * intervals + 4)
+        return self._map("nonuniform_forward", x, [weight], [weight.data_ptr()], channels, intervals, channel_dim)
 
     def lookup(self, x: Tensor, *rest: Any) -> Tensor:
         """Return y in the inference form."""
@@ -122,18 +123,10 @@ class Kernel:
         return y
 
     def backward(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        intervals: int,
-        channel_dim: int,
-        need_input: bool,
-        need_weight: bool,
-        *,
-        what: str = "backward",
+        self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, *need: bool, what: str = "backward"
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and of the weight; an empty tensor for a gradient that is not needed."""
+        need_input, need_weight = need
         like = torch.empty_like(x, device="meta")
         grad_x = torch.empty_like(x) if need_input else x.new_empty(0)
         if not x.numel():

@@ -86,15 +86,9 @@ class Kernel:
     def _run(
         self, x: Tensor, key: tuple[Any, ...], plan: Plan, second: Plan | None, of_split: int, arguments: dict[str, Any]
     ) -> None:
-        """Launch a kernel and, if given, a second one that adds the partial results.
+        """Launch a kernel and, if given, a second one that adds the partial results: `of_split` floats per split.
 
-        Args:
-            x: a tensor on the device.
-            key: identifies the call for eager.cpp, so that later calls need no Python.
-            plan: the launch of the kernel.
-            second: the launch of the second kernel.
-            of_split: how many floats per split the first kernel writes for the second.
-            arguments: the keyword arguments of :func:`_arguments`.
+        `key` identifies the call for eager.cpp, so that later calls need no Python. `arguments` are for :func:`_arguments`.
         """
         if eager.is_new(key):
             eager.register_gpu(key, self._described(plan), second and self._described(second), plan.splits, launcher())
@@ -194,18 +188,10 @@ class Kernel:
     # Backward passes.
 
     def backward(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        intervals: int,
-        channel_dim: int,
-        need_input: bool,
-        need_weight: bool,
-        *,
-        what: str = "backward",
+        self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, *need: bool, what: str = "backward"
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and of the weight; an empty tensor for a gradient that is not needed."""
+        need_input, need_weight = need
         found = self._backward(what if need_weight else f"{what}_input", grad, x, weight, intervals, channel_dim)
         if found is NotImplemented or need_input:
             return found

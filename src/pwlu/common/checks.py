@@ -1,6 +1,7 @@
 """Argument checks. Each error says what was expected, what was given, and what to write instead."""
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,34 +44,28 @@ def check_channels(x: Tensor, channels: int, channel_dim: int) -> None:
         )
 
 
-def check_weight(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> int:
-    """Check that a packed weight matches x; return its number of channels."""
-    check_input(x)
-    check_parameter("weight", weight, x)
-    if intervals < 1 or weight.ndim != 1 or not weight.shape[0] or weight.shape[0] % (intervals + 5):
-        raise ValueError(
-            f"pwlu: weight must have the shape (channels * (intervals + 5),) with at least 1 channel and 1 interval, not "
-            f"{tuple(weight.shape)} with intervals={intervals}. Write weight = pwlu.reference.pack(left, right, heights, "
-            "left_slope, right_slope)"
-        )
-    channels = weight.shape[0] // (intervals + 5)
-    check_channels(x, channels, channel_dim)
-    return channels
+def _weight_check(per_interval: int, others: int, size: str, pack: str) -> Callable[[Tensor, Tensor, int, int], int]:
+    """Return a check of packed weights with `per_interval` * intervals + `others` elements per channel."""
+
+    def check(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> int:
+        """Check that a packed weight matches x; return its number of channels."""
+        check_input(x)
+        check_parameter("weight", weight, x)
+        elements = per_interval * intervals + others
+        if intervals < 1 or weight.ndim != 1 or not weight.shape[0] or weight.shape[0] % elements:
+            raise ValueError(
+                f"pwlu: weight must have the shape (channels * ({size}),) with at least 1 channel and 1 interval, not "
+                f"{tuple(weight.shape)} with intervals={intervals}. Write weight = pwlu.reference.{pack}"
+            )
+        channels = weight.shape[0] // elements
+        check_channels(x, channels, channel_dim)
+        return channels
+
+    return check
 
 
-def check_knot_weight(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> int:
-    """Check that the knot weight of non-uniform PWLUs matches x; return its number of channels."""
-    check_input(x)
-    check_parameter("weight", weight, x)
-    if intervals < 1 or weight.ndim != 1 or not weight.shape[0] or weight.shape[0] % (2 * intervals + 4):
-        raise ValueError(
-            f"pwlu: weight must have the shape (channels * (2 intervals + 4),) with at least 1 channel and 1 interval, not "
-            f"{tuple(weight.shape)} with intervals={intervals}. Write weight = pwlu.reference.nonuniform.pack_knots(knots, "
-            "heights, left_slope, right_slope)"
-        )
-    channels = weight.shape[0] // (2 * intervals + 4)
-    check_channels(x, channels, channel_dim)
-    return channels
+check_weight = _weight_check(1, 5, "intervals + 5", "pack(left, right, heights, left_slope, right_slope)")
+check_knot_weight = _weight_check(2, 4, "2 intervals + 4", "nonuniform.pack_knots(knots, heights, left_slope, right_slope)")
 
 
 def check_gradient(grad: Tensor, x: Tensor) -> None:
@@ -144,17 +139,9 @@ def check_norm(x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor,
 
 
 def check_integer(owner: str, name: str, value: Any, hint: str, minimum: int | None = None) -> int:
-    """Check that an argument is an integer, and at least `minimum`; return it as an int.
+    """Return an argument as an int; raise ValueError if it is not an integer of at least `minimum`.
 
-    Args:
-        owner: the class or function that the error names.
-        name: the argument.
-        value: its value.
-        hint: an explanation of good values, for the error.
-        minimum: the smallest value allowed. Default: no limit.
-
-    Raises:
-        ValueError: if the value is not an integer, or too small.
+    The error names the `owner`, a class or function, and the argument `name`. `hint` says which values are good.
     """
     try:
         number = operator.index(value)

@@ -8,13 +8,7 @@ from typing import Any
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = False) -> list[str]:
-    """Return the lines of a table: the head, a rule, the rows.
-
-    Args:
-        head: the names of the columns.
-        rows: the cells of each row.
-        numbers: whether to align all columns but the first to the right.
-    """
+    """Return the lines of a table: the head, a rule, the rows. With `numbers`, align all columns but the first to the right."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
 
     def line(row: Sequence[str]) -> str:

@@ -79,9 +79,7 @@ def cache_folder() -> Path:
 def compiler(variable: str = "CC", names: tuple[str, ...] = ("cc", "gcc", "clang")) -> list[str] | None:
     """Return the command of the C compiler, or None: ``$CC``, else the compiler of Python, else cc, gcc or clang.
 
-    Args:
-        variable: the environment variable that names the compiler; "CXX" for C++.
-        names: the commands to try.
+    `variable` is "CXX" for C++, and `names` are the commands to try.
 
     Raises:
         OSError: if the variable is set, but there is no such command.

@@ -5,7 +5,7 @@ The functions have the arguments and results of the operators with the same name
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,38 +25,48 @@ def _laid_out(x: Tensor, y: Tensor) -> Tensor:
     return y if y.stride() == like.stride() else like.copy_(y)
 
 
-def plain_forward(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
-    """Return y."""
-    return _laid_out(x, reference.forward(x, *reference.unpack(weight, intervals), channel_dim))
+class Kind(NamedTuple):
+    """One kind of functions: the check of the arguments, the reference implementation, and the layout of the weight."""
+
+    check: Callable[..., int]
+    forward: Callable[..., Tensor]
+    backward: Callable[..., tuple[Tensor | None, Any]]
+    unpack: Callable[[Tensor, int], Any]
+    pack: Callable[..., Tensor]
+
+    def check_backward(self, grad: Tensor, x: Tensor, *rest: Any) -> None:
+        """Check that the arguments of ``backward`` match each other."""
+        self.check(x, *rest[:3])
+        checks.check_gradient(grad, x)
+
+    def apply(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
+        """Return y, for autograd and transforms."""
+        return self.forward(x, *self.unpack(weight, intervals), channel_dim)
+
+    def plain_forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
+        """Return y."""
+        return _laid_out(x, self.apply(x, weight, intervals, channel_dim))
+
+    def plain_backward(
+        self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x and of the weight; an empty tensor for a gradient that is not needed."""
+        need = {"need_input": need_input, "need_parameters": need_weight}
+        grad_x, grads = self.backward(grad, x, *self.unpack(weight, intervals), channel_dim, **need)
+        grad_weight = weight.new_empty(0) if grads is None else self.pack(*grads)
+        return x.new_empty(0) if grad_x is None else _laid_out(x, grad_x), grad_weight
 
 
-def plain_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the weight; an empty tensor for a gradient that is not needed."""
-    blocks = reference.unpack(weight, intervals)
-    grad_x, grads = reference.backward(grad, x, *blocks, channel_dim, need_input=need_input, need_parameters=need_weight)
-    none = x.new_empty(0)
-    return none if grad_x is None else _laid_out(x, grad_x), none.clone() if grads is None else reference.pack(*grads)
-
-
-def plain_nonuniform_forward(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
-    """Return y of non-uniform PWLUs."""
-    blocks = nonuniform_reference.unpack_knots(weight, intervals)
-    return _laid_out(x, nonuniform_reference.forward(x, *blocks, channel_dim))
-
-
-def plain_nonuniform_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the knot weight; an empty tensor for a gradient that is not needed."""
-    blocks = nonuniform_reference.unpack_knots(weight, intervals)
-    grad_x, grads = nonuniform_reference.backward(
-        grad, x, *blocks, channel_dim, need_input=need_input, need_parameters=need_weight
-    )
-    none = x.new_empty(0)
-    packed = weight.new_empty(0) if grads is None else nonuniform_reference.pack_knots(*grads)
-    return none if grad_x is None else _laid_out(x, grad_x), packed
+UNIFORM = Kind(checks.check_weight, reference.forward, reference.backward, reference.unpack, reference.pack)
+NON_UNIFORM = Kind(
+    checks.check_knot_weight,
+    nonuniform_reference.forward,
+    nonuniform_reference.backward,
+    nonuniform_reference.unpack_knots,
+    nonuniform_reference.pack_knots,
+)
+plain_forward, plain_backward = UNIFORM.plain_forward, UNIFORM.plain_backward
+plain_nonuniform_forward, plain_nonuniform_backward = NON_UNIFORM.plain_forward, NON_UNIFORM.plain_backward
 
 
 def plain_lookup(x: Tensor, *rest: Any) -> Tensor:
@@ -115,12 +125,6 @@ def _served(name: str, plain: Callable[..., Any], check: Callable[..., Any]) -> 
     return call
 
 
-def check_backward(grad: Tensor, x: Tensor, *rest: Any) -> None:
-    """Check that the arguments of ``backward`` match each other."""
-    checks.check_weight(x, *rest[:3])
-    checks.check_gradient(grad, x)
-
-
 def check_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> None:
     """Check that the arguments of ``observe`` match each other."""
     channels = checks.check_weight(x, weight, intervals, channel_dim)
@@ -128,16 +132,10 @@ def check_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, p
         raise ValueError(f"pwlu: pool must have {channels} channels, like the weight, not {pool.shape[1]}")
 
 
-def check_nonuniform_backward(grad: Tensor, x: Tensor, *rest: Any) -> None:
-    """Check that the arguments of ``nonuniform_backward`` match each other."""
-    checks.check_knot_weight(x, *rest[:3])
-    checks.check_gradient(grad, x)
-
-
-forward = _served("forward", plain_forward, checks.check_weight)
-backward = _served("backward", plain_backward, check_backward)
-nonuniform_forward = _served("nonuniform_forward", plain_nonuniform_forward, checks.check_knot_weight)
-nonuniform_backward = _served("nonuniform_backward", plain_nonuniform_backward, check_nonuniform_backward)
+forward = _served("forward", plain_forward, UNIFORM.check)
+backward = _served("backward", plain_backward, UNIFORM.check_backward)
+nonuniform_forward = _served("nonuniform_forward", plain_nonuniform_forward, NON_UNIFORM.check)
+nonuniform_backward = _served("nonuniform_backward", plain_nonuniform_backward, NON_UNIFORM.check_backward)
 lookup = _served("lookup", plain_lookup, checks.check_tables)
 moments = _served("moments", plain_moments, checks.check_pool)
 

@@ -3,7 +3,8 @@
 Every dense layout has this form: `inner` is the stride of the channel dimension.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -101,3 +102,15 @@ def knot_blocks(weight: int, channels: int, intervals: int, itemsize: int) -> li
     knots, of_channel = intervals + 1, channels * itemsize
     left_slope, right_slope, heights = (weight + i * of_channel for i in (knots, knots + 1, knots + 2))
     return [weight, 0, heights, left_slope, right_slope]
+
+
+def channels_and_blocks(
+    what: str, weight: Tensor, intervals: int, of_knots: Callable[..., list[int]] = knot_blocks
+) -> tuple[int, Callable[[int], list[int]]]:
+    """Return the number of channels, and a function from the address of a weight or its gradient to those of its blocks.
+
+    For non-uniform operators, this function is `of_knots`, and else :func:`blocks`.
+    """
+    size, found = (2 * intervals + 4, of_knots) if "nonuniform" in what else (intervals + 5, blocks)
+    channels = weight.shape[0] // size
+    return channels, functools.partial(found, channels=channels, intervals=intervals, itemsize=weight.itemsize)

@@ -8,8 +8,15 @@ from torch import nn
 
 from pwlu.units.constraints import Constraint, keep_constrained
 from pwlu.units.dynamic import DynamicPWLU
-from pwlu.units.module import apply_constraint, require_units, weight_parameter
+from pwlu.units.module import PWLU, apply_constraint, require_units, weight_parameter
 from pwlu.units.nonuniform import NonUniformPWLU
+
+_REFUSED: dict[type[PWLU], str] = {
+    DynamicPWLU: "whose functions differ between samples. Convert the model with to='pwlu', or pass the parts of the model "
+    "that have other PWLUs",
+    NonUniformPWLU: "and the projections need equally spaced knots. Convert the model with to='pwlu', or replace the unit: "
+    "unit.to_uniform(tolerance).unit",
+}
 
 
 def constrain_(
@@ -53,19 +60,9 @@ def constrain_(
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(channels=8))
         pwlu.constrain_(model, lipschitz=1.0, monotone=True)  # ['1']
     """
-    units = require_units("constrain_", model)
+    units = require_units("constrain_", model, _REFUSED)
     constraint = check_constraint(Constraint(lipschitz, monotone, convex, odd, range))
     for name, unit in units.items():
-        if isinstance(unit, DynamicPWLU):
-            raise TypeError(
-                f"constrain_: {name or 'the model'} is a DynamicPWLU, whose functions differ between samples. "
-                "Convert the model with to='pwlu', or pass the parts of the model that have other PWLUs"
-            )
-        if isinstance(unit, NonUniformPWLU):
-            raise TypeError(
-                f"constrain_: {name or 'the model'} is a NonUniformPWLU, and the projections need equally spaced knots. "
-                "Convert the model with to='pwlu', or replace the unit: unit.to_uniform(tolerance).unit"
-            )
         weight = weight_parameter(unit)
         low, high = constraint.limits(weight.dtype)
         if low >= high:

@@ -5,6 +5,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
+from pwlu.learning.function_table import bends, interval
 from pwlu.reference import pack, parameter_indices
 from pwlu.units.dynamic import DynamicPWLU
 from pwlu.units.module import require_units
@@ -44,14 +45,10 @@ def curvature(model: nn.Module) -> Tensor:
         loss = model(torch.randn(2, 4)).sum() + 0.001 * pwlu.curvature(model)
         loss.backward()
     """
-    units = require_units("curvature", model).values()
+    why = "and the penalty needs equally spaced knots. Leave the penalty out, or convert the model with to='pwlu'"
+    units = require_units("curvature", model, {NonUniformPWLU: why}).values()
     alike: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for unit in units:
-        if isinstance(unit, NonUniformPWLU):
-            raise TypeError(
-                "curvature: the penalty needs equally spaced knots, and the model has a NonUniformPWLU. Leave the penalty out, "
-                "or convert the model with to='pwlu'"
-            )
         together = alike[unit.intervals, unit.weight.device, unit.weight.dtype]
         together.append(gathered(unit.weight))
         if isinstance(unit, DynamicPWLU):
@@ -61,8 +58,6 @@ def curvature(model: nn.Module) -> Tensor:
     sums: list[Tensor] = []
     for (intervals, device, _), weights in alike.items():  # few operators, even for hundreds of units
         rows = parameter_indices(tuple(weight.shape[0] for weight in weights), intervals, device)
-        left, right, left_slope, right_slope, heights = torch.cat(weights)[rows].split([1, 1, 1, 1, intervals + 1], 1)
-        step = (right - left) / intervals
-        rises = torch.cat([left_slope * step, heights.diff(), right_slope * step], 1)
-        sums.append(rises.diff().square().sum())
+        table = torch.cat(weights)[rows]
+        sums.append(bends(table, interval(table)).square().sum())
     return torch.stack([each.to(sums[0]) for each in sums]).sum()

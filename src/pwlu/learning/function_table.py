@@ -18,13 +18,7 @@ class FunctionTable:
     """The layout of the weights of several PWLUs with the same N, device and dtype. Either all or none of them are sharded.
 
     A table is a tensor (F, N + 5) with one row per function: left, right, left_slope, right_slope, heights. It has the compute
-    dtype, float32 or float64. A layer means the functions of one PWLU.
-
-    Args:
-        channels: the number of functions of each layer.
-        intervals: N.
-        device: the device of the tables.
-        dtype: the dtype of the tables.
+    dtype, float32 or float64. A layer means the functions of one PWLU; `channels` holds the number of functions of each.
     """
 
     def __init__(self, channels: tuple[int, ...], intervals: int, device: torch.device, dtype: torch.dtype) -> None:

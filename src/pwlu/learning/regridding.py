@@ -19,6 +19,10 @@ from pwlu.units.sharding import full_values, write_parameter
 
 _POINTS = 8  # per interval; functions are compared at these points
 _DEVIATIONS = 2 * 1.6448536269514722  # distance of the 5 % and 95 % quantiles of a normal distribution, in sigma
+_REFUSED: dict[type[PWLU], str] = {
+    DynamicPWLU: "whose directions cannot be fitted between new bounds. Pass the parts of the model that have other PWLUs",
+    NonUniformPWLU: "whose knots follow the inputs by themselves. Pass the parts of the model that have other PWLUs",
+}
 
 
 class Measured(Protocol):
@@ -85,7 +89,7 @@ def regrid_(
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), pwlu.PWLU(channels=8))
         report = pwlu.regrid_(model, pwlu.alignment(model, [torch.randn(64, 4)]))
     """
-    units = require_units("regrid_", model)
+    units = require_units("regrid_", model, _REFUSED)
     found = {each.name: each for each in inputs}
     _check(units, found)
     others = [check_copy(copy, units) for copy in ([copies] if isinstance(copies, nn.Module) else copies)]
@@ -187,17 +191,6 @@ def _write(unit: PWLU, tensor: Tensor, table: Tensor) -> None:
 
 
 def _check(units: dict[str, PWLU], found: dict[str, Measured]) -> None:
-    for name, unit in units.items():
-        if isinstance(unit, DynamicPWLU):
-            raise TypeError(
-                f"regrid_: {name or 'the model'} is a DynamicPWLU, whose directions cannot be fitted between new bounds. "
-                "Pass the parts of the model that have other PWLUs"
-            )
-        if isinstance(unit, NonUniformPWLU):
-            raise TypeError(
-                f"regrid_: {name or 'the model'} is a NonUniformPWLU, whose knots follow the inputs by themselves. "
-                "Pass the parts of the model that have other PWLUs"
-            )
     if early := [name for name, unit in units.items() if unit.phase == 1]:
         raise RuntimeError(
             f"regrid_: {abbreviate(early)} is in Phase I, in which PWLUs do not change. Train until phases.phase is 2, or call "

@@ -177,12 +177,8 @@ def implicit_change(bent: Tensor, share: Tensor, table: FunctionTable, rule: Sha
     With M M' = Q diag(q) Q', this equals M'Q [t/(1 + t q)] Q'M v for the deviations. For the common function, t is multiplied
     by 1 + sharing C. The computation starts from second differences, so the change of a straight line is exactly 0.
 
-    Args:
-        bent: the second differences, (F, N + 1).
-        share: w, (F, 1).
-        table: the layout of the functions.
-        rule: the strengths.
-        rate: the rate: a number, a tensor without dimensions, or one value per row (F, 1).
+    `bent` holds the second differences (F, N + 1), and `share` w (F, 1). The rate is a number, a tensor without dimensions, or
+    one value per row (F, 1).
     """
     modes = _bending_modes(table.intervals, table.device, table.dtype)
     coefficients = bent @ modes.vectors

@@ -20,8 +20,9 @@ from pwlu.learning.freezing import remove_gradients
 from pwlu.learning.optimizers import add_momentum_buffers, complete_state, state_optimizer, unwrap_optimizer
 from pwlu.learning.realignment import Realigned, realign_
 from pwlu.learning.shared_rule import DEFAULT_RULE, SharedRule, add_penalty_, find_rule, share_gradients_, smooth_
-from pwlu.learning.two_phase_checks import check_copy, check_optimizer, check_rule, check_steps, check_weights, warn_of_decay
+from pwlu.learning.two_phase_checks import check_copy, check_optimizer, check_steps, check_weights, warn_of_decay
 from pwlu.units.module import PWLU, require_units
+from pwlu.units.nonuniform import NonUniformPWLU
 from pwlu.units.sharding import full_values, write_parameter
 from pwlu.units.statistics import InputStatistics, advance_
 
@@ -83,7 +84,8 @@ class TwoPhase:
         self.realign_at = check_steps(realign_at)
         self.rule = find_rule(rule)
         self.model = model
-        self._units = require_units("TwoPhase", model)
+        why = "and the rule needs equally spaced knots. Write rule='paper', or convert the model with to='pwlu'"
+        self._units = require_units("TwoPhase", model, {NonUniformPWLU: why} if self.rule else None)
         self._statistics = [unit.statistics for unit in self._units.values()]
         if any(isinstance(module, nn.DataParallel) for module in model.modules()):
             raise ValueError(
@@ -91,7 +93,6 @@ class TwoPhase:
                 "Use torch.nn.parallel.DistributedDataParallel"
             )
         check_weights(self._units)
-        check_rule(self.rule, self._units)
         optimizer = unwrap_optimizer(optimizer)
         check_optimizer(optimizer, self._units)
         self.copies = [check_copy(copy, self._units) for copy in ([copies] if isinstance(copies, nn.Module) else copies)]

@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from pwlu.common.text import abbreviate
 from pwlu.units.module import PWLU, units_of, weight_parameter
-from pwlu.units.nonuniform import NonUniformPWLU
 from pwlu.units.squeeze import function_parameters
 
 
@@ -21,15 +20,6 @@ def check_steps(realign_at: Any) -> int:
             f"{realign_at!r}. To train without Phase I, do not use TwoPhase."
         )
     return realign_at
-
-
-def check_rule(rule: Any, units: Mapping[str, PWLU]) -> None:
-    """Check that a rule, None for the paper's, can train all units: it needs equally spaced knots."""
-    if rule is not None and (unequal := [name for name, unit in units.items() if isinstance(unit, NonUniformPWLU)]):
-        raise TypeError(
-            f"TwoPhase: {abbreviate(unequal)} is a NonUniformPWLU, and the rule needs equally spaced knots. Write "
-            "rule='paper', or convert the model with to='pwlu'"
-        )
 
 
 def check_weights(units: Mapping[str, PWLU]) -> None:

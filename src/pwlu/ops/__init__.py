@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pwlu import reference
 from pwlu.common import checks
 from pwlu.kernels import dispatch
 
@@ -36,46 +35,6 @@ _SCHEMAS = {
     "observe": "(Tensor x, Tensor weight, int intervals, int channel_dim, Tensor(a!) pool) -> Tensor",
     "moments": "(Tensor x, int channel_dim, Tensor(a!) pool) -> ()",
 }
-_library = torch.library.Library("pwlu", "DEF")
-
-
-def define(name: str, schema: str) -> Any:
-    """Define an operator in the library and return it; :func:`register` adds the implementations."""
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    return getattr(torch.ops.pwlu, name).default
-
-
-forward, backward, lookup, observe, moments = (define(*_each) for _each in _SCHEMAS.items())
-
-
-# Output shapes, for tracing and the meta device.
-
-
-def _fake_forward(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
-    checks.check_weight(x, weight, intervals, channel_dim)
-    return torch.empty_like(x)
-
-
-def _fake_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    dispatch.check_backward(grad, x, weight, *rest)
-    *_, need_input, need_weight = rest
-    return torch.empty_like(x) if need_input else x.new_empty(0), weight.new_empty(weight.shape if need_weight else 0)
-
-
-def _fake_lookup(x: Tensor, *rest: Any) -> Tensor:
-    checks.check_tables(x, *rest)
-    return torch.empty_like(x)
-
-
-def _fake_observe(x: Tensor, *rest: Any) -> Tensor:
-    dispatch.check_observe(x, *rest)
-    return torch.empty_like(x)
-
-
-def _fake_moments(x: Tensor, channel_dim: int, pool: Tensor) -> None:
-    checks.check_pool(x, channel_dim, pool)
-
-
 # Derivatives.
 
 
@@ -99,26 +58,28 @@ class _Differentiable(torch.autograd.Function):
     """Run ``forward`` or, with a pool, ``observe``; save only x and the weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, *pool: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, operator: Any, backward: Any, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, *pool: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.set_materialize_grads(False)
-        ctx.intervals, ctx.channel_dim, ctx.observed = intervals, channel_dim, bool(pool)
-        return below_autograd(observe if pool else forward, x, weight, intervals, channel_dim, *pool)
+        ctx.operator, ctx.intervals, ctx.channel_dim, ctx.observed = backward, intervals, channel_dim, bool(pool)
+        return below_autograd(operator, x, weight, intervals, channel_dim, *pool)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        need_input, need_weight = ctx.needs_input_grad[:2]
+        need_input, need_weight = ctx.needs_input_grad[2:4]
         learns = need_weight and not ctx.observed and grad is not None
         grad_x = grad_weight = None
         if grad is not None:  # None: no gradient reaches the output
             arguments = (grad, x, weight, ctx.intervals, ctx.channel_dim, need_input, learns)
             # Gradients are enabled in a backward pass only if create_graph=True.
             differentiable = torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0
-            grad_x, grad_weight = backward(*arguments) if differentiable else below_autograd(backward, *arguments)
+            grad_x, grad_weight = ctx.operator(*arguments) if differentiable else below_autograd(ctx.operator, *arguments)
         if need_weight and not learns:
             grad_weight = torch.zeros_like(weight)  # not None: DistributedDataParallel waits for this gradient
-        return (grad_x, grad_weight, None, None, *[None] * ctx.observed)
+        return (None, None, grad_x, grad_weight, None, None, *[None] * ctx.observed)
 
 
 class _Lookup(torch.autograd.Function):
@@ -136,21 +97,6 @@ class _Lookup(torch.autograd.Function):
         )
 
 
-def _autograd_forward(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
-    if transform_is_active():
-        return reference.forward(x, *reference.unpack(weight, intervals), channel_dim)
-    if wanted(x, weight):
-        return _Differentiable.apply(x, weight, intervals, channel_dim)
-    return below_autograd(forward, x, weight, intervals, channel_dim)
-
-
-def _autograd_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Use the reference implementation, which is differentiable, for second derivatives."""
-    if transform_is_active() or wanted(grad, x, weight):
-        return dispatch.plain_backward(grad, x, weight, *rest)
-    return below_autograd(backward, grad, x, weight, *rest)
-
-
 def _autograd_lookup(*arguments: Any) -> Tensor:
     differentiated = wanted(*arguments[:-1])
     if torch.autograd.forward_ad._current_level >= 0 or (differentiated and transform_is_active()):
@@ -161,9 +107,9 @@ def _autograd_lookup(*arguments: Any) -> Tensor:
 def _autograd_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
     if transform_is_active():
         moments(x.detach(), channel_dim, pool)
-        return _autograd_forward(x, weight.detach(), intervals, channel_dim)
+        return dispatch.UNIFORM.apply(x, weight.detach(), intervals, channel_dim)
     if wanted(x, weight):
-        return _Differentiable.apply(x, weight, intervals, channel_dim, pool)
+        return _Differentiable.apply(observe, backward, x, weight, intervals, channel_dim, pool)
     return below_autograd(observe, x, weight, intervals, channel_dim, pool)
 
 
@@ -209,45 +155,80 @@ def _moments_batched(info: Any, in_dims: Sequence[int | None], x: Tensor, channe
     return None, None
 
 
-# Per operator: the implementation, the fake implementation, the derivative, and the batching rule for torch.vmap. The batching
-# rule is the reference implementation, because torch can batch the operators it consists of.
-_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "forward": (dispatch.forward, _fake_forward, _autograd_forward, dispatch.plain_forward),
-    "backward": (dispatch.backward, _fake_backward, _autograd_backward, dispatch.plain_backward),
-    "lookup": (dispatch.lookup, _fake_lookup, _autograd_lookup, dispatch.plain_lookup),
-    "observe": (_observe_once, _fake_observe, _autograd_observe, _observe_batched),
-    "moments": (_moments_once, _fake_moments, _autograd_moments),
-}
+_library = torch.library.Library("pwlu", "DEF")
 _python = torch.library.Library("pwlu_python", "DEF")  # what eager.cpp falls back to
 
 
-def register(name: str, schema: str, serve: Callable[..., Any], fake: Any, differentiate: Any, batch: Any = None) -> None:
-    """Register the implementations of an operator, and make them callable from eager.cpp.
+def define(name: str, schema: str, serve: Callable[..., Any], fake: Any, differentiate: Any, batch: Any = None) -> Any:
+    """Define an operator, make its implementations callable from eager.cpp, and return it.
 
-    Args:
-        name: the operator, which :func:`define` has defined.
-        schema: its schema.
-        serve: the implementation below autograd.
-        fake: the implementation for fake tensors.
-        differentiate: the implementation under the Autograd key.
-        batch: the batching rule for torch.vmap.
+    `serve` is the implementation below autograd, `fake` for fake tensors, `differentiate` under the Autograd key. `batch` is
+    the batching rule for torch.vmap: the reference implementation, because torch can batch the operators it consists of.
     """
     serve = torch._disable_dynamo(serve)
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, serve, "CompositeExplicitAutograd")
     _library.impl(name, differentiate, "Autograd")
     torch.library.register_fake(f"pwlu::{name}", fake, lib=_library)
     if batch:
         _library.impl(name, batch, "FuncTorchBatchedDecomposition")
-    register_for_eager(f"serve_{name}", schema, serve, "CompositeExplicitAutograd")
-    register_for_eager(f"differentiate_{name}", schema, differentiate)
+    define_for_eager(f"serve_{name}", schema, serve, "CompositeExplicitAutograd")
+    define_for_eager(f"differentiate_{name}", schema, differentiate)
+    return getattr(torch.ops.pwlu, name).default
 
 
-def register_for_eager(name: str, schema: str, function: Callable[..., Any], key: str = "CompositeImplicitAutograd") -> None:
-    """Register a Python function in the library ``pwlu_python``, which eager.cpp calls."""
+def define_for_eager(name: str, schema: str, function: Callable[..., Any], key: str = "CompositeImplicitAutograd") -> None:
+    """Define a Python function in the library ``pwlu_python``, which eager.cpp calls."""
     _python.define(name + schema)
     _python.impl(name, function, key)
 
 
-for _name, _functions in _IMPLEMENTATIONS.items():
-    register(_name, _SCHEMAS[_name], *_functions)
+def fake_map(check: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Return an implementation for fake tensors: it checks its arguments and returns an empty y."""
+
+    def fake(x: Tensor, *rest: Any) -> Tensor:
+        check(x, *rest)
+        return torch.empty_like(x)
+
+    return fake
+
+
+def _fake_moments(x: Tensor, channel_dim: int, pool: Tensor) -> None:
+    checks.check_pool(x, channel_dim, pool)
+
+
+def define_kind(prefix: str, kind: dispatch.Kind, serve_forward: Any, serve_backward: Any) -> tuple[Any, Any]:
+    """Define the operators ``{prefix}forward`` and ``{prefix}backward`` of a kind of functions, and return them."""
+
+    def fake_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        kind.check_backward(grad, x, weight, *rest)
+        *_, need_input, need_weight = rest
+        return torch.empty_like(x) if need_input else x.new_empty(0), weight.new_empty(weight.shape if need_weight else 0)
+
+    def differentiate_forward(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
+        if transform_is_active():
+            return kind.apply(x, weight, intervals, channel_dim)
+        if wanted(x, weight):
+            return _Differentiable.apply(forward, backward, x, weight, intervals, channel_dim)
+        return below_autograd(forward, x, weight, intervals, channel_dim)
+
+    def differentiate_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        """Use the reference implementation, which is differentiable, for second derivatives."""
+        if transform_is_active() or wanted(grad, x, weight):
+            return kind.plain_backward(grad, x, weight, *rest)
+        return below_autograd(backward, grad, x, weight, *rest)
+
+    of_forward = (serve_forward, fake_map(kind.check), differentiate_forward, kind.plain_forward)
+    of_backward = (serve_backward, fake_backward, differentiate_backward, kind.plain_backward)
+    forward = define(prefix + "forward", _SCHEMAS["forward"], *of_forward)
+    backward = define(prefix + "backward", _SCHEMAS["backward"], *of_backward)
+    return forward, backward
+
+
+forward, backward = define_kind("", dispatch.UNIFORM, dispatch.forward, dispatch.backward)
+_of_lookup = (dispatch.lookup, fake_map(checks.check_tables), _autograd_lookup, dispatch.plain_lookup)
+_of_observe = (_observe_once, fake_map(dispatch.check_observe), _autograd_observe, _observe_batched)
+lookup = define("lookup", _SCHEMAS["lookup"], *_of_lookup)
+observe = define("observe", _SCHEMAS["observe"], *_of_observe)
+moments = define("moments", _SCHEMAS["moments"], _moments_once, _fake_moments, _autograd_moments)
 torch.library.register_vmap("pwlu::moments", _moments_batched, lib=_library)

@@ -22,7 +22,6 @@ A pool collects the moments of z in Phase I. In training and without a residual,
 over z is needed.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,10 +48,6 @@ _SCHEMAS = {
     "bool grad_is_of_z) -> Tensor",
     "norm_act": f"(Tensor x, Tensor? residual, Tensor weight, int intervals, {_STATE}) -> (Tensor, Tensor)",
 }
-normalization, norm_of, norm_forward, norm_observe, norm_backward, norm_input, norm_act = (
-    ops.define(*each) for each in _SCHEMAS.items()
-)
-
 
 # Checks and output shapes, for fake tensors.
 
@@ -64,11 +59,6 @@ def _fake_normalization(x: Tensor, *rest: Any) -> Tensor:
 
 def _fake_norm_of(x: Tensor, gamma: Tensor | None, beta: Tensor | None, *statistics: Any) -> Tensor:
     return _fake_normalization(x, *_constant(gamma, beta, *statistics))
-
-
-def _fake_forward(x: Tensor, *rest: Any) -> Tensor:
-    checks.check_norm(x, *rest)
-    return torch.empty_like(x)
 
 
 def _fake_backward(grad: Tensor, x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, *rest: Any) -> Any:
@@ -263,32 +253,29 @@ def norm_act_of_processes(group: "dist.ProcessGroup", *arguments: Any) -> tuple[
     return _NormAct.apply(group, *arguments)
 
 
-def _refuse(name: str) -> Any:
-    operator = getattr(torch.ops.pwlu, name).default
+def _define_part(name: str, serve: Any, fake: Any) -> Any:
+    """Define an operator without a derivative, and return it."""
 
     def differentiate(*arguments: Any) -> Any:
         if ops.wanted(*(a for a in arguments if isinstance(a, Tensor))):
             raise RuntimeError(f"pwlu::{name} has no derivative. Call pwlu::norm_act instead, which can be differentiated")
         return ops.below_autograd(operator, *arguments)
 
-    return differentiate
+    operator = ops.define(name, _SCHEMAS[name], serve, fake, differentiate)
+    return operator
 
 
-_IMPLEMENTATIONS: dict[str, Sequence[Any]] = {
-    "normalization": (_normalization_once, _fake_normalization, _refuse("normalization")),
-    "norm_of": (_norm_of, _fake_norm_of, _refuse("norm_of")),
-    "norm_forward": (_forward, _fake_forward, _refuse("norm_forward")),
-    "norm_observe": (_observe_once, _fake_forward, _refuse("norm_observe")),
-    "norm_backward": (dispatch.norm_backward, _fake_backward, _refuse("norm_backward")),
-    "norm_input": (dispatch.norm_input, _fake_input, _refuse("norm_input")),
-    "norm_act": (_act, _fake_act, _autograd_act),
-}
-for _name, _functions in _IMPLEMENTATIONS.items():
-    ops.register(_name, _SCHEMAS[_name], *_functions)
-ops.register_for_eager(
+normalization = _define_part("normalization", _normalization_once, _fake_normalization)
+norm_of = _define_part("norm_of", _norm_of, _fake_norm_of)
+norm_forward = _define_part("norm_forward", _forward, ops.fake_map(checks.check_norm))
+norm_observe = _define_part("norm_observe", _observe_once, ops.fake_map(checks.check_norm))
+norm_backward = _define_part("norm_backward", dispatch.norm_backward, _fake_backward)
+norm_input = _define_part("norm_input", dispatch.norm_input, _fake_input)
+norm_act = ops.define("norm_act", _SCHEMAS["norm_act"], _act, _fake_act, _autograd_act)
+ops.define_for_eager(
     "differentiable_norm_backward",
     "(Tensor grad, Tensor x, Tensor? residual, Tensor weight, Tensor? gamma, Tensor? beta, Tensor norm, int intervals, "
     "float eps, bool training) -> Tensor[]",
     differentiable_backward,
 )
-eager.load()  # must come after the registration of the operators
+eager.load()  # must come after the definition of the operators

@@ -228,6 +228,28 @@ def partials(
     }
 
 
+def segment_sums(
+    grad: Tensor, position: Tensor, segment: Tensor, shape: torch.Size, x: Tensor, channel_dim: int
+) -> list[tuple[Tensor, ...]]:
+    """Return two sums per channel and segment: G = sum of g, and P = sum of g times the position on the segment.
+
+    Each is a tuple: left (C, 1), the intervals (C, N), right (C, 1). `shape` is that of the heights, (C, N+1).
+    """
+    channels, intervals = shape[0], shape[1] - 1
+    where = along(torch.arange(channels, device=x.device) * (intervals + 2), x, channel_dim) + segment + 1
+    wide = torch.float32 if x.device.type == "mps" else torch.float64  # float32 loses too much over many small terms
+    both = torch.stack([grad.to(wide), grad.to(wide) * position]).reshape(2, -1)
+    sums = both.new_zeros(2, channels * (intervals + 2)).index_add(1, where.reshape(-1), both)
+    return [s.split([1, intervals, 1], dim=1) for s in sums.to(x.dtype).reshape(2, channels, intervals + 2)]
+
+
+def stored_gradients(gradients: list[Tensor], parameters: tuple[Tensor, ...], x: Tensor) -> list[Tensor]:
+    """Return gradients in the dtypes of the parameters. They are exactly 0 if x is empty, even if a parameter is not finite."""
+    if not x.numel():
+        gradients = [torch.where(g.new_zeros((), dtype=torch.bool), g, torch.zeros_like(g)) for g in gradients]
+    return [g.to(p.dtype) for g, p in zip(gradients, parameters, strict=True)]
+
+
 def backward(
     grad: Tensor,
     x: Tensor,
@@ -255,14 +277,9 @@ def backward(
     if not need_parameters:
         return grad_x, None
 
-    channels, intervals = heights.shape[0], heights.shape[1] - 1
-    where = along(torch.arange(channels, device=x.device) * (intervals + 2), x, channel_dim) + piece.segment + 1
-    wide = torch.float32 if x.device.type == "mps" else torch.float64  # float32 loses too much over many small terms
-    both = torch.stack([grad.to(wide), grad.to(wide) * (x - piece.origin)]).reshape(2, -1)
-    sums = both.new_zeros(2, channels * (intervals + 2)).index_add(1, where.reshape(-1), both)
-    g, p = sums.to(dtype).reshape(2, channels, intervals + 2)
-    (g_left, g_in, g_right), (p_left, p_in, p_right) = (s.split([1, intervals, 1], dim=1) for s in (g, p))
-
+    intervals = heights.shape[1] - 1
+    sums = segment_sums(grad, x - piece.origin, piece.segment, heights.shape, x, channel_dim)
+    (g_left, g_in, g_right), (p_left, p_in, p_right) = sums
     _, is_open = scale_and_open(left, right, intervals)
     step = torch.where(is_open, (right - left) / intervals, torch.ones_like(left))[:, None]
     slope = heights.diff(dim=1) / step
@@ -275,9 +292,7 @@ def backward(
         p_left[:, 0],
         p_right[:, 0],
     ]
-    if not x.numel():  # exactly 0, even if a parameter is not finite
-        gradients = [torch.where(g.new_zeros((), dtype=torch.bool), g, torch.zeros_like(g)) for g in gradients]
-    return grad_x, [g.to(p.dtype) for g, p in zip(gradients, originals, strict=True)]
+    return grad_x, stored_gradients(gradients, originals, x)
 
 
 def tables(

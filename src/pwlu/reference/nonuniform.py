@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pwlu.reference import along, compute_dtype, finite, pick
+from pwlu.reference import along, compute_dtype, finite, pick, segment_sums, stored_gradients
 
 
 class Blocks(NamedTuple):
@@ -159,13 +159,8 @@ def backward(
     if not need_parameters:
         return grad_x, None
 
-    channels, intervals = heights.shape[0], heights.shape[1] - 1
-    where = along(torch.arange(channels, device=x.device) * (intervals + 2), x, channel_dim) + segment + 1
-    wide = torch.float32 if x.device.type == "mps" else torch.float64  # float32 loses too much over many small terms
-    both = torch.stack([grad.to(wide), grad.to(wide) * (x - origin)]).reshape(2, -1)
-    sums = both.new_zeros(2, channels * (intervals + 2)).index_add(1, where.reshape(-1), both)
-    g, p = sums.to(dtype).reshape(2, channels, intervals + 2)
-    (g_left, g_in, g_right), (p_left, p_in, p_right) = (s.split([1, intervals, 1], dim=1) for s in (g, p))
+    sums = segment_sums(grad, x - origin, segment, heights.shape, x, channel_dim)
+    (g_left, g_in, g_right), (p_left, p_in, p_right) = sums
     widths = widths_of(knots)
     share, slopes = p_in / widths, heights.diff(dim=1) / widths
     gradients = [
@@ -175,6 +170,4 @@ def backward(
         p_left[:, 0],
         p_right[:, 0],
     ]
-    if not x.numel():  # exactly 0, even if a parameter is not finite
-        gradients = [torch.where(g.new_zeros((), dtype=torch.bool), g, torch.zeros_like(g)) for g in gradients]
-    return grad_x, Knots(*(g.to(p.dtype) for g, p in zip(gradients, originals, strict=True)))
+    return grad_x, Knots(*stored_gradients(gradients, originals, x))

@@ -121,12 +121,7 @@ def _least_width(f: _Rows, dtype: torch.dtype) -> Tensor:
 
 
 def satisfies(rows: Tensor, constraint: Constraint) -> Tensor:
-    """Return whether each function satisfies a constraint, (F,).
-
-    Args:
-        rows: left, right, left_slope, right_slope and heights of each function, (F, N + 5), in the dtype that stores them.
-        constraint: the constraint.
-    """
+    """Return whether each function satisfies a constraint, (F,). The rows are those of :func:`project`."""
     f, unit = _split(rows), torch.finfo(rows.dtype).eps / 2
     slopes, rises = f.slopes, f.heights.diff(dim=1)
     holds = f.right - f.left >= _least_width(f, rows.dtype)
@@ -156,12 +151,7 @@ def satisfies(rows: Tensor, constraint: Constraint) -> Tensor:
 def project(rows: Tensor, constraint: Constraint) -> Tensor:
     """Return functions that satisfy a constraint, as the steps at the top of this file say.
 
-    Args:
-        rows: left, right, left_slope, right_slope and heights of each function, (F, N + 5), in the dtype that stores them.
-        constraint: the constraint.
-
-    Returns:
-        The parameters of the new functions, in the same form.
+    A row is left, right, left_slope, right_slope and heights of a function, (F, N + 5), in the dtype that stores them.
     """
     f, dtype = _split(rows), rows.dtype
     if constraint.odd:

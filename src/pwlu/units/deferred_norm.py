@@ -40,11 +40,10 @@ class DeferredNorm:
 
     def forward(self: Any, x: Any) -> Any:
         """Return a Deferred, or the output of the original class if the norm cannot be deferred."""
-        if not self.applies_activation:
-            return Deferred(self, x) if _can_defer(self, x) else self.original.forward(self, x)
         if not _can_defer(self, x):
             return self.original.forward(self, x)
-        return self.act(self.drop(Deferred(self, x)))
+        deferred = Deferred(self, x)
+        return self.act(self.drop(deferred)) if self.applies_activation else deferred
 
     def _get_name(self) -> str:
         return self.original.__name__
@@ -140,8 +139,7 @@ class Deferred:
         if self._statistics_updated[0]:
             return unit(self.value())
         if why := self._why_separate(unit, weight, observes):
-            self._note(f"{type(unit).__name__} ({why})")
-            return unit(self.value())
+            return unit(self.value_for(f"{type(unit).__name__} ({why})"))
         if self.norm.recorder is not None:
             self.norm.recorder.record_pair(self, unit)
         if unit.channels != channels:
@@ -303,26 +301,15 @@ class Deferred:
 
     __add__ = __radd__ = __iadd__ = add
 
-    @property
-    def shape(self) -> torch.Size:
-        """Return the shape of the tensor that this object represents."""
-        return self.x.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the tensor that this object represents."""
-        return self.x.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the tensor that this object represents."""
-        return self.x.device
+    # Of the tensor that this object represents.
+    shape = property(lambda self: self.x.shape)
+    dtype = property(lambda self: self.x.dtype)
+    device = property(lambda self: self.x.device)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        self._note(f"the attribute {name}")
-        return getattr(self.value(), name)
+        return getattr(self.value_for(f"the attribute {name}"), name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -335,8 +322,7 @@ class Deferred:
         name = getattr(func, "__name__", str(func))
 
         def value(deferred: Deferred) -> Tensor:
-            deferred._note(name)
-            return deferred.value()
+            return deferred.value_for(name)
 
         return func(*tree_map_only(Deferred, value, args), **tree_map_only(Deferred, value, kwargs))
 
@@ -349,21 +335,15 @@ def _compute_then_call(name: str) -> Callable[..., Any]:
     """Return a method that computes the value of a Deferred and calls the method with this name on it."""
 
     def operator(deferred: Deferred, *args: Any) -> Any:
-        deferred._note(name)
-        return getattr(deferred.value(), name)(*args)
+        return getattr(deferred.value_for(name), name)(*args)
 
     return operator
 
 
-for _name in (
-    *(f"__{prefix}{name}__" for prefix in ("", "r") for name in ("sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")),
-    *(
-        f"__{name}__"
-        for name in ("isub", "imul", "itruediv", "neg", "abs", "getitem", "setitem", "len", "iter", "bool", "float")
-    ),
-    *(f"__{name}__" for name in ("lt", "le", "gt", "ge", "eq", "ne")),
-):
-    setattr(Deferred, _name, _compute_then_call(_name))
+_BINARY = ("sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+_OTHERS = ("isub", "imul", "itruediv", "neg", "abs", "getitem", "setitem", "len", "iter", "bool", "float")
+for _name in (*_BINARY, *("r" + name for name in _BINARY), *_OTHERS, "lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Deferred, f"__{_name}__", _compute_then_call(f"__{_name}__"))
 Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 

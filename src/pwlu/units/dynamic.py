@@ -105,12 +105,11 @@ class DynamicPWLU(PWLU):
         """Return the directions D (M, C, N+1), a view of ``direction_weight``."""
         return gathered(self.direction_weight).view(self.directions, self.channels, self.intervals + 1)
 
-    def coefficients(self, x: Tensor) -> Tensor:
-        """Return the coefficients a(x), (B, M, R) in the compute dtype, with R = 1 for ``mixing="layer"``, else F."""
-        return self._coefficients(x, in_phase_one=False)
+    def coefficients(self, x: Tensor, in_phase_one: bool = False) -> Tensor:
+        """Return the coefficients a(x), (B, M, R) in the compute dtype, with R = 1 for ``mixing="layer"``, else F.
 
-    def _coefficients(self, x: Tensor, in_phase_one: bool) -> Tensor:
-        """Return the coefficients. In Phase I, the parameters of the network are constants."""
+        In Phase I, the parameters of the network are constants.
+        """
         return self.squeeze(x, in_phase_one).tanh().unflatten(1, (self.directions, -1))
 
     @torch.no_grad()
@@ -125,7 +124,7 @@ class DynamicPWLU(PWLU):
             x = x.value_for("DynamicPWLU (its heights depend on the sample)")
         statistics: Any = self._modules["statistics"]
         in_phase_one = statistics.phase == 1 and self.training
-        coefficients = self._coefficients(x, in_phase_one)
+        coefficients = self.coefficients(x, in_phase_one)
         weight, directions = self.effective_weight(), self.direction_heights()
         if in_phase_one:
             checks.check_channels(x, self.channels, self.channel_dim)

@@ -1,7 +1,7 @@
 """The module :class:`PWLU`, and helpers that find, read and write the PWLUs of a model."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -166,26 +166,14 @@ class PWLU(nn.Module):
             act.assign(left_slope=torch.tensor([0.1, 0.2]))
         """
         old = self.blocks()
-        if unknown := blocks.keys() - set(old._fields):
-            raise TypeError(
-                f"PWLU.assign: {', '.join(sorted(unknown))} is not a block of the weight. The blocks are "
-                f"{', '.join(old._fields)}"
-            )
+        self._check_names("assign", blocks)
         for name, value in blocks.items():
             if value.shape != getattr(old, name).shape:
                 expected = tuple(getattr(old, name).shape)
                 raise ValueError(f"PWLU.assign: {name} must have the shape {expected}, not {tuple(value.shape)}")
         write_weight(self, self._layout.pack(*(value.to(old.left) for value in old._replace(**blocks))))
 
-    def scale_gradients(
-        self,
-        *,
-        left: float = 1.0,
-        right: float = 1.0,
-        heights: float = 1.0,
-        left_slope: float = 1.0,
-        right_slope: float = 1.0,
-    ) -> None:
+    def scale_gradients(self, **factors: float) -> None:
         """Multiply the gradient of each block by a factor.
 
         A factor of 0 freezes the block. With SGD, any other factor scales its learning rate. Like ``requires_grad``, the
@@ -193,27 +181,30 @@ class PWLU(nn.Module):
         decay: use :func:`pwlu.parameter_groups`, which turns weight decay off for PWLUs.
 
         Args:
-            left: the factor for ``left``. Default: 1.0.
-            right: the factor for ``right``. Default: 1.0.
-            heights: the factor for ``heights``. Default: 1.0.
-            left_slope: the factor for ``left_slope``. Default: 1.0.
-            right_slope: the factor for ``right_slope``. Default: 1.0.
+            **factors: factors by name, among those of :meth:`assign`. Default: 1.0 for every block.
+
+        Raises:
+            TypeError: if there is no block of a name.
 
         Example::
 
             act = pwlu.PWLU(channels=64)
             act.scale_gradients(left=0.0, right=0.0)  # learn heights and slopes, keep the bounds
         """
-        self._scale_blocks(left=left, right=right, heights=heights, left_slope=left_slope, right_slope=right_slope)
-
-    def _scale_blocks(self, **factors: float) -> None:
-        scale = torch.ones(
-            self.channels * self._layout.size(self.intervals), device=self.weight.device, dtype=self.weight.dtype
-        )
+        self._check_names("scale_gradients", factors)
+        size = self.channels * self._layout.size(self.intervals)
+        scale = torch.ones(size, device=self.weight.device, dtype=self.weight.dtype)
         blocks = self._layout.unpack(scale, self.intervals)
         for name, factor in factors.items():
             getattr(blocks, name).fill_(float(factor))
         self.gradient_scale = None if all(factor == 1.0 for factor in factors.values()) else scale
+
+    def _check_names(self, caller: str, blocks: dict[str, Any]) -> None:
+        known = self._layout.Blocks._fields
+        if unknown := blocks.keys() - set(known):
+            raise TypeError(
+                f"PWLU.{caller}: {', '.join(sorted(unknown))} is not a block of the weight. The blocks are {', '.join(known)}"
+            )
 
     def effective_weight(self) -> Tensor:
         """Return the weight, with its gradient scaled as set by :meth:`scale_gradients`."""
@@ -338,8 +329,14 @@ def require_model(caller: str, model: Any) -> None:
         )
 
 
-def require_units(caller: str, model: Any) -> dict[str, PWLU]:
-    """Return all PWLUs of the model by name; raise ValueError if there are none. `caller` is the function that errors name."""
+def require_units(caller: str, model: Any, refused: Mapping[type[PWLU], str] | None = None) -> dict[str, PWLU]:
+    """Return all PWLUs of the model by name; raise ValueError if there are none.
+
+    Args:
+        caller: the function that errors name.
+        model: the model.
+        refused: kinds of PWLUs that raise TypeError, and the reason, which ends the sentence. Default: None.
+    """
     require_model(caller, model)
     units = units_of(model)
     if not units:
@@ -347,6 +344,10 @@ def require_units(caller: str, model: Any) -> dict[str, PWLU]:
         first = "" if caller == "fuse_" else f": call pwlu.{caller} before pwlu.fuse_(model)"
         hint = f"It is already fused{first}" if fused else "Convert it first: pwlu.convert_(model, sample)"
         raise ValueError(f"{caller}: {type(model).__name__} has no PWLU. {hint}")
+    for name, unit in units.items():
+        for kind, why in (refused or {}).items():
+            if isinstance(unit, kind):
+                raise TypeError(f"{caller}: {name or 'the model'} is a {kind.__name__}, {why}")
     return units
 
 

@@ -99,33 +99,10 @@ class NonUniformPWLU(PWLU):
         """Return the initial weight, ``init`` between ``bounds``, in float64 on the CPU."""
         return nonuniform_reference.pack(*from_uniform_blocks(self.initial_blocks()))
 
-    def scale_gradients(  # type: ignore[override]
-        self,
-        *,
-        left: float = 1.0,
-        log_widths: float = 1.0,
-        heights: float = 1.0,
-        left_slope: float = 1.0,
-        right_slope: float = 1.0,
-    ) -> None:
-        """Multiply the gradient of each block by a factor, as :meth:`PWLU.scale_gradients` does.
-
-        Args:
-            left: the factor for ``left``. Default: 1.0.
-            log_widths: the factor for ``log_widths``. Default: 1.0.
-            heights: the factor for ``heights``. Default: 1.0.
-            left_slope: the factor for ``left_slope``. Default: 1.0.
-            right_slope: the factor for ``right_slope``. Default: 1.0.
-        """
-        self._scale_blocks(left=left, log_widths=log_widths, heights=heights, left_slope=left_slope, right_slope=right_slope)
-
     def start_between(self, left: Tensor, right: Tensor, kept: Tensor) -> nonuniform_reference.Blocks:
         """Return the blocks of the initial function between new bounds, in float64 on the CPU. Realignment uses them.
 
-        Args:
-            left: the first knots (C,).
-            right: the last knots (C,).
-            kept: a mask (C, N). Intervals that it marks keep their present widths.
+        `left` and `right` are the first and last knots (C,). Intervals that the mask `kept` (C, N) marks keep their widths.
         """
         old = self.log_widths.detach().to("cpu", torch.float64)
         widths = torch.where(kept, old, ((right - left) / self.intervals).log()[:, None])
@@ -179,13 +156,8 @@ class NonUniformPWLU(PWLU):
                 f"{int((blocks.left >= blocks.right).nonzero()[0])} has crossed bounds. Assign other bounds first: "
                 "act.assign(right=...)"
             )
-        options: dict[str, Any] = {"channel_dim": unit.channel_dim, "device": unit.weight.device, "dtype": unit.weight.dtype}
-        new = cls(unit.channels, unit.intervals, init="identity", **options)
-        new.init, new.bounds = unit.init, unit.bounds
-        new.assign(**from_uniform_blocks(blocks)._asdict())
-        new.statistics.load_state_dict(unit.statistics.state_dict())
+        new: NonUniformPWLU = _converted(unit, cls, unit.intervals, from_uniform_blocks(blocks))
         new.weight.requires_grad_(unit.weight.requires_grad)
-        new.train(unit.training)
         return new
 
     @torch.no_grad()
@@ -228,17 +200,22 @@ class NonUniformPWLU(PWLU):
                 f"NonUniformPWLU.to_uniform: {_MAX_INTERVALS} equal intervals have an error of {float(relative.max()):.2g} of "
                 f"the range, more than tolerance={tolerance:g}. Write a larger tolerance"
             )
-        options: dict[str, Any] = {"channel_dim": self.channel_dim, "device": self.weight.device, "dtype": self.weight.dtype}
-        unit = PWLU(self.channels, blocks.heights.shape[1] - 1, init="identity", **options)
-        unit.init, unit.bounds = self.init, self.bounds
-        unit.assign(**blocks._asdict())
-        unit.statistics.load_state_dict(self.statistics.state_dict())
-        unit.train(self.training)
+        unit = _converted(self, PWLU, blocks.heights.shape[1] - 1, blocks)
         return ToUniform(unit, float(error.max()), float(relative.max()))
 
     def _functions(self) -> nonuniform_reference.Knots:
         weight = gathered(self.weight).detach().to("cpu", torch.float64)
         return nonuniform_reference.unpack_knots(nonuniform_reference.to_knots(weight, self.intervals), self.intervals)
+
+
+def _converted(unit: PWLU, kind: type[PWLU], intervals: int, blocks: Any) -> Any:
+    """Return a unit of another kind with these blocks and the settings and statistics of a unit."""
+    options: dict[str, Any] = {"channel_dim": unit.channel_dim, "device": unit.weight.device, "dtype": unit.weight.dtype}
+    new = kind(unit.channels, intervals, init="identity", **options)
+    new.init, new.bounds = unit.init, unit.bounds
+    new.assign(**blocks._asdict())
+    new.statistics.load_state_dict(unit.statistics.state_dict())
+    return new.train(unit.training)
 
 
 def blocks_to_show(unit: PWLU) -> Any:

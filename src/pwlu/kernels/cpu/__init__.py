@@ -5,7 +5,7 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,19 @@ from pwlu.kernels import build, eager, layout
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _POINTER, _LONG, _UNSIGNED, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint, ctypes.c_double
-_START: list[Any] = [_POINTER, _UNSIGNED, ctypes.c_int]
-_GEOMETRY: list[Any] = [_LONG, _LONG, _LONG]
+_WEIGHT = (_LONG, _POINTER)  # intervals, weight
+_SIGNATURES: dict[str, tuple[int, tuple[Any, ...]]] = {  # pointers before the sizes of x, and what follows; as CpuKernel in C++
+    "forward": (2, (_LONG, *[_POINTER] * 5)),
+    "lookup": (2, (_LONG, *[_POINTER] * 4)),
+    "backward": (3, (_LONG, *[_POINTER] * 10)),
+    "moments": (1, (_POINTER,)),
+    "normalization": (1, (*[_POINTER] * 5, _DOUBLE, _DOUBLE, _POINTER, _POINTER)),
+    "norm_forward": (3, (_POINTER, *_WEIGHT, _POINTER)),
+    "norm_backward": (4, (_POINTER, _POINTER, *_WEIGHT, _POINTER)),
+    "norm_input": (3, (_POINTER, _POINTER, _DOUBLE, ctypes.c_int, *_WEIGHT)),
+    "nonuniform_forward": (2, _WEIGHT),
+    "nonuniform_backward": (3, (*_WEIGHT, _POINTER)),
+}
 _WORKER = ctypes.CFUNCTYPE(None, _POINTER)
 _PARALLEL = ctypes.CFUNCTYPE(None, _POINTER, _POINTER, _UNSIGNED, _UNSIGNED)
 
@@ -62,115 +73,78 @@ class Kernel:
         if library.pwlu_source_id() != build.source_id():
             raise OSError(f"{path.name} was built from another version of {build.SOURCE.name}")
         self._parallel = ctypes.cast(parallel or torch_threads() or python_threads, _POINTER)
-        self._forward, self._lookup = library.pwlu_forward, library.pwlu_lookup
-        self._backward, self._moments = library.pwlu_backward, library.pwlu_moments
-        self._forward.argtypes = [*_START, *[_POINTER] * 2, *_GEOMETRY, _LONG, *[_POINTER] * 5]
-        self._lookup.argtypes = [*_START, *[_POINTER] * 2, *_GEOMETRY, _LONG, *[_POINTER] * 4]
-        self._backward.argtypes = [*_START, *[_POINTER] * 3, *_GEOMETRY, _LONG, *[_POINTER] * 10]
-        self._moments.argtypes = [*_START, _POINTER, *_GEOMETRY, _POINTER]
-        self._nonuniform_forward, self._nonuniform_backward = library.pwlu_nonuniform_forward, library.pwlu_nonuniform_backward
-        self._nonuniform_forward.argtypes = [*_START, *[_POINTER] * 2, *_GEOMETRY, _LONG, _POINTER]
-        self._nonuniform_backward.argtypes = [*_START, *[_POINTER] * 3, *_GEOMETRY, _LONG, *[_POINTER] * 2]
-        self._normalization, self._norm_forward = library.pwlu_normalization, library.pwlu_norm_forward
-        self._norm_backward, self._norm_input = library.pwlu_norm_backward, library.pwlu_norm_input
-        self._normalization.argtypes = [*_START, _POINTER, *_GEOMETRY, *[_POINTER] * 5, *[_DOUBLE] * 2, *[_POINTER] * 2]
-        self._norm_forward.argtypes = [*_START, *[_POINTER] * 3, *_GEOMETRY, _POINTER, _LONG, *[_POINTER] * 2]
-        self._norm_backward.argtypes = [*_START, *[_POINTER] * 4, *_GEOMETRY, *[_POINTER] * 2, _LONG, *[_POINTER] * 2]
-        self._norm_input.argtypes = [
-            *(*_START, *[_POINTER] * 3, *_GEOMETRY),
-            *(_POINTER, _POINTER, _DOUBLE, ctypes.c_int, _LONG, _POINTER),
-        ]
+        self._functions = {name: getattr(library, f"pwlu_{name}") for name in _SIGNATURES}
+        for name, (before, after) in _SIGNATURES.items():
+            start = (_POINTER, _UNSIGNED, ctypes.c_int, *[_POINTER] * before)
+            self._functions[name].argtypes = [*start, _LONG, _LONG, _LONG, *after]
+
+    def _call(
+        self, name: str, x: Tensor, sizes: tuple[int, int, int], before: Sequence[Any], after: Sequence[Any], intervals: int = 0
+    ) -> None:
+        """Call a function of ``cpu.c``, whose arguments are `before` and `after` the `sizes` of x."""
+        eager.register_cpu(self, self._parallel, self._functions.values())
+        start = (self._parallel, torch.get_num_threads(), _DTYPES[x.dtype])
+        status = self._functions[name](*start, *before, *sizes, *after)
+        if status == 1:
+            raise MemoryError("the CPU kernel of pwlu could not allocate scratch memory (channels x intervals x threads)")
+        if status:
+            raise ValueError(
+                f"pwlu: the CPU kernel supports fewer than 2^24 intervals, and channels x intervals below 2^30, not {sizes[1]} "
+                f"channels with {intervals} intervals. Use fewer of them, or set PWLU_CPU_KERNEL=reference"
+            )
 
     def forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
         """Return y."""
-        channels = weight.shape[0] // (intervals + 5)
-        weight = _for_compute(x, weight)
+        weight, channels = _for_compute(x, weight), weight.shape[0] // (intervals + 5)
         parameters = layout.blocks(weight.data_ptr(), channels, intervals, weight.itemsize)
-        return self._map(self._forward, x, [weight], parameters, channels, intervals, channel_dim)
+        return self._map("forward", x, [weight], parameters, channels, intervals, channel_dim)
 
     def nonuniform_forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
         """Return y of non-uniform PWLUs."""
-        channels = weight.shape[0] // (2 * intervals + 4)
-        weight = _for_compute(x, weight)
-        return self._map(self._nonuniform_forward, x, [weight], [weight.data_ptr()], channels, intervals, channel_dim)
+        weight, channels = _for_compute(x, weight), weight.shape[0] // (2 * intervals + 4)
+        return self._map("nonuniform_forward", x, [weight], [weight.data_ptr()], channels, intervals, channel_dim)
 
     def lookup(self, x: Tensor, *rest: Any) -> Tensor:
         """Return y in the inference form."""
         *tables, channel_dim = rest
         channels, columns = tables[2].shape
         tables = [_for_compute(x, table) for table in tables]
-        return self._map(self._lookup, x, tables, [t.data_ptr() for t in tables], channels, columns - 2, channel_dim)
+        return self._map("lookup", x, tables, [t.data_ptr() for t in tables], channels, columns - 2, channel_dim)
 
-    def _map(
-        self,
-        function: Callable[..., int],
-        x: Tensor,
-        held: list[Tensor],
-        parameters: list[int],
-        channels: int,
-        intervals: int,
-        channel_dim: int,
-    ) -> Tensor:
+    def _map(self, what: str, x: Tensor, held: list[Tensor], parameters: list[int], *sizes: int) -> Tensor:
         """Call a function that maps x to y. `held` are the tensors whose addresses are in `parameters`."""
+        channels, intervals, channel_dim = sizes
         y = torch.empty_like(x)
-        if not x.numel():
-            return y
-        self._register()
-        x = layout.laid_out_as(y, x)
-        source, *_ = layout.addresses([x, *held])
-        start, geometry = self._start(x), layout.geometry(x, channels, channel_dim)
-        _check(function(*start, source, y.data_ptr(), *geometry, intervals, *parameters), channels, intervals)
+        if x.numel():
+            x = layout.laid_out_as(y, x)
+            source, *_ = layout.addresses([x, *held])
+            before, after = (source, y.data_ptr()), (intervals, *parameters)
+            self._call(what, x, layout.geometry(x, channels, channel_dim), before, after, intervals)
         return y
 
     def backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
+        self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, *need: bool, what: str = "backward"
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and of the weight; an empty tensor for a gradient that is not needed."""
-        channels = weight.shape[0] // (intervals + 5)
-
-        def blocks(address: int, itemsize: int) -> list[int]:
-            return layout.blocks(address, channels, intervals, itemsize)
-
-        problem = (grad, x, weight, channels, intervals, channel_dim)
-        return self._differentiate(self._backward, blocks, *problem, need_input, need_weight)
-
-    def nonuniform_backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x and of the knot weight; an empty tensor for a gradient that is not needed."""
-        problem = (grad, x, weight, weight.shape[0] // (2 * intervals + 4), intervals, channel_dim)
-        return self._differentiate(self._nonuniform_backward, lambda address, _: [address], *problem, need_input, need_weight)
-
-    def _differentiate(
-        self,
-        function: Callable[..., int],
-        blocks: Callable[[int, int], list[int]],
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        channels: int,
-        intervals: int,
-        channel_dim: int,
-        need_input: bool,
-        need_weight: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Call a function that computes gradients. `blocks` returns the addresses of the parameters in a weight."""
+        need_input, need_weight = need
         like = torch.empty_like(x, device="meta")
         grad_x = torch.empty_like(x) if need_input else x.new_empty(0)
         if not x.numel():
             return grad_x, weight.new_zeros(weight.shape if need_weight else 0)
-        self._register()
         x, grad = layout.laid_out_as(like, x), layout.laid_out_as(like, grad.to(x.dtype))
         packed = _for_compute(x, weight)
+        channels, blocks = layout.channels_and_blocks(what, packed, intervals, _whole)
         grad_weight = torch.empty_like(packed) if need_weight else packed.new_empty(0)
         of_grad, source, address = layout.addresses([grad, x, packed])
-        parameters = blocks(address, packed.itemsize)
-        gradients = blocks(grad_weight.data_ptr(), packed.itemsize) if need_weight else [0] * len(parameters)
-        start, geometry = self._start(x), layout.geometry(x, channels, channel_dim)
-        target = grad_x.data_ptr() if need_input else 0
-        status = function(*start, of_grad, source, target, *geometry, intervals, *parameters, *gradients)
-        _check(status, channels, intervals)
+        parameters = blocks(address)
+        gradients = blocks(grad_weight.data_ptr()) if need_weight else [0] * len(parameters)
+        before, after = (of_grad, source, grad_x.data_ptr() if need_input else 0), (intervals, *parameters, *gradients)
+        self._call(what, x, layout.geometry(x, channels, channel_dim), before, after, intervals)
         return grad_x, grad_weight.to(weight.dtype)
+
+    def nonuniform_backward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x and of the knot weight; an empty tensor for a gradient that is not needed."""
+        return self.backward(*arguments, what="nonuniform_backward")
 
     def observe(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
         """Return y, and add the moments of x to the pool in place."""
@@ -186,9 +160,8 @@ class Kernel:
             return NotImplemented
         if x.numel():
             x = layout.dense(x)
-            start, geometry = self._start(x), layout.geometry(x, pool.shape[1], channel_dim)
             source, target = layout.addresses([x, pool])
-            _check(self._moments(*start, source, *geometry, target), pool.shape[1])
+            self._call("moments", x, layout.geometry(x, pool.shape[1], channel_dim), [source], [target])
             torch.autograd.graph.increment_version(pool)  # as every in-place operation does
         return None
 
@@ -199,20 +172,17 @@ class Kernel:
 
         Return NotImplemented if x is empty, or a vector is not contiguous or does not have the compute dtype.
         """
-        self._register()
         state = layout.NormState(*rest)
         vectors = (state.gamma, state.beta, state.running_mean, state.running_var, state.pool)
         dtype = _compute(x)
         if not x.numel() or not all(v is None or (v.dtype == dtype and v.is_contiguous()) for v in vectors):
             return NotImplemented
         x, norm = layout.dense(x), x.new_empty(4, x.shape[1], dtype=dtype)
-        start, geometry = self._start(x), layout.geometry(x, x.shape[1], 1)
         source = layout.addresses([x])[0] if state.training else None
         *of_vectors, pool = layout.optional_addresses(*vectors)
         (batches,) = layout.optional_addresses(state.batches)
-        numbers = (state.factor, state.eps)
-        status = self._normalization(*start, source, *geometry, *of_vectors, batches, *numbers, pool, norm.data_ptr())
-        _check(status, x.shape[1])
+        after = (*of_vectors, batches, state.factor, state.eps, pool, norm.data_ptr())
+        self._call("normalization", x, layout.geometry(x, x.shape[1], 1), [source], after)
         layout.note_changes(state)
         return norm
 
@@ -229,9 +199,8 @@ class Kernel:
         packed = _for_compute(x, weight)
         source, of_norm, of_weight = layout.addresses([x, norm, packed])
         added, of_pool = layout.optional_addresses(residual, pool)
-        start, geometry = self._start(x), layout.geometry(x, x.shape[1], 1)
-        status = self._norm_forward(*start, source, added, y.data_ptr(), *geometry, of_norm, intervals, of_weight, of_pool)
-        _check(status, x.shape[1], intervals)
+        before, after = (source, added, y.data_ptr()), (of_norm, intervals, of_weight, of_pool)
+        self._call("norm_forward", x, layout.geometry(x, x.shape[1], 1), before, after, intervals)
         if pool is not None:
             torch.autograd.graph.increment_version(pool)
         return y
@@ -250,11 +219,9 @@ class Kernel:
         grad_weight = torch.empty_like(packed)
         of_grad, source, of_norm, of_weight = layout.addresses([grad, x, norm, packed])
         (added,) = layout.optional_addresses(residual)
-        start, geometry = self._start(x), layout.geometry(x, x.shape[1], 1)
-        outputs = (sums.data_ptr(), intervals, of_weight, grad_weight.data_ptr())
-        target = grad_z.data_ptr() if added else None
-        status = self._norm_backward(*start, of_grad, source, added, target, *geometry, of_norm, *outputs)
-        _check(status, x.shape[1], intervals)
+        before = (of_grad, source, added, grad_z.data_ptr() if added else None)
+        after = (of_norm, sums.data_ptr(), intervals, of_weight, grad_weight.data_ptr())
+        self._call("norm_backward", x, layout.geometry(x, x.shape[1], 1), before, after, intervals)
         return grad_z, sums, grad_weight.to(weight.dtype)
 
     def norm_input(self, *arguments: Any) -> Tensor:
@@ -267,19 +234,9 @@ class Kernel:
         packed = _for_compute(x, weight)
         of_grad, source, of_norm, of_weight = layout.addresses([grad, x, norm, packed])
         (of_sums,) = layout.optional_addresses(sums)
-        start, geometry = self._start(x), layout.geometry(x, x.shape[1], 1)
-        tail = (of_norm, of_sums, count, grad_is_of_z, intervals, of_weight)
-        status = self._norm_input(*start, of_grad, source, grad_x.data_ptr(), *geometry, *tail)
-        _check(status, x.shape[1], intervals)
+        before, after = (of_grad, source, grad_x.data_ptr()), (of_norm, of_sums, count, grad_is_of_z, intervals, of_weight)
+        self._call("norm_input", x, layout.geometry(x, x.shape[1], 1), before, after, intervals)
         return grad_x
-
-    def _register(self) -> None:
-        functions = [self._forward, self._lookup, self._backward, self._moments]
-        functions += [self._normalization, self._norm_forward, self._norm_backward, self._norm_input]
-        eager.register_cpu(self, self._parallel, functions)
-
-    def _start(self, x: Tensor) -> tuple[ctypes.c_void_p, int, int]:
-        return self._parallel, torch.get_num_threads(), _DTYPES[x.dtype]
 
 
 def _compute(x: Tensor) -> torch.dtype:
@@ -291,15 +248,9 @@ def _for_compute(x: Tensor, parameter: Tensor) -> Tensor:
     return parameter.to(_compute(x)).contiguous()
 
 
-def _check(status: int, channels: int, intervals: int = 0) -> None:
-    """Raise the error that a function of ``cpu.c`` returned as its status."""
-    if status == 1:
-        raise MemoryError("the CPU kernel of pwlu could not allocate scratch memory (channels x intervals x threads)")
-    if status:
-        raise ValueError(
-            f"pwlu: the CPU kernel supports fewer than 2^24 intervals, and channels x intervals below 2^30, not {channels} "
-            f"channels with {intervals} intervals. Use fewer of them, or set PWLU_CPU_KERNEL=reference"
-        )
+def _whole(weight: int, **_: int) -> list[int]:
+    """Return the only address that the C functions of non-uniform PWLUs need."""
+    return [weight]
 
 
 def usable_variants() -> list[str]:

@@ -69,6 +69,7 @@ static int start(job *j, int summing) {
     return 0;
 }
 
+#define START parallel_fn parallel, unsigned threads, int dtype
 #define GEOMETRY int64_t outer, int64_t channels, int64_t inner
 #define JOB(...) \
     {.dtype = dtype, \
@@ -81,26 +82,24 @@ static int start(job *j, int summing) {
 
 /* Each function returns 0 on success, 1 if it cannot allocate scratch memory, and 2 if a tensor is empty or the table is too
  * large. */
-EXPORT int pwlu_forward(parallel_fn parallel, unsigned threads, int dtype, const void *x, void *y, GEOMETRY, int64_t intervals,
-                        const void *left, const void *right, const void *heights, const void *left_slope,
-                        const void *right_slope) {
+EXPORT int pwlu_forward(START, const void *x, void *y, GEOMETRY, int64_t intervals, const void *left, const void *right,
+                        const void *heights, const void *left_slope, const void *right_slope) {
     job j = JOB(.x = x, .y = y, .intervals = intervals, .segments = intervals + 2,
                 .parameters = {left, right, heights, left_slope, right_slope});
     return start(&j, 0);
 }
 
-EXPORT int pwlu_lookup(parallel_fn parallel, unsigned threads, int dtype, const void *x, void *y, GEOMETRY, int64_t intervals,
-                       const void *left, const void *inv_step, const void *slopes, const void *offsets) {
+EXPORT int pwlu_lookup(START, const void *x, void *y, GEOMETRY, int64_t intervals, const void *left, const void *inv_step,
+                       const void *slopes, const void *offsets) {
     job j = JOB(.x = x, .y = y, .intervals = intervals, .segments = intervals + 2, .form = LOOKUP,
                 .parameters = {left, inv_step, slopes, offsets});
     return start(&j, 0);
 }
 
 /* If grad_x is NULL, do not compute the gradient of x. If all gradients of the parameters are NULL, do not compute them. */
-EXPORT int pwlu_backward(parallel_fn parallel, unsigned threads, int dtype, const void *grad, const void *x, void *grad_x,
-                         GEOMETRY, int64_t intervals, const void *left, const void *right, const void *heights,
-                         const void *left_slope, const void *right_slope, void *grad_left, void *grad_right, void *grad_heights,
-                         void *grad_left_slope, void *grad_right_slope) {
+EXPORT int pwlu_backward(START, const void *grad, const void *x, void *grad_x, GEOMETRY, int64_t intervals, const void *left,
+                         const void *right, const void *heights, const void *left_slope, const void *right_slope,
+                         void *grad_left, void *grad_right, void *grad_heights, void *grad_left_slope, void *grad_right_slope) {
     job j = JOB(.x = x, .grad = grad, .y = grad_x, .intervals = intervals, .segments = intervals + 2,
                 .parameters = {left, right, heights, left_slope, right_slope},
                 .gradients = {grad_left, grad_right, grad_heights, grad_left_slope, grad_right_slope});
@@ -113,23 +112,22 @@ EXPORT int pwlu_backward(parallel_fn parallel, unsigned threads, int dtype, cons
     {BLOCK_OF(weight, 0), NULL, BLOCK_OF(weight, intervals + 3), BLOCK_OF(weight, intervals + 1), \
      BLOCK_OF(weight, intervals + 2)}
 
-EXPORT int pwlu_nonuniform_forward(parallel_fn parallel, unsigned threads, int dtype, const void *x, void *y, GEOMETRY,
-                                   int64_t intervals, const void *weight) {
+EXPORT int pwlu_nonuniform_forward(START, const void *x, void *y, GEOMETRY, int64_t intervals, const void *weight) {
     job j = JOB(.x = x, .y = y, .form = KNOTS, .intervals = intervals, .segments = intervals + 2,
                 .parameters = KNOT_BLOCKS(weight));
     return start(&j, 0);
 }
 
 /* grad_x may be NULL, and so may grad_weight. */
-EXPORT int pwlu_nonuniform_backward(parallel_fn parallel, unsigned threads, int dtype, const void *grad, const void *x,
-                                    void *grad_x, GEOMETRY, int64_t intervals, const void *weight, void *grad_weight) {
+EXPORT int pwlu_nonuniform_backward(START, const void *grad, const void *x, void *grad_x, GEOMETRY, int64_t intervals,
+                                    const void *weight, void *grad_weight) {
     job j = JOB(.x = x, .grad = grad, .y = grad_x, .form = KNOTS, .intervals = intervals, .segments = intervals + 2,
                 .parameters = KNOT_BLOCKS(weight), .gradients = KNOT_BLOCKS(grad_weight));
     return start(&j, grad_weight != NULL);
 }
 
 /* Add count, mean and M2 of x to the pool, REAL (3, channels). */
-EXPORT int pwlu_moments(parallel_fn parallel, unsigned threads, int dtype, const void *x, GEOMETRY, void *pool) {
+EXPORT int pwlu_moments(START, const void *x, GEOMETRY, void *pool) {
     job j = JOB(.x = x, .segments = 1, .gradients = {pool});
     return start(&j, 1);
 }
@@ -140,9 +138,8 @@ EXPORT int pwlu_moments(parallel_fn parallel, unsigned threads, int dtype, const
 
 /* With x, compute the norm of the batch, and update the running statistics, the number of batches and the pool. Each of these
  * may be NULL, and so may gamma and beta. Without x, compute the norm from the running statistics. */
-EXPORT int pwlu_normalization(parallel_fn parallel, unsigned threads, int dtype, const void *x, GEOMETRY, const void *gamma,
-                              const void *beta, void *running_mean, void *running_variance, void *batches, double factor,
-                              double eps, void *pool, void *norm) {
+EXPORT int pwlu_normalization(START, const void *x, GEOMETRY, const void *gamma, const void *beta, void *running_mean,
+                              void *running_variance, void *batches, double factor, double eps, void *pool, void *norm) {
     job j = JOB(.x = x, .segments = 1, .parameters = {gamma, beta}, .factor = factor, .eps = eps,
                 .gradients = {pool, running_mean, running_variance, batches, norm});
     if (x) return start(&j, 1);
@@ -154,8 +151,8 @@ EXPORT int pwlu_normalization(parallel_fn parallel, unsigned threads, int dtype,
 }
 
 /* If there is a pool, add the moments of z to it, in a separate pass as in pwlu_moments. */
-EXPORT int pwlu_norm_forward(parallel_fn parallel, unsigned threads, int dtype, const void *x, const void *residual, void *y,
-                             GEOMETRY, const void *norm, int64_t intervals, const void *weight, void *pool) {
+EXPORT int pwlu_norm_forward(START, const void *x, const void *residual, void *y, GEOMETRY, const void *norm, int64_t intervals,
+                             const void *weight, void *pool) {
     job j = JOB(.x = x, .y = y, .residual = residual, .norm = norm, .intervals = intervals, .segments = intervals + 2,
                 .parameters = BLOCKS(weight));
     job observed = JOB(.x = x, .residual = residual, .norm = norm, .segments = 1, .gradients = {pool});
@@ -164,9 +161,8 @@ EXPORT int pwlu_norm_forward(parallel_fn parallel, unsigned threads, int dtype, 
 }
 
 /* Compute the gradient of z, the sums of the norm and the gradient of the weight. grad_z may be NULL. */
-EXPORT int pwlu_norm_backward(parallel_fn parallel, unsigned threads, int dtype, const void *grad, const void *x,
-                              const void *residual, void *grad_z, GEOMETRY, const void *norm, void *sums, int64_t intervals,
-                              const void *weight, void *grad_weight) {
+EXPORT int pwlu_norm_backward(START, const void *grad, const void *x, const void *residual, void *grad_z, GEOMETRY,
+                              const void *norm, void *sums, int64_t intervals, const void *weight, void *grad_weight) {
     job j =
         JOB(.x = x, .grad = grad, .y = grad_z, .residual = residual, .norm = norm, .norm_total = sums, .intervals = intervals,
             .segments = intervals + 3, .parameters = BLOCKS(weight), .gradients = BLOCKS(grad_weight));
@@ -175,9 +171,8 @@ EXPORT int pwlu_norm_backward(parallel_fn parallel, unsigned threads, int dtype,
 
 /* Compute the gradient of x. If sums is NULL, mean and variance are constants. With grad_is_of_z, grad is the gradient of z, and the
  * weight is not read. */
-EXPORT int pwlu_norm_input(parallel_fn parallel, unsigned threads, int dtype, const void *grad, const void *x, void *grad_x,
-                           GEOMETRY, const void *norm, const void *sums, double count, int grad_is_of_z, int64_t intervals,
-                           const void *weight) {
+EXPORT int pwlu_norm_input(START, const void *grad, const void *x, void *grad_x, GEOMETRY, const void *norm, const void *sums,
+                           double count, int grad_is_of_z, int64_t intervals, const void *weight) {
     job j = JOB(.x = x, .grad = grad, .y = grad_x, .norm = norm, .norm_sums = sums, .count = count, .norm_input = 1,
                 .grad_is_of_z = grad_is_of_z, .intervals = intervals, .segments = intervals + 2, .parameters = BLOCKS(weight));
     return start(&j, 0);

@@ -3,7 +3,7 @@
 import functools
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -86,15 +86,9 @@ class Kernel:
     def _run(
         self, x: Tensor, key: tuple[Any, ...], plan: Plan, second: Plan | None, of_split: int, arguments: dict[str, Any]
     ) -> None:
-        """Launch a kernel and, if given, a second one that adds the partial results.
+        """Launch a kernel and, if given, a second one that adds the partial results: `of_split` floats per split.
 
-        Args:
-            x: a tensor on the device.
-            key: identifies the call for eager.cpp, so that later calls need no Python.
-            plan: the launch of the kernel.
-            second: the launch of the second kernel.
-            of_split: how many floats per split the first kernel writes for the second.
-            arguments: the keyword arguments of :func:`_arguments`.
+        `key` identifies the call for eager.cpp, so that later calls need no Python. `arguments` are for :func:`_arguments`.
         """
         if eager.is_new(key):
             eager.register_gpu(key, self._described(plan), second and self._described(second), plan.splits, launcher())
@@ -145,21 +139,11 @@ class Kernel:
         parameters = [*layout.addresses(tables), 0]
         return self._run_map("lookup", x, dtype, parameters, channels, columns - 2, channel_dim)
 
-    def _map(
-        self,
-        what: str,
-        x: Tensor,
-        weight: Tensor,
-        intervals: int,
-        channel_dim: int,
-        pool: Tensor | None = None,
-        residual: Tensor | None = None,
-        norm: Tensor | None = None,
-    ) -> Tensor:
+    def _map(self, what: str, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, *others: Tensor | None) -> Tensor:
         weight = _for_kernel(weight)
         (address,) = layout.addresses([weight])
-        channels, blocks = _channels_and_blocks(what, weight, intervals)
-        return self._run_map(what, x, weight.dtype, blocks(address), channels, intervals, channel_dim, pool, residual, norm)
+        channels, blocks = layout.channels_and_blocks(what, weight, intervals)
+        return self._run_map(what, x, weight.dtype, blocks(address), channels, intervals, channel_dim, *others)
 
     def _run_map(
         self,
@@ -204,32 +188,18 @@ class Kernel:
     # Backward passes.
 
     def backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
+        self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, *need: bool, what: str = "backward"
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and of the weight; an empty tensor for a gradient that is not needed."""
-        return self._differentiate("backward", grad, x, weight, intervals, channel_dim, need_input, need_weight)
-
-    def nonuniform_backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x and of the knot weight; an empty tensor for a gradient that is not needed."""
-        return self._differentiate("nonuniform_backward", grad, x, weight, intervals, channel_dim, need_input, need_weight)
-
-    def _differentiate(
-        self,
-        what: str,
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        intervals: int,
-        channel_dim: int,
-        need_input: bool,
-        need_weight: bool,
-    ) -> tuple[Tensor, Tensor]:
+        need_input, need_weight = need
         found = self._backward(what if need_weight else f"{what}_input", grad, x, weight, intervals, channel_dim)
         if found is NotImplemented or need_input:
             return found
         return x.new_empty(0), found[1]  # the kernels always compute the gradient of x
+
+    def nonuniform_backward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x and of the knot weight; an empty tensor for a gradient that is not needed."""
+        return self.backward(*arguments, what="nonuniform_backward")
 
     def norm_backward(
         self, grad: Tensor, x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int
@@ -266,7 +236,7 @@ class Kernel:
         if x.dtype not in _KINDS:
             return NotImplemented
         lines, packed = sum_lines(what, intervals), _for_kernel(weight)
-        channels, blocks = _channels_and_blocks(what, packed, intervals)
+        channels, blocks = layout.channels_and_blocks(what, packed, intervals)
         out = x.new_empty(0) if what == "norm_backward" else torch.empty_like(x)
         if not x.numel():
             return out, weight.new_zeros(weight.shape if lines else 0)
@@ -346,13 +316,6 @@ def _processor(index: int) -> Processor:
         found.shared_memory_per_multiprocessor,
         found.shared_memory_per_block_optin,
     )
-
-
-def _channels_and_blocks(what: str, weight: Tensor, intervals: int) -> tuple[int, Callable[[int], list[int]]]:
-    """Return the number of channels, and a function from the address of a weight or its gradient to those of its blocks."""
-    size, blocks = (2 * intervals + 4, layout.knot_blocks) if "nonuniform" in what else (intervals + 5, layout.blocks)
-    channels = weight.shape[0] // size
-    return channels, functools.partial(blocks, channels=channels, intervals=intervals, itemsize=weight.itemsize)
 
 
 def _is_plain(tensor: Tensor | None) -> bool:

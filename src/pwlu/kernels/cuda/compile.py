@@ -126,15 +126,9 @@ def core() -> Any:
 
 
 def compile_functions(chosen: list[Function], architecture: str, keep: bool = True) -> Any:
-    """Compile the chosen kernels for an architecture such as ``sm_90``.
+    """Compile the chosen kernels for an architecture such as ``sm_90``; return the ``cuda.core.ObjectCode``.
 
-    Args:
-        chosen: the kernels.
-        architecture: the architecture.
-        keep: use the cache on disk. A cache that cannot be used is ignored. Default: True.
-
-    Returns:
-        The machine code, a ``cuda.core.ObjectCode``.
+    If `keep`, use the cache on disk, but ignore a cache that cannot be used.
     """
     cuda = core()
     options = cuda.ProgramOptions(arch=architecture, std="c++17")

@@ -13,6 +13,7 @@ import os
 import platform
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -228,8 +229,8 @@ def register_gpu(key: tuple[Any, ...], first: Launch, second: Launch | None, spl
     library.pwlu_register_gpu(words, first, second, splits, ctypes.cast(launch, ctypes.c_void_p))
 
 
-def register_cpu(kernel: object, parallel: Any, functions: list[Any]) -> None:
-    """Register the functions of ``cpu.c``, in the order of struct CpuKernel."""
+def register_cpu(kernel: object, parallel: Any, functions: Iterable[Any]) -> None:
+    """Register the functions of ``cpu.c``, in the order of struct CpuKernel; those that follow are not used."""
     global _registered_cpu_kernel
     if library is not None and _registered_cpu_kernel is not kernel:
         addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in (parallel, *functions)]

@@ -15,63 +15,55 @@
 
 namespace {
 
-using Forward = Tensor(const Tensor &, const Tensor &, int64_t, int64_t);
-using Observe = Tensor(const Tensor &, const Tensor &, int64_t, int64_t, Tensor);
 using Gradients = std::tuple<Tensor, Tensor>;
-using Backward = Gradients(const Tensor &, const Tensor &, const Tensor &, int64_t, int64_t, bool, bool);
-using Lookup = Tensor(const Tensor &, const Tensor &, const Tensor &, const Tensor &, const Tensor &, int64_t);
-
-using Normalization = Tensor(const Tensor &, PWLU_NORM_STATE);
-using NormForward = Tensor(const Tensor &, const MaybeTensor &, const Tensor &, const Tensor &, int64_t);
-using NormObserve = Tensor(const Tensor &, const MaybeTensor &, const Tensor &, const Tensor &, int64_t, Tensor);
-using NormBackward = NormGradients(const Tensor &, const Tensor &, const MaybeTensor &, const Tensor &, const Tensor &,
-                                   int64_t);
-using NormInput = Tensor(const Tensor &, const Tensor &, const Tensor &, const Tensor &, int64_t, const MaybeTensor &, double,
-                         bool);
-using NormAct = std::tuple<Tensor, Tensor>(const Tensor &, const MaybeTensor &, const Tensor &, int64_t, PWLU_NORM_STATE);
 using DifferentiableNormBackward = std::vector<Tensor>(const Tensor &, const Tensor &, const MaybeTensor &, const Tensor &,
                                                        const MaybeTensor &, const MaybeTensor &, const Tensor &, int64_t,
                                                        double, bool);
 
-template <class Signature>
-c10::TypedOperatorHandle<Signature> find(const char *name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+template <size_t kLength>
+struct Name {
+  char text[kLength];
+  constexpr Name(const char (&from)[kLength]) { std::copy_n(from, kLength, text); }
+};
+
+// Call an operator.
+template <class Signature, Name kName, class... Args>
+auto call_operator(const Args &...arguments) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(kName.text, "").template typed<Signature>();
+  return op.call(arguments...);
 }
 
 // Implementations below autograd.
 
-template <class Signature, class... Rest>
-auto by_python(const c10::TypedOperatorHandle<Signature> &op, const Rest &...arguments) {
+template <class Signature, Name kName, class... Args>
+auto by_python(const Args &...arguments) {
   const at::AutoDispatchBelowAutograd guard;
-  return op.call(arguments...);
+  return call_operator<Signature, kName>(arguments...);
 }
 
 Tensor forward(const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim) {
   if (auto y = run_forward(x, weight, intervals, channel_dim)) return *y;
-  static const auto python = find<Forward>("pwlu_python::serve_forward");
-  return by_python(python, x, weight, intervals, channel_dim);
+  return by_python<decltype(forward), "pwlu_python::serve_forward">(x, weight, intervals, channel_dim);
 }
 
 Tensor observe(const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim, Tensor pool) {
   // In a backward pass, gradient checkpointing recomputes forward: fall back to Python, which does not count the input again.
   if (torch::autograd::get_current_graph_task_id() == -1)
     if (auto y = run_forward(x, weight, intervals, channel_dim, &pool)) return *y;
-  static const auto python = find<Observe>("pwlu_python::serve_observe");
-  return by_python(python, x, weight, intervals, channel_dim, pool);
+  return by_python<decltype(observe), "pwlu_python::serve_observe">(x, weight, intervals, channel_dim, pool);
 }
 
 Gradients backward(const Tensor &grad, const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim,
                    bool need_input, bool need_weight) {
   if (auto found = run_backward(grad, x, weight, intervals, channel_dim, need_input, need_weight)) return *found;
-  static const auto python = find<Backward>("pwlu_python::serve_backward");
-  return by_python(python, grad, x, weight, intervals, channel_dim, need_input, need_weight);
+  return by_python<decltype(backward), "pwlu_python::serve_backward">(grad, x, weight, intervals, channel_dim, need_input,
+                                                                      need_weight);
 }
 
 Tensor lookup(const Tensor &x, const Tensor &left, const Tensor &inv_step, const Tensor &slopes, const Tensor &offsets,
               int64_t channel_dim) {
   if (auto y = run_lookup(x, {&left, &inv_step, &slopes, &offsets}, channel_dim)) return *y;
-  static const auto python = find<Lookup>("pwlu_python::serve_lookup");
-  return by_python(python, x, left, inv_step, slopes, offsets, channel_dim);
+  return by_python<decltype(lookup), "pwlu_python::serve_lookup">(x, left, inv_step, slopes, offsets, channel_dim);
 }
 
 // A batch norm followed by a PWLU.
@@ -79,36 +71,32 @@ Tensor lookup(const Tensor &x, const Tensor &left, const Tensor &inv_step, const
 Tensor normalization(const Tensor &x, PWLU_NORM_STATE) {
   if (!pool || torch::autograd::get_current_graph_task_id() == -1)  // see observe
     if (auto norm = run_normalization(x, PWLU_NORM_NAMES, pool)) return *norm;
-  static const auto python = find<Normalization>("pwlu_python::serve_normalization");
-  return by_python(python, x, PWLU_NORM_NAMES, pool);
+  return by_python<decltype(normalization), "pwlu_python::serve_normalization">(x, PWLU_NORM_NAMES, pool);
 }
 
 Tensor norm_forward(const Tensor &x, const MaybeTensor &residual, const Tensor &norm, const Tensor &weight, int64_t intervals) {
   if (auto y = run_norm_forward(x, residual, norm, weight, intervals, std::nullopt)) return *y;
-  static const auto python = find<NormForward>("pwlu_python::serve_norm_forward");
-  return by_python(python, x, residual, norm, weight, intervals);
+  return by_python<decltype(norm_forward), "pwlu_python::serve_norm_forward">(x, residual, norm, weight, intervals);
 }
 
 Tensor norm_observe(const Tensor &x, const MaybeTensor &residual, const Tensor &norm, const Tensor &weight, int64_t intervals,
                     Tensor pool) {
   if (torch::autograd::get_current_graph_task_id() == -1)
     if (auto y = run_norm_forward(x, residual, norm, weight, intervals, pool)) return *y;
-  static const auto python = find<NormObserve>("pwlu_python::serve_norm_observe");
-  return by_python(python, x, residual, norm, weight, intervals, pool);
+  return by_python<decltype(norm_observe), "pwlu_python::serve_norm_observe">(x, residual, norm, weight, intervals, pool);
 }
 
 NormGradients norm_backward(const Tensor &grad, const Tensor &x, const MaybeTensor &residual, const Tensor &norm,
                             const Tensor &weight, int64_t intervals) {
   if (auto found = run_norm_backward(grad, x, residual, norm, weight, intervals)) return *found;
-  static const auto python = find<NormBackward>("pwlu_python::serve_norm_backward");
-  return by_python(python, grad, x, residual, norm, weight, intervals);
+  return by_python<decltype(norm_backward), "pwlu_python::serve_norm_backward">(grad, x, residual, norm, weight, intervals);
 }
 
 Tensor norm_input(const Tensor &grad, const Tensor &x, const Tensor &norm, const Tensor &weight, int64_t intervals,
                   const MaybeTensor &sums, double count, bool grad_is_of_z) {
   if (auto found = run_norm_input(grad, x, norm, weight, intervals, sums, count, grad_is_of_z)) return *found;
-  static const auto python = find<NormInput>("pwlu_python::serve_norm_input");
-  return by_python(python, grad, x, norm, weight, intervals, sums, count, grad_is_of_z);
+  return by_python<decltype(norm_input), "pwlu_python::serve_norm_input">(grad, x, norm, weight, intervals, sums, count,
+                                                                          grad_is_of_z);
 }
 
 // Return y and the norm. In training and without a residual, the moments of z follow from the norm.
@@ -147,91 +135,108 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// What a node saves besides x and the weight. `phase_one`: the unit is in Phase I, and the gradient of its weight is zero.
-struct Settings {
-  int64_t intervals, channel_dim;
-  bool phase_one, need_input, need_weight;
-};
-
-variable_list gradients(const Tensor &grad, const Tensor &x, const Tensor &weight, const Settings &s) {
-  const bool learns = s.need_weight && !s.phase_one && grad.defined();
-  variable_list found(2);
-  if (grad.defined() && (s.need_input || learns)) {  // undefined: no gradient reaches the output
-    Gradients both;
-    if (is_plain(grad, x, weight) && !at::GradMode::is_enabled()) {  // enabled only if create_graph=True
-      const at::AutoDispatchBelowADInplaceOrView guard;
-      both = ::backward(grad, x, weight, s.intervals, s.channel_dim, s.need_input, learns);
-    } else {
-      static const auto op = find<Backward>("pwlu::backward");
-      both = op.call(grad, x, weight, s.intervals, s.channel_dim, s.need_input, learns);
-    }
-    if (s.need_input) found[0] = std::get<0>(both);
-    if (learns) found[1] = std::get<1>(both);
-  }
-  if (s.need_weight && !learns) found[1] = at::zeros_like(weight);  // not undefined: DistributedDataParallel waits for it
-  return found;
-}
-
-// The derivative of forward and observe.
-struct UnitBackward : Node {
-  SavedVariable x_, weight_;
+// The derivative of an operator. `Settings` states what a node saves besides tensors: its name, the number of saved tensors,
+// the settings, and `needed`: which inputs need a gradient. `gradients` computes the gradients from all of these.
+template <class Settings>
+struct Derivative : Node {
+  using Saved = std::array<Tensor, Settings::kSaved>;
+  std::array<SavedVariable, Settings::kSaved> saved_;
   Settings settings_;
 
-  std::string name() const override { return "PWLUBackward"; }
+  std::string name() const override { return Settings::kName; }
 
   void release_variables() override {
     const std::lock_guard lock(mutex_);
-    x_.reset_data();
-    weight_.reset_data();
+    for (auto &each : saved_) each.reset_data();
   }
 
   Settings asked() const {
     Settings s = settings_;
-    s.need_input = task_should_compute_output(0), s.need_weight = task_should_compute_output(1);
+    for (size_t i = 0; i < s.needed.size(); ++i) s.needed[i] = task_should_compute_output(i);
     return s;
+  }
+
+  Saved unpacked() const {
+    Saved tensors;
+    for (size_t i = 0; i < tensors.size(); ++i) tensors[i] = saved_[i].unpack();
+    return tensors;
   }
 
   variable_list apply(variable_list &&grads) override {
     const std::lock_guard lock(mutex_);
-    return gradients(grads[0], x_.unpack(), weight_.unpack(), asked());
+    return gradients(grads[0], unpacked(), asked());
   }
 
   // Compiled autograd: a node lists what it depends on, and is recorded as a function of its inputs and of numbers.
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs &args) const override {
-    args.collect(x_, false);
-    args.collect(weight_, false);
-    args.collect(settings_.intervals);
-    args.collect(settings_.channel_dim);
-    args.collect(settings_.phase_one);
+    for (const auto &each : saved_) args.collect(each, false);
+    std::apply([&](const auto &...number) { (args.collect(number), ...); }, Settings(settings_).numbers());
   }
 
   static variable_list recorded(const variable_list &grads, const std::vector<c10::IValue> &a) {
-    return gradients(grads[0], a[0].toTensor(), a[1].toTensor(),
-                     {a[2].toInt(), a[3].toInt(), a[4].toBool(), a[5].toBool(), a[6].toBool()});
+    Saved tensors;
+    Settings s{};
+    size_t i = 0;
+    for (auto &tensor : tensors) tensor = a[i++].toTensor();
+    std::apply([&](auto &...number) { ((number = a[i++].to<std::decay_t<decltype(number)>>()), ...); }, s.numbers());
+    for (auto &needed : s.needed) needed = a[i++].toBool();
+    return gradients(grads[0], tensors, s);
   }
 
   variable_list apply_with_saved(const variable_list &grads, torch::dynamo::autograd::SwapSavedVariables &saved) override {
     namespace compiled = torch::dynamo::autograd;
-    saved.before(x_);
-    saved.before(weight_);
-    const Settings s = asked();
-    const std::vector<c10::IValue> arguments{x_.unpack(), weight_.unpack(), s.intervals,  s.channel_dim,
-                                             s.phase_one, s.need_input,     s.need_weight};
-    const auto tensor = at::TensorType::get();
-    const auto number = at::IntType::get();
-    const auto flag = at::BoolType::get();
+    for (auto &each : saved_) saved.before(each);
+    Settings s = asked();
+    std::vector<c10::IValue> arguments;
+    std::vector<at::TypePtr> types;
+    const auto add = [&](const auto &value) {
+      arguments.emplace_back(value), types.push_back(c10::getTypePtr<std::decay_t<decltype(value)>>());
+    };
+    for (const auto &tensor : unpacked()) add(tensor);
+    std::apply([&](const auto &...number) { (add(number), ...); }, s.numbers());
+    for (const bool needed : s.needed) add(needed);
     const auto metadata = compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
         compiled::get_input_metadata(next_edges()));
     const auto &python = compiled::getPyCompilerInterface();
-    static const auto function =  // bind the name only once
-        python->bind_function(saved.get_py_compiler(), name(), recorded, {tensor, tensor, number, number, flag, flag, flag});
+    static const auto function = python->bind_function(saved.get_py_compiler(), name(), recorded, types);  // bind it only once
     auto found = python->call_function(saved.get_py_compiler(), "apply_functional", function, grads, arguments, metadata);
-    saved.after(x_);
-    saved.after(weight_);
+    for (auto &each : saved_) saved.after(each);
     return found;
   }
 };
+
+// The derivative of forward and observe. `phase_one`: the unit is in Phase I, and the gradient of its weight is zero.
+struct UnitSettings {
+  static constexpr auto kName = "PWLUBackward";
+  static constexpr size_t kSaved = 2;  // x, weight
+  int64_t intervals, channel_dim;
+  bool phase_one;
+  std::array<bool, 2> needed;
+
+  auto numbers() { return std::tie(intervals, channel_dim, phase_one); }
+};
+
+variable_list gradients(const Tensor &grad, const std::array<Tensor, 2> &saved, const UnitSettings &s) {
+  const auto &[x, weight] = saved;
+  const auto [need_input, need_weight] = s.needed;
+  const bool learns = need_weight && !s.phase_one && grad.defined();
+  variable_list found(2);
+  if (grad.defined() && (need_input || learns)) {  // undefined: no gradient reaches the output
+    Gradients both;
+    if (is_plain(grad, x, weight) && !at::GradMode::is_enabled()) {  // enabled only if create_graph=True
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      both = ::backward(grad, x, weight, s.intervals, s.channel_dim, need_input, learns);
+    } else {
+      both = call_operator<decltype(::backward), "pwlu::backward">(grad, x, weight, s.intervals, s.channel_dim, need_input,
+                                                                   learns);
+    }
+    if (need_input) found[0] = std::get<0>(both);
+    if (learns) found[1] = std::get<1>(both);
+  }
+  if (need_weight && !learns) found[1] = at::zeros_like(weight);  // not undefined: DistributedDataParallel waits for it
+  return found;
+}
 
 template <class T>
 auto make_node() {  // torch 2.11 uses another type of pointer for nodes than later versions
@@ -247,11 +252,10 @@ Tensor differentiable(const Tensor &x, const Tensor &weight, int64_t intervals, 
     const at::AutoDispatchBelowADInplaceOrView guard;
     return serve();
   }
-  auto node = make_node<UnitBackward>();
+  auto node = make_node<Derivative<UnitSettings>>();
   node->set_next_edges(torch::autograd::collect_next_edges(x, weight));
-  node->x_ = SavedVariable(x, false);
-  node->weight_ = SavedVariable(weight, false);
-  node->settings_ = {intervals, channel_dim, phase_one, false, false};
+  node->saved_ = {SavedVariable(x, false), SavedVariable(weight, false)};
+  node->settings_ = {intervals, channel_dim, phase_one, {}};
   const Tensor y = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return serve();
@@ -261,33 +265,34 @@ Tensor differentiable(const Tensor &x, const Tensor &weight, int64_t intervals, 
 }
 
 Tensor autograd_forward(const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim) {
-  static const auto python = find<Forward>("pwlu_python::differentiate_forward");
-  if (!is_plain(x, weight)) return python.call(x, weight, intervals, channel_dim);
+  if (!is_plain(x, weight))
+    return call_operator<decltype(forward), "pwlu_python::differentiate_forward">(x, weight, intervals, channel_dim);
   return differentiable(x, weight, intervals, channel_dim, false, [&] { return forward(x, weight, intervals, channel_dim); });
 }
 
 Tensor autograd_observe(const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim, Tensor pool) {
-  static const auto python = find<Observe>("pwlu_python::differentiate_observe");
-  if (!is_plain(x, weight, pool)) return python.call(x, weight, intervals, channel_dim, pool);
+  if (!is_plain(x, weight, pool))
+    return call_operator<decltype(observe), "pwlu_python::differentiate_observe">(x, weight, intervals, channel_dim, pool);
   return differentiable(x, weight, intervals, channel_dim, true,
                         [&] { return observe(x, weight, intervals, channel_dim, pool); });
 }
 
 Gradients autograd_backward(const Tensor &grad, const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim,
                             bool need_input, bool need_weight) {
-  static const auto python = find<Backward>("pwlu_python::differentiate_backward");
   if (!is_plain(grad, x, weight) || torch::autograd::compute_requires_grad(grad, x, weight))
-    return python.call(grad, x, weight, intervals, channel_dim, need_input, need_weight);
+    return call_operator<decltype(backward), "pwlu_python::differentiate_backward">(grad, x, weight, intervals, channel_dim,
+                                                                                    need_input, need_weight);
   const at::AutoDispatchBelowADInplaceOrView guard;
   return backward(grad, x, weight, intervals, channel_dim, need_input, need_weight);
 }
 
+// Python's derivative of lookup raises an error.
 Tensor autograd_lookup(const Tensor &x, const Tensor &left, const Tensor &inv_step, const Tensor &slopes, const Tensor &offsets,
                        int64_t channel_dim) {
-  static const auto python = find<Lookup>("pwlu_python::differentiate_lookup");  // raises an error in the backward pass
   if (!is_plain(x, left, inv_step, slopes, offsets) ||
       torch::autograd::compute_requires_grad(x, left, inv_step, slopes, offsets))
-    return python.call(x, left, inv_step, slopes, offsets, channel_dim);
+    return call_operator<decltype(lookup), "pwlu_python::differentiate_lookup">(x, left, inv_step, slopes, offsets,
+                                                                                channel_dim);
   const at::AutoDispatchBelowADInplaceOrView guard;
   return lookup(x, left, inv_step, slopes, offsets, channel_dim);
 }
@@ -295,15 +300,19 @@ Tensor autograd_lookup(const Tensor &x, const Tensor &left, const Tensor &inv_st
 // The derivative of norm_act.
 
 struct NormSettings {
+  static constexpr auto kName = "PWLUNormBackward";
+  static constexpr size_t kSaved = 6;  // x, residual, weight, gamma, beta, norm
   int64_t intervals;
   double eps, count;
   bool training, phase_one;
   std::array<bool, 5> needed;  // gradients of x, residual, weight, gamma, beta
+
+  auto numbers() { return std::tie(intervals, eps, count, training, phase_one); }
 };
 
 MaybeTensor maybe(const Tensor &tensor) { return tensor.defined() ? MaybeTensor(tensor) : MaybeTensor(); }
 
-variable_list norm_gradients(const Tensor &grad, const std::array<Tensor, 6> &saved, const NormSettings &s) {
+variable_list gradients(const Tensor &grad, const std::array<Tensor, 6> &saved, const NormSettings &s) {
   const auto &[x, residual, weight, gamma, beta, norm] = saved;
   variable_list found(5);
   if (grad.defined()) {
@@ -319,9 +328,8 @@ variable_list norm_gradients(const Tensor &grad, const std::array<Tensor, 6> &sa
       if (s.needed[3] && gamma.defined()) found[3] = sums.select(0, 2).to(gamma.scalar_type());
       if (s.needed[4] && beta.defined()) found[4] = sums.select(0, 0).to(beta.scalar_type());
     } else {
-      static const auto op = find<DifferentiableNormBackward>("pwlu_python::differentiable_norm_backward");
-      const auto all =
-          op.call(grad, x, maybe(residual), weight, maybe(gamma), maybe(beta), norm, s.intervals, s.eps, s.training);
+      const auto all = call_operator<DifferentiableNormBackward, "pwlu_python::differentiable_norm_backward">(
+          grad, x, maybe(residual), weight, maybe(gamma), maybe(beta), norm, s.intervals, s.eps, s.training);
       for (size_t i = 0; i < 5; ++i)
         if (s.needed[i]) found[i] = all[i];
     }
@@ -330,84 +338,18 @@ variable_list norm_gradients(const Tensor &grad, const std::array<Tensor, 6> &sa
   return found;
 }
 
-struct NormActBackward : Node {
-  std::array<SavedVariable, 6> saved_;  // x, residual, weight, gamma, beta, norm
-  NormSettings settings_;
-
-  std::string name() const override { return "PWLUNormBackward"; }
-
-  void release_variables() override {
-    const std::lock_guard lock(mutex_);
-    for (auto &each : saved_) each.reset_data();
-  }
-
-  NormSettings asked() const {
-    NormSettings s = settings_;
-    for (size_t i = 0; i < 5; ++i) s.needed[i] = task_should_compute_output(i);
-    return s;
-  }
-
-  std::array<Tensor, 6> unpacked() const {
-    std::array<Tensor, 6> tensors;
-    for (size_t i = 0; i < 6; ++i) tensors[i] = saved_[i].unpack();
-    return tensors;
-  }
-
-  variable_list apply(variable_list &&grads) override {
-    const std::lock_guard lock(mutex_);
-    return norm_gradients(grads[0], unpacked(), asked());
-  }
-
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs &args) const override {
-    for (const auto &each : saved_) args.collect(each, false);
-    args.collect(settings_.intervals);
-    args.collect(settings_.eps);
-    args.collect(settings_.count);
-    args.collect(settings_.training);
-    args.collect(settings_.phase_one);
-  }
-
-  static variable_list recorded(const variable_list &grads, const std::vector<c10::IValue> &a) {
-    std::array<Tensor, 6> tensors;
-    for (size_t i = 0; i < 6; ++i) tensors[i] = a[i].toTensor();
-    NormSettings s{a[6].toInt(), a[7].toDouble(), a[8].toDouble(), a[9].toBool(), a[10].toBool(), {}};
-    for (size_t i = 0; i < 5; ++i) s.needed[i] = a[11 + i].toBool();
-    return norm_gradients(grads[0], tensors, s);
-  }
-
-  variable_list apply_with_saved(const variable_list &grads, torch::dynamo::autograd::SwapSavedVariables &saved) override {
-    namespace compiled = torch::dynamo::autograd;
-    for (auto &each : saved_) saved.before(each);
-    const NormSettings s = asked();
-    std::vector<c10::IValue> arguments;
-    std::vector<at::TypePtr> types;
-    for (const auto &tensor : unpacked()) arguments.emplace_back(tensor), types.push_back(at::TensorType::get());
-    arguments.insert(arguments.end(), {s.intervals, s.eps, s.count, s.training, s.phase_one});
-    types.insert(types.end(),
-                 {at::IntType::get(), at::FloatType::get(), at::FloatType::get(), at::BoolType::get(), at::BoolType::get()});
-    for (const bool needed : s.needed) arguments.emplace_back(needed), types.push_back(at::BoolType::get());
-    const auto metadata = compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
-        compiled::get_input_metadata(next_edges()));
-    const auto &python = compiled::getPyCompilerInterface();
-    static const auto function = python->bind_function(saved.get_py_compiler(), name(), recorded, types);
-    auto found = python->call_function(saved.get_py_compiler(), "apply_functional", function, grads, arguments, metadata);
-    for (auto &each : saved_) saved.after(each);
-    return found;
-  }
-};
-
 std::tuple<Tensor, Tensor> autograd_norm_act(const Tensor &x, const MaybeTensor &residual, const Tensor &weight,
                                              int64_t intervals, PWLU_NORM_STATE) {
-  static const auto python = find<NormAct>("pwlu_python::differentiate_norm_act");
   if (!is_plain(x, residual, gamma, beta, weight, running_mean, running_var, batches, pool))
-    return python.call(x, residual, weight, intervals, PWLU_NORM_NAMES, pool);
+    return call_operator<decltype(norm_act), "pwlu_python::differentiate_norm_act">(x, residual, weight, intervals,
+                                                                                    PWLU_NORM_NAMES, pool);
   const auto plain = [](const MaybeTensor &tensor) { return tensor ? *tensor : Tensor(); };
   const std::array<Tensor, 5> inputs{x, plain(residual), weight, plain(gamma), plain(beta)};
   const at::AutoDispatchBelowADInplaceOrView guard;
   const auto both = norm_act(x, residual, weight, intervals, PWLU_NORM_NAMES, pool);
   if (!torch::autograd::compute_requires_grad(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4])) return both;
   const auto &[y, norm] = both;
-  auto node = make_node<NormActBackward>();
+  auto node = make_node<Derivative<NormSettings>>();
   node->set_next_edges(torch::autograd::collect_next_edges(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4]));
   for (size_t i = 0; i < 5; ++i) node->saved_[i] = SavedVariable(inputs[i], false);
   node->saved_[5] = SavedVariable(norm, false);
@@ -418,17 +360,15 @@ std::tuple<Tensor, Tensor> autograd_norm_act(const Tensor &x, const MaybeTensor 
 }
 
 // The parts of norm_act have no derivative of their own. Python raises the error.
-template <class Signature, auto kServe>
+template <auto kServe, Name kPython>
 struct Part;
-template <class Result, class... Args, Result (*kServe)(Args...)>
-struct Part<Result(Args...), kServe> {
-  static inline const char *name;
+template <class Result, class... Args, Result (*kServe)(Args...), Name kPython>
+struct Part<kServe, kPython> {
   static Result call(Args... args) {
-    static const auto python = find<Result(Args...)>(name);
     const auto tensors = std::tuple_cat(tensor_of(args)...);
     const bool plain =
         std::apply([](const auto &...t) { return is_plain(t...) && !torch::autograd::compute_requires_grad(t...); }, tensors);
-    if (!plain) return python.call(args...);
+    if (!plain) return call_operator<Result(Args...), kPython>(args...);
     const at::AutoDispatchBelowADInplaceOrView guard;
     return kServe(args...);
   }
@@ -439,12 +379,6 @@ struct Part<Result(Args...), kServe> {
     else return std::tuple<>();
   }
 };
-
-template <class Signature, auto kServe>
-void part(torch::Library &m, const char *name, const char *python) {
-  Part<Signature, kServe>::name = python;
-  m.impl(name, Part<Signature, kServe>::call);
-}
 
 void serve(torch::Library &m) {
   m.impl("forward", forward);
@@ -464,11 +398,11 @@ void differentiate(torch::Library &m) {
   m.impl("backward", autograd_backward);
   m.impl("lookup", autograd_lookup);
   m.impl("observe", autograd_observe);
-  part<Normalization, normalization>(m, "normalization", "pwlu_python::differentiate_normalization");
-  part<NormForward, norm_forward>(m, "norm_forward", "pwlu_python::differentiate_norm_forward");
-  part<NormObserve, norm_observe>(m, "norm_observe", "pwlu_python::differentiate_norm_observe");
-  part<NormBackward, norm_backward>(m, "norm_backward", "pwlu_python::differentiate_norm_backward");
-  part<NormInput, norm_input>(m, "norm_input", "pwlu_python::differentiate_norm_input");
+  m.impl("normalization", Part<normalization, "pwlu_python::differentiate_normalization">::call);
+  m.impl("norm_forward", Part<norm_forward, "pwlu_python::differentiate_norm_forward">::call);
+  m.impl("norm_observe", Part<norm_observe, "pwlu_python::differentiate_norm_observe">::call);
+  m.impl("norm_backward", Part<norm_backward, "pwlu_python::differentiate_norm_backward">::call);
+  m.impl("norm_input", Part<norm_input, "pwlu_python::differentiate_norm_input">::call);
   m.impl("norm_act", autograd_norm_act);
 }
 

@@ -207,6 +207,13 @@ CpuKernel on_cpu() {
   return cpu_kernel;
 }
 
+// Call a function of cpu.c, with the arguments that all of them start with. Return whether it succeeded.
+template <class Function, class... Rest>
+bool call(Function CpuKernel::*function, const Problem &p, Rest... rest) {
+  const CpuKernel k = on_cpu();
+  return k.parallel && !(k.*function)(k.parallel, at::get_num_threads(), code_of(p.dtype), rest...);
+}
+
 // The kernels. They return nullopt if Python has to handle the call.
 
 // Return y; with a pool, add the moments of x to it. `arguments` holds the parameters.
@@ -216,19 +223,13 @@ std::optional<Tensor> run_map(What what, const Tensor &x, const Problem &p, Argu
     const auto plan = plan_of(p.key(what, x, arguments.aligned()));
     return plan && launch(*plan, arguments, x, 3 * p.channels) ? std::optional(y) : std::nullopt;
   }
-  const CpuKernel k = on_cpu();
-  if (!k.parallel) return std::nullopt;
-  const int threads = at::get_num_threads(), code = code_of(p.dtype);
   const void *const *a = arguments.addresses;
-  if (what == kLookup)
-    return k.lookup(k.parallel, threads, code, a[0], arguments.to(2), p.outer, p.channels, p.inner, p.intervals, a[3], a[4],
-                    a[5], a[6])
-               ? std::nullopt
-               : std::optional(y);
-  if (k.forward(k.parallel, threads, code, a[0], arguments.to(2), p.outer, p.channels, p.inner, p.intervals, a[3], a[4], a[5],
-                a[6], a[7]))
-    return std::nullopt;
-  if (pool && k.moments(k.parallel, threads, code, a[0], p.outer, p.channels, p.inner, pool->mutable_data_ptr()))
+  void *out = arguments.to(2);
+  const bool done =
+      what == kLookup
+          ? call(&CpuKernel::lookup, p, a[0], out, p.outer, p.channels, p.inner, p.intervals, a[3], a[4], a[5], a[6])
+          : call(&CpuKernel::forward, p, a[0], out, p.outer, p.channels, p.inner, p.intervals, a[3], a[4], a[5], a[6], a[7]);
+  if (!done || (pool && !call(&CpuKernel::moments, p, a[0], p.outer, p.channels, p.inner, pool->mutable_data_ptr())))
     return std::nullopt;
   return y;
 }
@@ -277,13 +278,10 @@ std::optional<std::tuple<Tensor, Tensor>> run_backward(const Tensor &grad, const
     if (!plan || !launch(*plan, arguments, x, 2 * (p->intervals + 3) * p->channels)) return std::nullopt;
     return std::tuple(need_input ? grad_x : none(x), grad_weight);
   }
-  const CpuKernel k = on_cpu();
-  if (!k.parallel) return std::nullopt;
   const void *const *a = arguments.addresses;
-  const int failed = k.backward(k.parallel, at::get_num_threads(), code_of(p->dtype), a[1], a[0], arguments.to(2), p->outer,
-                                p->channels, p->inner, p->intervals, a[3], a[4], a[5], a[6], a[7], arguments.to(8),
-                                arguments.to(9), arguments.to(10), arguments.to(11), arguments.to(12));
-  if (failed) return std::nullopt;
+  if (!call(&CpuKernel::backward, *p, a[1], a[0], arguments.to(2), p->outer, p->channels, p->inner, p->intervals, a[3], a[4],
+            a[5], a[6], a[7], arguments.to(8), arguments.to(9), arguments.to(10), arguments.to(11), arguments.to(12)))
+    return std::nullopt;
   return std::tuple(grad_x, grad_weight);
 }
 

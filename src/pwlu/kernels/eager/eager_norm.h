@@ -48,13 +48,6 @@ std::optional<Problem> norm_problem_of(const Tensor &x, const MaybeTensor &resid
   return p;
 }
 
-// Call a function of cpu.c, with the arguments that all of them start with. Return whether it succeeded.
-template <class Function, class... Rest>
-bool call(Function CpuKernel::*function, const Problem &p, Rest... rest) {
-  const CpuKernel k = on_cpu();
-  return k.parallel && !(k.*function)(k.parallel, at::get_num_threads(), code_of(p.dtype), rest...);
-}
-
 // The arguments of a norm other than its input: layout.NormState.
 #define PWLU_NORM_STATE \
   const MaybeTensor &gamma, const MaybeTensor &beta, const MaybeTensor &running_mean, const MaybeTensor &running_var, \

@@ -393,6 +393,20 @@ def test_onnx(tmp_path):
     pwlu.export_onnx(model, torch.randn(2, 3, 8, 8), tmp_path / "model.onnx")
 
 
+def test_a_fused_unit_is_named_in_errors_and_exported(tmp_path):
+    model = converted().eval()
+    fused = copy.deepcopy(model)
+    pwlu.fuse_(fused)
+    with pytest.raises(RuntimeError, match="holds the parameters of a PWLU, but this model is fused"):
+        fused.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match="holds a fused PWLU, but the PWLU of this model is not fused"):
+        model.load_state_dict(fused.state_dict())
+    with pytest.raises(ValueError, match="already fused: call pwlu.describe before"):
+        pwlu.describe(fused)
+    pytest.importorskip("onnxruntime")
+    pwlu.export_onnx(fused, torch.randn(2, 3, 8, 8), tmp_path / "model.onnx")
+
+
 def test_compile_and_vmap():
     act = pwlu.NonUniformPWLU(3, 4, init="silu")
     x = torch.randn(5, 3)

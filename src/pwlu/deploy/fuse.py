@@ -17,41 +17,17 @@ from pwlu.units.module import PWLU, require_units
 from pwlu.units.nonuniform import NonUniformPWLU, apply
 
 
-class FusedPWLU(nn.Module):
-    """The inference form of a :class:`PWLU`: y = x S_j + O_j with j = clip(floor((x - B_L)/d), -1, N).
-
-    :func:`fuse_` creates it. It has no parameters and no backward pass. When traced or exported, it consists of aten operators
-    only, so the result runs without pwlu.
-
-    The buffers are ``left`` (C,), ``inv_step`` (C,), ``slopes`` (C, N+2) and ``offsets`` (C, N+2). They are float32, or float64
-    for a unit in float64, even in a 16-bit model. Neighbouring lines that are rounded to 16 bits would not meet at the knots.
-    So call :func:`fuse_` after ``.half()``.
-    """
-
+class _Fused(nn.Module):
     channels: int
     intervals: int
     channel_dim: int
-    left: Tensor
-    inv_step: Tensor
-    slopes: Tensor
-    offsets: Tensor
 
-    def forward(self, x: Tensor) -> Tensor:
+    def check_mode(self) -> None:
+        """Raise an error in training mode."""
         if self.training:
             raise RuntimeError(
                 "a fused PWLU is for inference: call model.eval() first. To train, use the model from before pwlu.fuse_."
             )
-        buffers: dict[str, Any] = self._buffers  # attribute access on modules takes microseconds
-        tables = (buffers["left"], buffers["inv_step"], buffers["slopes"], buffers["offsets"])
-        if torch.jit.is_tracing():
-            with warnings.catch_warnings():  # about table sizes that become constants, as they should
-                warnings.simplefilter("ignore", torch.jit.TracerWarning)
-                return reference.lookup(x, *tables, self.channel_dim)
-        if _is_traced(x):
-            return reference.lookup(x, *tables, self.channel_dim, unchecked=is_compiled())
-        if not isinstance(x, Tensor):  # the operator checks tensors
-            checks.check_input(x)
-        return ops.lookup(x, *tables, self.channel_dim)
 
     def extra_repr(self) -> str:
         return f"channels={self.channels}, intervals={self.intervals}, channel_dim={self.channel_dim}"
@@ -67,28 +43,50 @@ class FusedPWLU(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-class FusedNonUniformPWLU(nn.Module):
+class FusedPWLU(_Fused):
+    """The inference form of a :class:`PWLU`: y = x S_j + O_j with j = clip(floor((x - B_L)/d), -1, N).
+
+    :func:`fuse_` creates it. It has no parameters and no backward pass. When traced or exported, it consists of aten operators
+    only, so the result runs without pwlu.
+
+    The buffers are ``left`` (C,), ``inv_step`` (C,), ``slopes`` (C, N+2) and ``offsets`` (C, N+2). They are float32, or float64
+    for a unit in float64, even in a 16-bit model. Neighbouring lines that are rounded to 16 bits would not meet at the knots.
+    So call :func:`fuse_` after ``.half()``.
+    """
+
+    left: Tensor
+    inv_step: Tensor
+    slopes: Tensor
+    offsets: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check_mode()
+        buffers: dict[str, Any] = self._buffers  # attribute access on modules takes microseconds
+        tables = (buffers["left"], buffers["inv_step"], buffers["slopes"], buffers["offsets"])
+        if torch.jit.is_tracing():
+            with warnings.catch_warnings():  # about table sizes that become constants, as they should
+                warnings.simplefilter("ignore", torch.jit.TracerWarning)
+                return reference.lookup(x, *tables, self.channel_dim)
+        if _is_traced(x):
+            return reference.lookup(x, *tables, self.channel_dim, unchecked=is_compiled())
+        if not isinstance(x, Tensor):  # the operator checks tensors
+            checks.check_input(x)
+        return ops.lookup(x, *tables, self.channel_dim)
+
+
+class FusedNonUniformPWLU(_Fused):
     """The inference form of a :class:`NonUniformPWLU`: the knots are computed once.
 
     :func:`fuse_` creates it. It has no parameters and no backward pass. The buffer ``knot_weight`` (C (2N + 4),) is what
     :func:`pwlu.reference.nonuniform.pack_knots` returns.
     """
 
-    channels: int
-    intervals: int
-    channel_dim: int
     knot_weight: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            raise RuntimeError(
-                "a fused PWLU is for inference: call model.eval() first. To train, use the model from before pwlu.fuse_."
-            )
+        self.check_mode()
         checks.check_input(x)
         return apply(x, self.knot_weight, self.intervals, self.channel_dim)
-
-    def extra_repr(self) -> str:
-        return f"channels={self.channels}, intervals={self.intervals}, channel_dim={self.channel_dim}"
 
 
 def _is_traced(x: Tensor) -> bool:

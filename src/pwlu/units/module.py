@@ -281,7 +281,7 @@ class PWLU(nn.Module):
         if (number := local_metadata.get("version", self._version)) > self._version:
             error_msgs.append(later_version(where, formats=(number, self._version)))
             return
-        if any(prefix + name in state_dict for name in ("inv_step", "slopes", "offsets")):
+        if any(prefix + name in state_dict for name in ("inv_step", "slopes", "offsets", "knot_weight")):
             error_msgs.append(
                 f"{where} holds a fused PWLU, but the PWLU of this model is not fused. The tables do not determine the "
                 "parameters: load the weights saved before pwlu.fuse_, or fuse this model first: pwlu.fuse_(model)."
@@ -343,7 +343,8 @@ def require_units(caller: str, model: Any) -> dict[str, PWLU]:
     require_model(caller, model)
     units = units_of(model)
     if not units:
-        fused = any(hasattr(module, "inv_step") for module in model.modules())  # importing FusedPWLU here would be a cycle
+        tables = ("inv_step", "knot_weight")  # importing FusedPWLU here would be a cycle
+        fused = any(hasattr(module, name) for module in model.modules() for name in tables)
         first = "" if caller == "fuse_" else f": call pwlu.{caller} before pwlu.fuse_(model)"
         hint = f"It is already fused{first}" if fused else "Convert it first: pwlu.convert_(model, sample)"
         raise ValueError(f"{caller}: {type(model).__name__} has no PWLU. {hint}")

@@ -401,7 +401,7 @@ def test_a_fused_unit_is_named_in_errors_and_exported(tmp_path):
         fused.load_state_dict(model.state_dict())
     with pytest.raises(RuntimeError, match="holds a fused PWLU, but the PWLU of this model is not fused"):
         model.load_state_dict(fused.state_dict())
-    with pytest.raises(ValueError, match="already fused: call pwlu.describe before"):
+    with pytest.raises(ValueError, match=r"already fused: call pwlu\.describe before"):
         pwlu.describe(fused)
     pytest.importorskip("onnxruntime")
     pwlu.export_onnx(fused, torch.randn(2, 3, 8, 8), tmp_path / "model.onnx")

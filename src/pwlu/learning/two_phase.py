@@ -90,11 +90,13 @@ class TwoPhase:
                 "TwoPhase: nn.DataParallel runs copies of the model, whose statistics would be lost. "
                 "Use torch.nn.parallel.DistributedDataParallel"
             )
-        check_weights(self._units)
+        check_weights("TwoPhase", self._units)
         check_rule(self.rule, self._units)
-        optimizer = unwrap_optimizer(optimizer)
-        check_optimizer(optimizer, self._units)
-        self.copies = [check_copy(copy, self._units) for copy in ([copies] if isinstance(copies, nn.Module) else copies)]
+        optimizer = unwrap_optimizer("TwoPhase", optimizer)
+        check_optimizer("TwoPhase", optimizer, self._units)
+        self.copies = [
+            check_copy("TwoPhase", copy, self._units) for copy in ([copies] if isinstance(copies, nn.Module) else copies)
+        ]
         if process_group is None and isinstance(model, DistributedDataParallel):
             process_group = model.process_group
         self.process_group = process_group

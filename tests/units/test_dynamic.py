@@ -311,6 +311,12 @@ def test_conversion_and_granularity():
     assert id(unit.squeeze.first) in groups["weights"]
 
 
+def test_another_conversion_leaves_the_network_of_a_unit():
+    model = nn.Sequential(nn.Linear(4, 6), pwlu.DynamicPWLU(6), nn.Tanh())
+    report = pwlu.convert_(model, torch.randn(2, 4), kinds=("tanh", "clamp"))
+    assert [site.name for site in report.sites] == ["2"]
+
+
 def test_curvature_counts_the_directions():
     act = dynamic(dtype=torch.float64)
     left, right, heights, left_slope, right_slope = act.blocks()
@@ -345,7 +351,7 @@ def test_deployment_and_analysis():
     assert pwlu.alignment(model, [x]).iou
     with pytest.raises(ValueError, match="heights depend on the sample"):
         pwlu.fuse_norms_(model, x)
-    with pytest.raises(TypeError, match="subclass"):
+    with pytest.raises(TypeError, match=r"2, 4 is an instance of a subclass of PWLU \(DynamicPWLU\)"):
         pwlu.simplify_(model)
 
 

@@ -519,6 +519,8 @@ def test_bad_models():
         pwlu.constrain_(pwlu.PWLU(device="meta"), lipschitz=1.0)
     with pytest.raises(ValueError, match="no two numbers in range"):
         pwlu.constrain_(pwlu.PWLU(dtype=torch.bfloat16), range=(1.0001, 1.0002))
+    with pytest.raises(ValueError, match=r"is torch\.float32, which has no two numbers in range.*use float64"):
+        pwlu.constrain_(pwlu.PWLU(), range=(0, 1e-50))
     assert np.isclose(Constraint(range=(0.1, 0.3)).limits(torch.bfloat16), (0.1, 0.3), rtol=2**-6).all()
 
 
@@ -527,3 +529,19 @@ def test_dynamic_units_are_refused():
     with pytest.raises(TypeError, match="1 is a DynamicPWLU, whose functions differ between samples"):
         pwlu.constrain_(model, monotone=True)
     assert model[0].constraint is None
+
+
+def test_a_computed_weight_is_refused():
+    """The optimizer does not hold it, so nothing projected it."""
+    unit = pwlu.PWLU(4)
+    pwlu.constrain_(unit, lipschitz=1.0)
+    nn.utils.parametrize.register_parametrization(unit, "weight", nn.Identity())
+    with pytest.raises(RuntimeError, match="so it cannot be kept 1-Lipschitz"):
+        unit(torch.randn(2, 4))
+
+
+def test_knots_that_learn_are_refused():
+    unit = pwlu.PWLU(4)
+    pwlu.constrain_(unit, odd=True)
+    with pytest.raises(ValueError, match="the PWLU is constrained to be odd"):
+        pwlu.NonUniformPWLU.from_uniform(unit)

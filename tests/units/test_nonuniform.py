@@ -245,6 +245,13 @@ def test_starts_as_relu_and_knots_learn():
             TypeError,
             "the projections need equally spaced knots",
         ),
+        (
+            lambda: setattr(pwlu.NonUniformPWLU(), "right", torch.ones(1)),
+            AttributeError,
+            "right is computed from left and log_w",
+        ),
+        (lambda: setattr(pwlu.NonUniformPWLU(), "knots", torch.ones(1)), AttributeError, "knots is computed from left"),
+        (lambda: pwlu.NonUniformPWLU().assign(left=-2.0), TypeError, r"left must be a tensor, not -2.0. Write torch.full"),
         (lambda: pwlu.curvature(pwlu.NonUniformPWLU(3)), TypeError, "the penalty needs equally spaced knots"),
     ],
 )

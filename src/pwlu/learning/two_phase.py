@@ -91,8 +91,8 @@ class TwoPhase:
                 "Use torch.nn.parallel.DistributedDataParallel"
             )
         check_weights("TwoPhase", self._units)
-        check_rule(self.rule, self._units)
         optimizer = unwrap_optimizer("TwoPhase", optimizer)
+        check_rule(self.rule, self._units, optimizer)
         check_optimizer("TwoPhase", optimizer, self._units)
         self.copies = [
             check_copy("TwoPhase", copy, self._units) for copy in ([copies] if isinstance(copies, nn.Module) else copies)

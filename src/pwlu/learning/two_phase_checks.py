@@ -23,9 +23,17 @@ def check_steps(realign_at: Any) -> int:
     return realign_at
 
 
-def check_rule(rule: Any, units: Mapping[str, PWLU]) -> None:
-    """Check that a rule, None for the paper's, can train all units: it needs equally spaced knots."""
-    if rule is not None and (unequal := [name for name, unit in units.items() if isinstance(unit, NonUniformPWLU)]):
+def check_rule(rule: Any, units: Mapping[str, PWLU], optimizer: Optimizer) -> None:
+    """Check that a rule, None for the paper's, can train all units: it needs equally spaced knots and a finite rate."""
+    if rule is None:
+        return
+    for group in optimizer.param_groups:
+        if "dampening" in group and group["momentum"] >= 1:
+            raise ValueError(
+                f"TwoPhase: the rule needs the rate of SGD, lr (1 - dampening)/(1 - momentum), but momentum is "
+                f"{group['momentum']:g}. Write a momentum below 1, such as 0.9, or rule='paper'"
+            )
+    if unequal := [name for name, unit in units.items() if isinstance(unit, NonUniformPWLU)]:
         raise TypeError(
             f"TwoPhase: {abbreviate(unequal)} is a NonUniformPWLU, and the rule needs equally spaced knots. Write "
             "rule='paper', or convert the model with to='pwlu'"

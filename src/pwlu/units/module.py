@@ -157,7 +157,7 @@ class PWLU(nn.Module):
             **blocks: new values by name, among left, right, heights, left_slope and right_slope.
 
         Raises:
-            TypeError: if there is no block of a name.
+            TypeError: if there is no block of a name, or a value is not a tensor.
             ValueError: if a value has the wrong shape.
 
         Example::
@@ -172,8 +172,10 @@ class PWLU(nn.Module):
                 f"{', '.join(old._fields)}"
             )
         for name, value in blocks.items():
-            if value.shape != getattr(old, name).shape:
-                expected = tuple(getattr(old, name).shape)
+            expected = tuple(getattr(old, name).shape)
+            if not isinstance(value, Tensor):
+                raise TypeError(f"PWLU.assign: {name} must be a tensor, not {value!r}. Write torch.full({expected}, number)")
+            if value.shape != expected:
                 raise ValueError(f"PWLU.assign: {name} must have the shape {expected}, not {tuple(value.shape)}")
         write_weight(self, self._layout.pack(*(value.to(old.left) for value in old._replace(**blocks))))
 
@@ -220,6 +222,11 @@ class PWLU(nn.Module):
         weight: Any = self._parameters.get("weight")  # faster than attribute access
         if weight is None:
             weight = self.weight  # computed: parametrized or pruned
+            if self.constraint is not None:
+                raise RuntimeError(
+                    f"PWLU: the weight is computed (parametrized or pruned), so it cannot be kept {self.constraint}. Remove "
+                    "the constraint before you parametrize or prune: pwlu.constrain_(act)"
+                )
         scale = self._buffers["gradient_scale"]
         return weight if scale is None else torch.lerp(weight.detach(), weight, scale)
 

@@ -90,10 +90,18 @@ class NonUniformPWLU(PWLU):
         blocks = self.blocks()
         return nonuniform_reference.knots_of(blocks.left, blocks.log_widths)
 
+    @knots.setter
+    def knots(self, value: Any) -> None:
+        _refuse_to_write("knots")
+
     @property
     def right(self) -> Tensor:
         """Return the last knots (C,), computed from ``left`` and ``log_widths``."""
         return self.knots[:, -1]
+
+    @right.setter
+    def right(self, value: Any) -> None:
+        _refuse_to_write("right")
 
     def initial_weight(self) -> Tensor:
         """Return the initial weight, ``init`` between ``bounds``, in float64 on the CPU."""
@@ -164,7 +172,7 @@ class NonUniformPWLU(PWLU):
 
         Raises:
             TypeError: if it is not a PWLU.
-            ValueError: if bounds have crossed, because a crossed interval has no positive width.
+            ValueError: if bounds have crossed, because a crossed interval has no positive width; or if it has a constraint.
 
         Example::
 
@@ -172,6 +180,11 @@ class NonUniformPWLU(PWLU):
         """
         if type(unit) is not PWLU:
             raise TypeError(f"NonUniformPWLU.from_uniform: expected a pwlu.PWLU, not {type(unit).__name__}")
+        if unit.constraint is not None:
+            raise ValueError(
+                f"NonUniformPWLU.from_uniform: the PWLU is constrained to be {unit.constraint}, and the projections need "
+                "equally spaced knots. Remove the constraint first: pwlu.constrain_(act)"
+            )
         blocks = reference.Blocks(*(block.detach().to("cpu", torch.float64) for block in unit.blocks()))
         if not bool((blocks.left < blocks.right).all()):
             raise ValueError(
@@ -239,6 +252,12 @@ class NonUniformPWLU(PWLU):
     def _functions(self) -> nonuniform_reference.Knots:
         weight = gathered(self.weight).detach().to("cpu", torch.float64)
         return nonuniform_reference.unpack_knots(nonuniform_reference.to_knots(weight, self.intervals), self.intervals)
+
+
+def _refuse_to_write(name: str) -> None:
+    raise AttributeError(
+        f"{name} is computed from left and log_widths and cannot be replaced. Write act.assign(left=..., log_widths=...)"
+    )
 
 
 def blocks_to_show(unit: PWLU) -> Any:

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrizations import orthogonal
 
 import pwlu
 from pwlu import reference
+from pwlu.units import constraints
 from pwlu.units.constraints import Constraint, isotonic, project, satisfies
 
 RANGE = (-0.75, 1.25)
@@ -529,6 +530,22 @@ def test_dynamic_units_are_refused():
     with pytest.raises(TypeError, match="1 is a DynamicPWLU, whose functions differ between samples"):
         pwlu.constrain_(model, monotone=True)
     assert model[0].constraint is None
+
+
+def test_a_compiled_step_does_not_compile_the_projection(monkeypatch):
+    compiling, project = [], constraints.project
+
+    def recorded(*arguments):
+        compiling.append(torch.compiler.is_compiling())
+        return project(*arguments)
+
+    unit = pwlu.PWLU(4)
+    pwlu.constrain_(unit, lipschitz=1.0)
+    optimizer = torch.optim.SGD(unit.parameters(), lr=1.0)
+    unit(torch.randn(8, 4)).square().sum().backward()
+    monkeypatch.setattr(constraints, "project", recorded)
+    torch.compile(optimizer.step, backend="eager")()
+    assert compiling == [False]
 
 
 def test_a_computed_weight_is_refused():

@@ -215,7 +215,7 @@ class NonUniformPWLU(PWLU):
             The PWLU, the largest error, and the largest error relative to the range.
 
         Raises:
-            ValueError: if ``tolerance`` is not between 0 and 1, or 512 intervals are not enough.
+            ValueError: if ``tolerance`` is not between 0 and 1, 512 intervals are not enough, or the weight is not finite.
 
         Example::
 
@@ -227,6 +227,10 @@ class NonUniformPWLU(PWLU):
                 f"{tolerance!r}"
             )
         given = self._functions()
+        if not all(bool(block.isfinite().all()) for block in given):
+            raise ValueError(
+                "NonUniformPWLU.to_uniform: the weight has values that are not finite. Write finite ones with assign"
+            )
         ranges = given.heights.amax(1) - given.heights.amin(1)
         error = relative = torch.zeros_like(ranges)
         for intervals in range(1, _MAX_INTERVALS + 1):

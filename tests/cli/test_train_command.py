@@ -141,6 +141,8 @@ def test_unknown_recipe(capsys, name, nearest):
         (["--intervals", 0], "--intervals must be at least 1"),
         (["--realign-epochs", 0], "--realign-epochs must be above 0; to train without Phase I write --fix-init 3, not 0.0"),
         (["--fix-init", 3, "--rule", "shared"], "--rule shared needs Phase I: leave out --fix-init, or write --rule paper"),
+        (["--act", "nonuniform_pwlu", "--rule", "shared"], "--rule shared needs PWLUs with equally spaced knots: leave it out"),
+        (["--act", "nonuniform_pwlu", "--curvature", 0.1], "--curvature needs PWLUs with equally spaced knots: leave it out"),
         (["--fix-init", -1], "--fix-init must be above 0, such as 3"),
         (["--unit-lr", -1], "--unit-lr must be at least 0"),
         (["--curvature", -1], "--curvature must be at least 0"),

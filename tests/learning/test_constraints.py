@@ -14,6 +14,7 @@ from torch.nn.utils.parametrizations import orthogonal
 
 import pwlu
 from pwlu import reference
+from pwlu.units import constraints
 from pwlu.units.constraints import Constraint, isotonic, project, satisfies
 
 RANGE = (-0.75, 1.25)
@@ -519,6 +520,8 @@ def test_bad_models():
         pwlu.constrain_(pwlu.PWLU(device="meta"), lipschitz=1.0)
     with pytest.raises(ValueError, match="no two numbers in range"):
         pwlu.constrain_(pwlu.PWLU(dtype=torch.bfloat16), range=(1.0001, 1.0002))
+    with pytest.raises(ValueError, match=r"is torch\.float32, which has no two numbers in range.*use float64"):
+        pwlu.constrain_(pwlu.PWLU(), range=(0, 1e-50))
     assert np.isclose(Constraint(range=(0.1, 0.3)).limits(torch.bfloat16), (0.1, 0.3), rtol=2**-6).all()
 
 
@@ -527,3 +530,35 @@ def test_dynamic_units_are_refused():
     with pytest.raises(TypeError, match="1 is a DynamicPWLU, whose functions differ between samples"):
         pwlu.constrain_(model, monotone=True)
     assert model[0].constraint is None
+
+
+def test_a_compiled_step_does_not_compile_the_projection(monkeypatch):
+    compiling, project = [], constraints.project
+
+    def recorded(*arguments):
+        compiling.append(torch.compiler.is_compiling())
+        return project(*arguments)
+
+    unit = pwlu.PWLU(4)
+    pwlu.constrain_(unit, lipschitz=1.0)
+    optimizer = torch.optim.SGD(unit.parameters(), lr=1.0)
+    unit(torch.randn(8, 4)).square().sum().backward()
+    monkeypatch.setattr(constraints, "project", recorded)
+    torch.compile(optimizer.step, backend="eager")()
+    assert compiling == [False]
+
+
+def test_a_computed_weight_is_refused():
+    """The optimizer does not hold it, so nothing projected it."""
+    unit = pwlu.PWLU(4)
+    pwlu.constrain_(unit, lipschitz=1.0)
+    nn.utils.parametrize.register_parametrization(unit, "weight", nn.Identity())
+    with pytest.raises(RuntimeError, match="so it cannot be kept 1-Lipschitz"):
+        unit(torch.randn(2, 4))
+
+
+def test_knots_that_learn_are_refused():
+    unit = pwlu.PWLU(4)
+    pwlu.constrain_(unit, odd=True)
+    with pytest.raises(ValueError, match="the PWLU is constrained to be odd"):
+        pwlu.NonUniformPWLU.from_uniform(unit)

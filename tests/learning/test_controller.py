@@ -292,7 +292,7 @@ ERRORS = {
     "truth": (ValueError, bad_steps(True), "number of optimizer steps, an integer.*not True"),
     "no units": (ValueError, no_units, "TwoPhase: Linear has no PWLU. Convert it first: pwlu.convert_"),
     "before": (ValueError, made_before_conversion, "does not hold the parameters of 1. Create it after pwlu.convert_"),
-    "missing": (ValueError, several_missing, "parameters of 0, 1, 2 and 1 more.*one TwoPhase for each part"),
+    "missing": (ValueError, several_missing, "parameters of 0, 1, 2 and 1 more.*call TwoPhase for each part"),
     "twice": (RuntimeError, twice, r"1, 3 already has a TwoPhase.*call its remove\(\) first"),
     "another": (RuntimeError, twice_with_another, "already has a TwoPhase. Keep that one"),
     "list": (TypeError, several_optimizers, "must be a torch.optim.Optimizer, not list. If there are several, pass the one"),

@@ -179,5 +179,39 @@ def test_errors():
         pwlu.regrid_(pwlu.DynamicPWLU(3), [])
     with pytest.raises(TypeError, match="is a NonUniformPWLU"):
         pwlu.regrid_(pwlu.NonUniformPWLU(3, intervals=1, init="identity"), [])
-    with pytest.raises(TypeError, match="optimizer must be a"):
+    with pytest.raises(TypeError, match="regrid_: optimizer must be a"):
         pwlu.regrid_(model, [], optimizer="SGD")
+    for wrong in (data(1)[0][0], [data(1)[0][0]], model, None):
+        with pytest.raises(TypeError, match=r"inputs must be what pwlu\.alignment returns"):
+            pwlu.regrid_(model, wrong)
+    with pytest.raises(ValueError, match="regrid_: the optimizer does not hold the parameters of 1, 3"):
+        pwlu.regrid_(model, inputs, optimizer=torch.optim.SGD(network().parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="regrid_: copies must have the same PWLUs"):
+        pwlu.regrid_(model, inputs, copies=nn.Sequential(pwlu.PWLU(2)))
+    with pytest.raises(ValueError, match="1, 3 is on the meta device"):
+        pwlu.regrid_(copy.deepcopy(model).to("meta"), inputs)
+
+
+def test_errors_come_before_anything_changes():
+    model = network()
+    inputs = pwlu.alignment(model, [data(1)[0][0]])
+    before = model[1].weight.detach().clone()
+    tied = copy.deepcopy(model)
+    tied[3].weight = tied[1].weight
+    with pytest.raises(ValueError, match="regrid_: 1 and 3 share one weight"):
+        pwlu.regrid_(tied, inputs)
+    nn.utils.parametrize.register_parametrization(model[3], "weight", nn.Identity())
+    with pytest.raises(RuntimeError, match="the weight is computed"):
+        pwlu.regrid_(model, inputs)
+    assert torch.equal(tied[1].weight, before)
+    assert torch.equal(model[1].weight, before)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 3.3, -500.0])
+def test_equal_inputs_move_nothing(value):
+    """The quantiles were apart by the width of their bin, so the bounds closed in on the inputs of a dead channel."""
+    unit = random_unit(dtype=torch.float32)
+    before = unit.weight.detach().clone()
+    (found,) = pwlu.regrid_(unit, pwlu.alignment(unit, [torch.full((64, 3), value)]))
+    assert found.kept == 3
+    assert torch.equal(unit.weight, before)

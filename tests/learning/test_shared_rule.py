@@ -553,6 +553,14 @@ def test_knots_that_are_not_equally_spaced_are_refused():
         pwlu.TwoPhase(model, SGD(model.parameters()), 1, rule=RULE)
 
 
+def test_a_momentum_of_1_is_refused():
+    model = network()
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=1.0)
+    with pytest.raises(ValueError, match=r"momentum is 1\. Write a momentum below 1"):
+        pwlu.TwoPhase(model, optimizer, 2, rule="shared")
+    pwlu.TwoPhase(model, optimizer, 2)
+
+
 def test_dampening_without_momentum():
     """SGD ignores it then, and so must the penalty."""
     assert same(*(of_units(trained(functools.partial(optim.SGD, lr=0.05, dampening=d))) for d in (0.0, 0.5)))

@@ -133,6 +133,36 @@ def test_values_that_are_not_finite_stay_in_their_sample():
     assert act(torch.full((2, 5, 3, 3), 1e30)).isfinite().all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(0, 5, 6, 7), (0, 5), (3, 5, 0, 7)])
+def test_without_elements_all_gradients_are_zero(kind, shape):
+    act = dynamic(kind)
+    act(torch.empty(shape)).sum().backward()
+    for name, parameter in act.named_parameters():
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_channels_last_3d_is_kept(kind):
+    x, act = torch.randn(3, 5, 2, 6, 7), dynamic(kind)
+    y = act(x.contiguous(memory_format=torch.channels_last_3d))
+    assert y.is_contiguous(memory_format=torch.channels_last_3d)
+    torch.testing.assert_close(y, act(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["NCHW", "channels_last", "BTC"])
+def test_vmap(kind, layout):
+    x, dim = batch(layout)
+    act = dynamic(kind, dim)
+    torch.testing.assert_close(torch.func.vmap(act)(torch.stack([x, 2 * x])), torch.stack([act(x), act(2 * x)]))
+
+
+def test_the_meta_device():
+    act = dynamic().to("meta")
+    assert act(torch.empty(3, 5, 6, 7, device="meta")).shape == (3, 5, 6, 7)
+
+
 def test_autocast_changes_nothing():
     act, (x, _) = dynamic(), batch("NCHW")
     expected = act(x)
@@ -281,6 +311,12 @@ def test_conversion_and_granularity():
     assert id(unit.squeeze.first) in groups["weights"]
 
 
+def test_another_conversion_leaves_the_network_of_a_unit():
+    model = nn.Sequential(nn.Linear(4, 6), pwlu.DynamicPWLU(6), nn.Tanh())
+    report = pwlu.convert_(model, torch.randn(2, 4), kinds=("tanh", "clamp"))
+    assert [site.name for site in report.sites] == ["2"]
+
+
 def test_curvature_counts_the_directions():
     act = dynamic(dtype=torch.float64)
     left, right, heights, left_slope, right_slope = act.blocks()
@@ -315,7 +351,7 @@ def test_deployment_and_analysis():
     assert pwlu.alignment(model, [x]).iou
     with pytest.raises(ValueError, match="heights depend on the sample"):
         pwlu.fuse_norms_(model, x)
-    with pytest.raises(TypeError, match="subclass"):
+    with pytest.raises(TypeError, match=r"2, 4 is an instance of a subclass of PWLU \(DynamicPWLU\)"):
         pwlu.simplify_(model)
 
 

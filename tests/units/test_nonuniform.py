@@ -245,12 +245,27 @@ def test_starts_as_relu_and_knots_learn():
             TypeError,
             "the projections need equally spaced knots",
         ),
+        (
+            lambda: setattr(pwlu.NonUniformPWLU(), "right", torch.ones(1)),
+            AttributeError,
+            "right is computed from left and log_w",
+        ),
+        (lambda: setattr(pwlu.NonUniformPWLU(), "knots", torch.ones(1)), AttributeError, "knots is computed from left"),
+        (lambda: pwlu.NonUniformPWLU().assign(left=-2.0), TypeError, r"left must be a tensor, not -2.0. Write torch.full"),
         (lambda: pwlu.curvature(pwlu.NonUniformPWLU(3)), TypeError, "the penalty needs equally spaced knots"),
     ],
 )
 def test_errors(call, error, match):
     with pytest.raises(error, match=match):
         call()
+
+
+def test_to_uniform_of_a_weight_that_is_not_finite():
+    """The error was that no number of intervals suffices."""
+    unit = pwlu.NonUniformPWLU(2, 2, init="identity")
+    unit.assign(heights=torch.tensor([[0.0, 1.0, 2.0], [0.0, math.nan, 1.0]]))
+    with pytest.raises(ValueError, match="the weight has values that are not finite"):
+        unit.to_uniform()
 
 
 def test_crossed_bounds_are_refused():
@@ -391,6 +406,20 @@ def test_onnx(tmp_path):
     with torch.no_grad():
         model[2].log_widths.add_(0.3 * torch.randn(8, 4))
     pwlu.export_onnx(model, torch.randn(2, 3, 8, 8), tmp_path / "model.onnx")
+
+
+def test_a_fused_unit_is_named_in_errors_and_exported(tmp_path):
+    model = converted().eval()
+    fused = copy.deepcopy(model)
+    pwlu.fuse_(fused)
+    with pytest.raises(RuntimeError, match="holds the parameters of a PWLU, but this model is fused"):
+        fused.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match="holds a fused PWLU, but the PWLU of this model is not fused"):
+        model.load_state_dict(fused.state_dict())
+    with pytest.raises(ValueError, match=r"already fused: call pwlu\.describe before"):
+        pwlu.describe(fused)
+    pytest.importorskip("onnxruntime")
+    pwlu.export_onnx(fused, torch.randn(2, 3, 8, 8), tmp_path / "model.onnx")
 
 
 def test_compile_and_vmap():

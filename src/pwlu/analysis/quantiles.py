@@ -27,6 +27,21 @@ _LAST = 2.0 ** (_OCTAVES - 1) * (1 - 2.0**-24)
 _MOST_COUNTED = 2**31 - 1
 
 
+def bin_width(left: Tensor, right: Tensor, x: Tensor) -> Tensor:
+    """Return the width of the bin that holds x. Inputs whose 5 % and 95 % quantiles are closer may all be equal."""
+    left, width = _frame(left, right)
+    place = ((x - left) / width - 0.5).abs() + 0.5
+    return width * torch.ldexp(torch.ones_like(place), place.frexp().exponent) / (2 * _PER_OCTAVE)
+
+
+def _frame(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return B_L and W. Bounds that are not usable are replaced, so that the bins are centred on B_L and W = 2."""
+    width = right - left
+    usable = (width > 0) & width.isfinite()
+    left = torch.where(usable, left, left.nan_to_num(0.0, 0.0, 0.0) - 1)
+    return left, torch.where(usable, width, torch.full_like(width, 2))
+
+
 class QuantileSketch:
     """Counts of the inputs of C channels. The bins depend on the bounds, (C,) or (1,) if all channels share them.
 
@@ -34,10 +49,7 @@ class QuantileSketch:
     """
 
     def __init__(self, left: Tensor, right: Tensor, channels: int) -> None:
-        width = right - left
-        usable = (width > 0) & width.isfinite()  # for other bounds, centre the bins on B_L and set W = 2
-        self.left = torch.where(usable, left, left.nan_to_num(0.0, 0.0, 0.0) - 1)
-        self.width = torch.where(usable, width, torch.full_like(width, 2))
+        self.left, self.width = _frame(left, right)
         # the last column counts non-finite inputs
         self.counts = torch.zeros(channels, BINS + 1, dtype=torch.int32, device=left.device)
         self.added = 0  # an upper bound on the number of elements per channel

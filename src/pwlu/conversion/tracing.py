@@ -17,6 +17,7 @@ from pwlu.conversion.kinds import Activation, Recognised, recognise
 from pwlu.conversion.nodes import Node, node_of
 from pwlu.conversion.source import Location, call_location
 from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction
+from pwlu.units.module import PWLU
 
 
 @dataclass
@@ -149,8 +150,10 @@ class Recorder(TorchFunctionMode):
         return y
 
     def finish(self, outputs: Any) -> list[Call]:
-        """Return all calls with their relation to gates and the reuse of their inputs. Release the tensors."""
+        """Return all calls outside of PWLUs, with their relation to gates and the reuse of inputs. Release the tensors."""
         self._note_use(outputs)
+        units = [name for module, name in self.names.items() if isinstance(module, PWLU)]
+        self.calls = [call for call in self.calls if not any(f"{call.location.nearest}.".startswith(f"{u}.") for u in units)]
         for call, x, tensor in self.used_again:
             call.reused = call.reused or _overlap(x, tensor)
         found, feeding = self.dataflow.feeding_gates(outputs)

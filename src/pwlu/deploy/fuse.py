@@ -31,6 +31,16 @@ class _Fused(nn.Module):
     def extra_repr(self) -> str:
         return f"channels={self.channels}, intervals={self.intervals}, channel_dim={self.channel_dim}"
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if any(prefix + name in state_dict for name in ("weight", "heights")):
+            *_, error_msgs = rest
+            error_msgs.append(
+                f"{prefix or 'the state'} holds the parameters of a PWLU, but this model is fused. Load them into the model "
+                "before pwlu.fuse_, then fuse it."
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
 
 class FusedPWLU(_Fused):
     """The inference form of a :class:`PWLU`: y = x S_j + O_j with j = clip(floor((x - B_L)/d), -1, N).
@@ -61,16 +71,6 @@ class FusedPWLU(_Fused):
         if not isinstance(x, Tensor):  # the operator checks tensors
             checks.check_input(x)
         return ops.lookup(x, *tables, self.channel_dim)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        if any(prefix + name in state_dict for name in ("weight", "heights")):
-            *_, error_msgs = rest
-            error_msgs.append(
-                f"{prefix or 'the state'} holds the parameters of a PWLU, but this model is fused. Load them into the model "
-                "before pwlu.fuse_, then fuse it."
-            )
-            return
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class FusedNonUniformPWLU(_Fused):

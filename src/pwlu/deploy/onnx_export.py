@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pwlu.common import files
 from pwlu.common.text import counted, install
-from pwlu.deploy.fuse import FusedPWLU, fuse_
+from pwlu.deploy.fuse import FusedNonUniformPWLU, FusedPWLU, fuse_
 from pwlu.deploy.onnx_check import Difference, Inputs, agreement, outputs
 from pwlu.deploy.onnx_file import finish, write_units_alone
 from pwlu.deploy.onnx_forms import FASTEST, FORMS, Form, set_form_
@@ -181,7 +181,8 @@ def _check_arguments(model: nn.Module, path: str | os.PathLike[str], form: str, 
         raise FileNotFoundError(f"export_onnx: the folder {target.parent} does not exist: create it first, or write to another")
     if target.is_dir():
         raise IsADirectoryError(f"export_onnx: {target} is a folder. Pass a file in it, such as {target / 'model.onnx'}")
-    if not units_of(model) and not any(isinstance(module, FusedPWLU) for module in model.modules()):
+    fused = (FusedPWLU, FusedNonUniformPWLU)
+    if not units_of(model) and not any(isinstance(module, fused) for module in model.modules()):
         kinds = Counter(type(module).__name__ for module in model.modules() if not list(module.children()))
         raise ValueError(
             f"export_onnx: {type(model).__name__} has no PWLU, only {', '.join(f'{n} {kind}' for kind, n in kinds.items())}. "

@@ -235,8 +235,8 @@ def _check_model(caller: str, model: nn.Module, kinds: tuple[type[PWLU], ...] = 
             raise ValueError(f"{caller}: the model is wrapped by {min(wrapper)}, which holds its parameters. Unwrap it first")
     if subclassed := [name for name, unit in units.items() if type(unit) not in kinds]:
         raise TypeError(
-            f"{caller}: {abbreviate(subclassed)} is an instance of a subclass of PWLU, whose forward may differ. "
-            "Replace it by a PWLU first"
+            f"{caller}: {abbreviate(subclassed)} is an instance of a subclass of PWLU ({type(units[subclassed[0]]).__name__}), "
+            "whose forward may differ. Replace it by a PWLU first, or pass the parts of the model that have other PWLUs"
         )
     if empty := [name for name, unit in units.items() if unit.weight.is_meta]:
         raise ValueError(f"{caller}: {abbreviate(empty)} is on the meta device and has no values. Load the weights first")

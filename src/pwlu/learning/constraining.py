@@ -68,7 +68,7 @@ def constrain_(
         if low >= high:
             raise ValueError(
                 f"constrain_: {name or 'the model'} is {weight.dtype}, which has no two numbers in range={range!r}. Write a "
-                "wider range, or use float32"
+                "wider range, or use float64"
             )
         if weight.is_meta:
             raise ValueError(

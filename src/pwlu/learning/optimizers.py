@@ -10,13 +10,13 @@ from torch.optim import Optimizer
 from pwlu.units.module import PWLU
 
 
-def unwrap_optimizer(optimizer: Any) -> Optimizer:
-    """Return the optimizer inside the wrappers of Lightning or Accelerate."""
+def unwrap_optimizer(caller: str, optimizer: Any) -> Optimizer:
+    """Return the optimizer inside the wrappers of Lightning or Accelerate. `caller` is the function that errors name."""
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"TwoPhase: optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}. If there are several, pass "
+            f"{caller}: optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}. If there are several, pass "
             "the one that holds the PWLU parameters."
         )
     return optimizer

@@ -1,17 +1,18 @@
 """Regridding: move the bounds of PWLUs to their inputs, and approximate their functions on the new knots."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from pwlu import reference
+from pwlu.analysis.quantiles import bin_width
 from pwlu.common.text import abbreviate
 from pwlu.learning.function_table import HEIGHTS, LEFT, RIGHT, SLOPES, interval, table_of
 from pwlu.learning.optimizers import state_optimizer, unwrap_optimizer
-from pwlu.learning.two_phase_checks import check_copy
+from pwlu.learning.two_phase_checks import check_copy, check_optimizer, check_weights
 from pwlu.units.dynamic import DynamicPWLU
 from pwlu.units.module import PWLU, apply_constraint, require_units, weight_parameter
 from pwlu.units.nonuniform import NonUniformPWLU
@@ -63,8 +64,9 @@ def regrid_(
     straight between neighbouring new knots and over these two intervals, it stays the same up to rounding.
 
     Unlike :func:`pwlu.realign_`, you can call it repeatedly, in Phase II or without a :class:`pwlu.TwoPhase`. A function keeps
-    its parameters if it has no inputs, or only equal ones. So does every function of a PWLU that is frozen or has a frozen
-    block. The result satisfies the constraints of :func:`pwlu.constrain_`.
+    its parameters if it has no inputs, or only equal ones: if p95 - p5 is less than the width of a bin of
+    :mod:`pwlu.analysis.quantiles`. So does every function of a PWLU that is frozen or has a frozen block. The result satisfies
+    the constraints of :func:`pwlu.constrain_`.
 
     Args:
         model: a model with PWLUs.
@@ -79,10 +81,11 @@ def regrid_(
         One :class:`pwlu.learning.regridding.Regridded` per PWLU.
 
     Raises:
-        TypeError: if ``model`` is not a module, ``optimizer`` not an optimizer, or a PWLU is a :class:`pwlu.DynamicPWLU` or a
-            :class:`pwlu.NonUniformPWLU`.
-        ValueError: if the model has no PWLUs, or ``inputs`` does not fit them.
-        RuntimeError: if Phase I has not ended.
+        TypeError: if ``model`` is not a module, ``inputs`` are not measurements, ``optimizer`` is not an optimizer, or a PWLU
+            is a :class:`pwlu.DynamicPWLU` or a :class:`pwlu.NonUniformPWLU`.
+        ValueError: if the model has no PWLUs, two of them share one weight, ``inputs`` does not fit them, or ``optimizer`` does
+            not hold their parameters.
+        RuntimeError: if Phase I has not ended, or the weight of a PWLU is computed (parametrized or pruned).
 
     Example::
 
@@ -90,10 +93,14 @@ def regrid_(
         report = pwlu.regrid_(model, pwlu.alignment(model, [torch.randn(64, 4)]))
     """
     units = require_units("regrid_", model, _REFUSED)
-    found = {each.name: each for each in inputs}
+    found = _by_name(inputs)
     _check(units, found)
-    others = [check_copy(copy, units) for copy in ([copies] if isinstance(copies, nn.Module) else copies)]
-    state = {} if optimizer is None else state_optimizer(unwrap_optimizer(optimizer)).state
+    others = [check_copy("regrid_", copy, units) for copy in ([copies] if isinstance(copies, nn.Module) else copies)]
+    state: Mapping[Any, Any] = {}
+    if optimizer is not None:
+        optimizer = unwrap_optimizer("regrid_", optimizer)
+        check_optimizer("regrid_", optimizer, units)
+        state = state_optimizer(optimizer).state
     reports = []
     for number, (name, unit) in enumerate(units.items()):
         old = _read(unit, weight_parameter(unit))
@@ -176,7 +183,8 @@ def _new_bounds(unit: PWLU, old: Tensor, measured: Measured | None) -> tuple[Ten
     new = [(mean + sign * 3 * sigma).to(dtype).double()[:, None] for sign in (-1, 1)]  # rounded to the dtype that stores them
     # As for realign_: an interval must be wider than the rounding error of the parameters.
     roundoff = torch.finfo(dtype).eps * torch.maximum(new[0].abs(), new[1].abs())
-    usable = (count > 0)[:, None] & ((new[1] - new[0]) / unit.intervals > 4 * roundoff) & (new[1] - new[0]).isfinite()
+    apart = (sigma * _DEVIATIONS)[:, None] >= bin_width(left, right, mean[:, None])
+    usable = (count > 0)[:, None] & apart & ((new[1] - new[0]) / unit.intervals > 4 * roundoff) & (new[1] - new[0]).isfinite()
     moves = usable & ((new[0] != left) | (new[1] != right))
     return torch.where(moves, new[0], left), torch.where(moves, new[1], right), moves
 
@@ -190,7 +198,22 @@ def _write(unit: PWLU, tensor: Tensor, table: Tensor) -> None:
     write_parameter(tensor, table.reshape(-1)[table_of([unit]).places.cpu()].to(tensor.device, tensor.dtype))
 
 
+def _by_name(inputs: Any) -> dict[str, Measured]:
+    found = {}
+    for each in inputs if isinstance(inputs, Iterable) else [inputs]:
+        if not hasattr(each, "p95"):
+            raise TypeError(
+                f"regrid_: inputs must be what pwlu.alignment returns, not a {type(inputs).__name__}. Write "
+                "pwlu.regrid_(model, pwlu.alignment(model, batches))"
+            )
+        found[each.name] = each
+    return found
+
+
 def _check(units: dict[str, PWLU], found: dict[str, Measured]) -> None:
+    check_weights("regrid_", units)
+    if empty := [name for name, unit in units.items() if unit.weight.is_meta]:
+        raise ValueError(f"regrid_: {abbreviate(empty)} is on the meta device and has no values. Load the weights first")
     if early := [name for name, unit in units.items() if unit.phase == 1]:
         raise RuntimeError(
             f"regrid_: {abbreviate(early)} is in Phase I, in which PWLUs do not change. Train until phases.phase is 2, or call "

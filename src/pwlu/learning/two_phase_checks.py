@@ -1,4 +1,4 @@
-"""Argument checks and warnings of TwoPhase."""
+"""Argument checks and warnings of TwoPhase and regrid_. `caller` is the one that errors name."""
 
 import warnings
 from collections.abc import Mapping
@@ -22,39 +22,51 @@ def check_steps(realign_at: Any) -> int:
     return realign_at
 
 
-def check_weights(units: Mapping[str, PWLU]) -> None:
-    """Check that no two units share a weight, because realignment writes the weight of each unit separately."""
+def check_rule(rule: Any, optimizer: Optimizer) -> None:
+    """Check that a rule, None for the paper's, can use the optimizer: it needs a finite rate."""
+    if rule is None:
+        return
+    for group in optimizer.param_groups:
+        if "dampening" in group and group["momentum"] >= 1:
+            raise ValueError(
+                f"TwoPhase: the rule needs the rate of SGD, lr (1 - dampening)/(1 - momentum), but momentum is "
+                f"{group['momentum']:g}. Write a momentum below 1, such as 0.9, or rule='paper'"
+            )
+
+
+def check_weights(caller: str, units: Mapping[str, PWLU]) -> None:
+    """Check that no two units share a weight, because the bounds of each unit move separately."""
     owners: dict[int, str] = {}
     for name, unit in units.items():
         weight = weight_parameter(unit)
         if (other := owners.setdefault(id(weight), name)) != name:
             raise ValueError(
-                f"TwoPhase: {other} and {name} share one weight, but realignment moves the bounds of each to its own inputs. "
+                f"{caller}: {other} and {name} share one weight, but the bounds of each move to its own inputs. "
                 "Share the module instead, or give each its own weight: "
                 "act.weight = torch.nn.Parameter(act.weight.detach().clone())"
             )
 
 
-def check_optimizer(optimizer: Optimizer, units: Mapping[str, PWLU]) -> None:
+def check_optimizer(caller: str, optimizer: Optimizer, units: Mapping[str, PWLU]) -> None:
     """Check that the optimizer holds all parameters of the units."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     wanted = [(name, p) for name, unit in units.items() for p in unit.parameters() if p.requires_grad]
     missing = list(dict.fromkeys(name for name, p in wanted if id(p) not in held))
     if missing:
         raise ValueError(
-            f"TwoPhase: the optimizer does not hold the parameters of {abbreviate(missing)}. Create it after pwlu.convert_ "
+            f"{caller}: the optimizer does not hold the parameters of {abbreviate(missing)}. Create it after pwlu.convert_ "
             "(and after fully_shard): torch.optim.SGD(pwlu.parameter_groups(model, lr=...), ...). If you have several "
-            "optimizers, put all PWLU parameters of the model into one, or create one TwoPhase for each part of the model."
+            f"optimizers, put all PWLU parameters of the model into one, or call {caller} for each part of the model."
         )
 
 
-def check_copy(copy: nn.Module, units: Mapping[str, PWLU]) -> list[PWLU]:
+def check_copy(caller: str, copy: nn.Module, units: Mapping[str, PWLU]) -> list[PWLU]:
     """Check that a copy of the model has the same units; return them."""
     others = list(units_of(copy).values())
     shapes = [[(u.intervals, [p.shape for p in u.parameters()]) for u in each] for each in (units.values(), others)]
     if shapes[0] != shapes[1]:
         raise ValueError(
-            f"TwoPhase: copies must have the same PWLUs as the model, {len(units)} with the same shapes in the same "
+            f"{caller}: copies must have the same PWLUs as the model, {len(units)} with the same shapes in the same "
             f"order, but {type(copy).__name__} has {len(others)}. Copy the model after pwlu.convert_: "
             "copies=[copy.deepcopy(model)]"
         )

@@ -23,8 +23,13 @@ from pwlu import reference
 
 
 def means(x: Tensor, features: int, channel_dim: int) -> Tensor:
-    """Return the mean of each sample per channel, (B, F), or over all its elements if F is 1, in the compute dtype."""
+    """Return the mean of each sample per channel, (B, F), or over all its elements if F is 1, in the compute dtype.
+
+    The mean of no elements is 0, so that gradients stay finite.
+    """
     x = x.to(reference.compute_dtype(x))
+    if not x.numel():
+        return x.new_zeros(x.shape[0], features)
     if features == 1:
         return x.flatten(1).mean(1, keepdim=True)
     positions = [d for d in range(1, x.ndim) if d != channel_dim % x.ndim]

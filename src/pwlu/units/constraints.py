@@ -265,6 +265,7 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(_after_step)  # runs after the hooks of TwoPhase
 
 
+@torch._disable_dynamo  # the roundings of the projection are part of its guarantees, so a compiled step must not compile it
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     with _LOCK:
         alive = [unit for unit in _CONSTRAINED if getattr(unit, "constraint", None) is not None]

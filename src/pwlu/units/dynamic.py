@@ -160,6 +160,9 @@ class _UnitSqueeze(Squeeze):
             super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
 def apply(x: Tensor, blocks: reference.Blocks, directions: Tensor, coefficients: Tensor, channel_dim: int) -> Tensor:
     """Apply one function per sample and channel, with the heights of :func:`pwlu.reference.dynamic.mix`."""
     heights = dynamic_reference.mix(blocks.heights, directions, coefficients)
@@ -173,7 +176,8 @@ def apply(x: Tensor, blocks: reference.Blocks, directions: Tensor, coefficients:
     if torch.compiler.is_exporting():  # other runtimes do not have the operators of pwlu
         return per_sample(x, rows[1], channel_dim, lambda z: reference.forward(z, *reference.unpack(weight, intervals), 0))
     if not x.shape[0]:  # the operator needs at least one function
-        return ops.forward(x, reference.pack(*blocks), intervals, channel_dim)
+        zero = coefficients.sum() + directions[:0].sum()  # their gradients are 0, not None: DistributedDataParallel waits
+        return ops.forward(x, reference.pack(*blocks) + zero.to(blocks.left.dtype), intervals, channel_dim)
     return per_sample(x, rows[1], channel_dim, lambda z: ops.forward(z, weight, intervals, 0))
 
 
@@ -186,6 +190,7 @@ def per_sample(x: Tensor, channels: int, channel_dim: int, function: Callable[[T
         return function(x)
     moved = x.movedim(channel_dim, 1)
     y = function(moved.flatten(0, 1) if x.ndim > 2 else moved.reshape(-1)).reshape(moved.shape).movedim(1, channel_dim)
-    if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
-        return y.contiguous(memory_format=torch.channels_last)
-    return y.contiguous()
+    layout = _CHANNELS_LAST.get(x.ndim, torch.contiguous_format)
+    if x.is_contiguous() or ops.transform_is_active() or not x.is_contiguous(memory_format=layout):  # vmap knows one layout
+        return y.contiguous()
+    return y.contiguous(memory_format=layout)

@@ -157,7 +157,7 @@ class PWLU(nn.Module):
             **blocks: new values by name, among left, right, heights, left_slope and right_slope.
 
         Raises:
-            TypeError: if there is no block of a name.
+            TypeError: if there is no block of a name, or a value is not a tensor.
             ValueError: if a value has the wrong shape.
 
         Example::
@@ -168,8 +168,10 @@ class PWLU(nn.Module):
         old = self.blocks()
         self._check_names("assign", blocks)
         for name, value in blocks.items():
-            if value.shape != getattr(old, name).shape:
-                expected = tuple(getattr(old, name).shape)
+            expected = tuple(getattr(old, name).shape)
+            if not isinstance(value, Tensor):
+                raise TypeError(f"PWLU.assign: {name} must be a tensor, not {value!r}. Write torch.full({expected}, number)")
+            if value.shape != expected:
                 raise ValueError(f"PWLU.assign: {name} must have the shape {expected}, not {tuple(value.shape)}")
         write_weight(self, self._layout.pack(*(value.to(old.left) for value in old._replace(**blocks))))
 
@@ -211,6 +213,11 @@ class PWLU(nn.Module):
         weight: Any = self._parameters.get("weight")  # faster than attribute access
         if weight is None:
             weight = self.weight  # computed: parametrized or pruned
+            if self.constraint is not None:
+                raise RuntimeError(
+                    f"PWLU: the weight is computed (parametrized or pruned), so it cannot be kept {self.constraint}. Remove "
+                    "the constraint before you parametrize or prune: pwlu.constrain_(act)"
+                )
         scale = self._buffers["gradient_scale"]
         return weight if scale is None else torch.lerp(weight.detach(), weight, scale)
 
@@ -272,7 +279,7 @@ class PWLU(nn.Module):
         if (number := local_metadata.get("version", self._version)) > self._version:
             error_msgs.append(later_version(where, formats=(number, self._version)))
             return
-        if any(prefix + name in state_dict for name in ("inv_step", "slopes", "offsets")):
+        if any(prefix + name in state_dict for name in ("inv_step", "slopes", "offsets", "knot_weight")):
             error_msgs.append(
                 f"{where} holds a fused PWLU, but the PWLU of this model is not fused. The tables do not determine the "
                 "parameters: load the weights saved before pwlu.fuse_, or fuse this model first: pwlu.fuse_(model)."
@@ -340,7 +347,8 @@ def require_units(caller: str, model: Any, refused: Mapping[type[PWLU], str] | N
     require_model(caller, model)
     units = units_of(model)
     if not units:
-        fused = any(hasattr(module, "inv_step") for module in model.modules())  # importing FusedPWLU here would be a cycle
+        tables = ("inv_step", "knot_weight")  # importing FusedPWLU here would be a cycle
+        fused = any(hasattr(module, name) for module in model.modules() for name in tables)
         first = "" if caller == "fuse_" else f": call pwlu.{caller} before pwlu.fuse_(model)"
         hint = f"It is already fused{first}" if fused else "Convert it first: pwlu.convert_(model, sample)"
         raise ValueError(f"{caller}: {type(model).__name__} has no PWLU. {hint}")

@@ -90,10 +90,18 @@ class NonUniformPWLU(PWLU):
         blocks = self.blocks()
         return nonuniform_reference.knots_of(blocks.left, blocks.log_widths)
 
+    @knots.setter
+    def knots(self, value: Any) -> None:
+        _refuse_to_write("knots")
+
     @property
     def right(self) -> Tensor:
         """Return the last knots (C,), computed from ``left`` and ``log_widths``."""
         return self.knots[:, -1]
+
+    @right.setter
+    def right(self, value: Any) -> None:
+        _refuse_to_write("right")
 
     def initial_weight(self) -> Tensor:
         """Return the initial weight, ``init`` between ``bounds``, in float64 on the CPU."""
@@ -141,7 +149,7 @@ class NonUniformPWLU(PWLU):
 
         Raises:
             TypeError: if it is not a PWLU.
-            ValueError: if bounds have crossed, because a crossed interval has no positive width.
+            ValueError: if bounds have crossed, because a crossed interval has no positive width; or if it has a constraint.
 
         Example::
 
@@ -149,6 +157,11 @@ class NonUniformPWLU(PWLU):
         """
         if type(unit) is not PWLU:
             raise TypeError(f"NonUniformPWLU.from_uniform: expected a pwlu.PWLU, not {type(unit).__name__}")
+        if unit.constraint is not None:
+            raise ValueError(
+                f"NonUniformPWLU.from_uniform: the PWLU is constrained to be {unit.constraint}, and the projections need "
+                "equally spaced knots. Remove the constraint first: pwlu.constrain_(act)"
+            )
         blocks = reference.Blocks(*(block.detach().to("cpu", torch.float64) for block in unit.blocks()))
         if not bool((blocks.left < blocks.right).all()):
             raise ValueError(
@@ -174,7 +187,7 @@ class NonUniformPWLU(PWLU):
             The PWLU, the largest error, and the largest error relative to the range.
 
         Raises:
-            ValueError: if ``tolerance`` is not between 0 and 1, or 512 intervals are not enough.
+            ValueError: if ``tolerance`` is not between 0 and 1, 512 intervals are not enough, or the weight is not finite.
 
         Example::
 
@@ -186,6 +199,10 @@ class NonUniformPWLU(PWLU):
                 f"{tolerance!r}"
             )
         given = self._functions()
+        if not all(bool(block.isfinite().all()) for block in given):
+            raise ValueError(
+                "NonUniformPWLU.to_uniform: the weight has values that are not finite. Write finite ones with assign"
+            )
         ranges = given.heights.amax(1) - given.heights.amin(1)
         error = relative = torch.zeros_like(ranges)
         for intervals in range(1, _MAX_INTERVALS + 1):
@@ -216,6 +233,12 @@ def _converted(unit: PWLU, kind: type[PWLU], intervals: int, blocks: Any) -> Any
     new.assign(**blocks._asdict())
     new.statistics.load_state_dict(unit.statistics.state_dict())
     return new.train(unit.training)
+
+
+def _refuse_to_write(name: str) -> None:
+    raise AttributeError(
+        f"{name} is computed from left and log_widths and cannot be replaced. Write act.assign(left=..., log_widths=...)"
+    )
 
 
 def blocks_to_show(unit: PWLU) -> Any:

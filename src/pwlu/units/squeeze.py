@@ -56,7 +56,7 @@ class Squeeze(nn.Module):
         parameters: tuple[Tensor, ...] = (self.first, self.first_bias, self.second, self.second_bias)
         if detach_parameters:
             parameters = tuple(p.detach() for p in parameters)
-        if torch.is_autocast_enabled(x.device.type):
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # torch has no autocast for the meta device
             with torch.autocast(x.device.type, enabled=False):
                 return self.compute(x, parameters)
         return self.compute(x, parameters)

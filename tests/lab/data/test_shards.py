@@ -230,13 +230,22 @@ def broken(path, how):
         ),
         ("cut in a header", r"a\.tar cannot be read .*: it ends at byte 2,700, without the zeros that end a tar file\. Copy"),
         ("header", r"a\.tar cannot be read .*: the header at byte 2,560 is damaged\. Copy it again"),
-        ("compressed", r"a\.tar cannot be read as a tar file without compression: "),
+        ("compressed", r"a\.tar cannot be read as a tar file without compression: .*\. Unpack it with gunzip"),
         ("text", r"a\.tar cannot be read as a tar file without compression: "),
     ],
 )
 def test_damaged_shards(tmp_path, how, text):
     with pytest.raises(UserError, match=text):
         Shards(broken(tmp_path / "a.tar", how))
+
+
+def test_names_with_two_dots(tmp_path):
+    """They belong to no sample, and the images were left out without a word. Beside an image, such a file is ignored."""
+    shard(tmp_path / "a.tar", ("0.jpg", jpeg()), ("0.mask.png", b""), ("0.cls", b"0"))
+    assert len(Shards(str(tmp_path / "a.tar"))) == 1
+    shard(tmp_path / "b.tar", ("0.jpg", jpeg()), ("0.cls", b"0"), ("n1.001.jpg", jpeg()), ("n1.001.cls", b"1"))
+    with pytest.raises(UserError, match=r"b\.tar holds n1\.001\.jpg, but the name of a sample ends at the first dot"):
+        Shards(str(tmp_path / "b.tar"))
 
 
 def test_links_and_sparse_files_are_refused(tmp_path):

@@ -215,6 +215,12 @@ def test_curvature_is_penalised_in_phase_two():
     torch.testing.assert_close(with_it["0.weight"], without["0.weight"])
 
 
+def test_curvature_does_not_matter_without_pwlus():
+    """As for other settings of PWLUs, so that one comparison can train ReLU as well. It raised an error."""
+    plain, penalised = (after(2, **SHORT, activation="relu", curvature=factor).network.state_dict() for factor in (0.0, 0.25))
+    assert same_state(plain, penalised)
+
+
 def test_curvature_is_not_penalised_in_phase_one():
     for count, equal in ((7, True), (8, False)):  # the 8th step is the first of Phase II
         plain, penalised = (after(count, **SHORT, curvature=factor).network.state_dict() for factor in (0.0, 0.25))

@@ -94,8 +94,11 @@ _open = lru_cache(OPEN_FILES)(_OpenFile)  # keep files open, because opening one
 def _read_headers(path: str) -> Iterator[tuple[int, int, int]]:
     """Yield where each image of a shard begins, its size, and its label."""
     length = Path(path).stat().st_size
-    key, image, label = "", None, None
+    key, image, label, dotted, advice = "", None, None, "", "Copy it again"
     try:
+        with open(path, "rb") as file:
+            if file.read(2) == b"\x1f\x8b":
+                advice = "Unpack it with gunzip"
         with tarfile.open(path, "r:") as tar:
             while (member := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # otherwise, tarfile keeps all headers in memory
@@ -107,8 +110,8 @@ def _read_headers(path: str) -> Iterator[tuple[int, int, int]]:
                     kind = "sparse file" if member.issparse() else "link"
                     raise UserError(f"{path} holds {member.name} as a {kind}. Pack the files themselves, without --sparse")
                 if matched[1] != key:
-                    yield from _check_sample(path, key, image, label)
-                    key, image, label = matched[1], None, None
+                    yield from _check_sample(path, key, image, label, dotted)
+                    key, image, label, dotted = matched[1], None, None, ""
                 if member.offset_data + member.size > length:
                     raise tarfile.ReadError(f"it ends within {member.name}")
                 if extension in IMG_EXTENSIONS:
@@ -118,12 +121,14 @@ def _read_headers(path: str) -> Iterator[tuple[int, int, int]]:
                 elif extension == ".cls":
                     if label is not None:
                         raise UserError(f"{path} has two classes for {key}. Give each image one file {key}.cls")
-                    file = tar.extractfile(member)
-                    label = b"" if file is None else file.read()
-            yield from _check_sample(path, key, image, label)
+                    content = tar.extractfile(member)
+                    label = b"" if content is None else content.read()
+                elif extension.endswith(IMG_EXTENSIONS):  # such as a mask, NAME.mask.png
+                    dotted = member.name
+            yield from _check_sample(path, key, image, label, dotted)
             _check_end(tar)
     except (tarfile.TarError, OSError) as error:
-        raise UserError(f"the shard {path} cannot be read as a tar file without compression: {error}. Copy it again") from None
+        raise UserError(f"the shard {path} cannot be read as a tar file without compression: {error}. {advice}") from None
 
 
 def _check_end(tar: tarfile.TarFile) -> None:
@@ -139,9 +144,19 @@ def _check_end(tar: tarfile.TarFile) -> None:
         raise tarfile.ReadError(f"more data follows the zeros at byte {tar.offset:,} that end a tar file")
 
 
-def _check_sample(path: str, key: str, image: tuple[int, int] | None, label: bytes | None) -> Iterator[tuple[int, int, int]]:
-    """Yield the image of a sample, or nothing if it has neither image nor label. Raise UserError if only one is there."""
+def _check_sample(
+    path: str, key: str, image: tuple[int, int] | None, label: bytes | None, dotted: str
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the image of a sample, or nothing if it has no files. Raise UserError if image or label is missing.
+
+    `dotted` is the name of an image file with several dots.
+    """
     if image is None and label is None:
+        if dotted:
+            raise UserError(
+                f"{path} holds {dotted}, but the name of a sample ends at the first dot. Write names without other dots: "
+                "NAME.jpg and NAME.cls"
+            )
         return
     if image is None or label is None:
         raise UserError(

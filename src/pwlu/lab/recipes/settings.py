@@ -209,6 +209,9 @@ def check(settings: Settings) -> Settings:
             raise UserError(f"{flag(name)} must be {expected}, not {getattr(settings, name)}")
     if settings.activation in UNITS and settings.fix_init and settings.rule != PAPER:
         raise UserError(f"--rule {settings.rule} needs Phase I: leave out --fix-init, or write --rule {PAPER}")
+    if settings.activation == "nonuniform_pwlu" and (settings.rule != PAPER or settings.curvature):
+        what = f"--rule {settings.rule}" if settings.rule != PAPER else "--curvature"
+        raise UserError(f"{what} needs PWLUs with equally spaced knots: leave it out, or write --act pwlu")
     realigns = settings.activation in UNITS and not settings.fix_init and not settings.iterations
     if realigns and settings.realign_epochs >= settings.epochs:
         raise UserError(

@@ -91,7 +91,7 @@ class Trainer:
             with self.parallel.no_sync() if postpone else nullcontext():
                 with self.autocast():
                     loss, each = self.task.loss(self.model, batch)
-                if self.settings.curvature and self.phase == 2:
+                if self.settings.curvature and self.units and self.phase == 2:
                     loss = loss + self.settings.curvature * curvature(self.network)
                 self.scaler.scale(loss / len(batches)).backward()
             sums = sums + each

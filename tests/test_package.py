@@ -28,7 +28,7 @@ SOURCE = ROOT / "src" / "pwlu"
 # Files and folders of the package, lowest first: each imports from itself and from what stands before it.
 ORDER = (
     "version common reference initial_functions kernels ops functional units"
-    " learning baselines conversion analysis plotting deploy integrations lab report cli __main__"
+    " analysis learning baselines conversion plotting deploy integrations lab report cli __main__"
 )
 LAB = "recipes runs data models tasks training compare inference"
 

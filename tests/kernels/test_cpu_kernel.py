@@ -344,6 +344,7 @@ def test_nothing_is_read_or_written_outside(tmp_path):
         assert done.stdout.startswith("checked ")
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("variant", CPU_VARIANTS)
 def test_compiles_without_warnings(variant, tmp_path):

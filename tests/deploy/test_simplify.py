@@ -419,6 +419,26 @@ def test_refine(dtype):
     assert refine_(model, 48) == []
 
 
+@pytest.mark.parametrize("kind", ["uniform", "nonuniform"])
+def test_gradient_factors_stay(kind):
+    """A block that is frozen before is frozen afterwards, at any number of intervals."""
+    act, before = unit(wave), 16
+    act.scale_gradients(left=0.0, heights=0.5)
+    if kind == "uniform":
+        pwlu.refine_(act, 32)
+    else:
+        act = pwlu.NonUniformPWLU.from_uniform(act)
+        act.scale_gradients(left=0.0, heights=0.5)
+        simplify_(act, 0.05)
+    assert act.intervals != before
+    factors = [block.unique().tolist() for block in act._layout.unpack(act.gradient_scale, act.intervals)]
+    assert dict(zip(act.blocks()._fields, factors, strict=True)) == {
+        name: [{"left": 0.0, "heights": 0.5}.get(name, 1.0)] for name in act.blocks()._fields
+    }
+    act(torch.randn(50, 3, dtype=torch.float64)).sum().backward()
+    assert torch.count_nonzero(act._layout.unpack(act.weight.grad, act.intervals).left) == 0
+
+
 def test_refine_refuses_what_would_change_the_function():
     model = nn.Sequential(pwlu.PWLU(intervals=8), pwlu.PWLU(intervals=16))
     with pytest.raises(ValueError, match=r"1 has 16 intervals, and 24 is not a multiple of that.*\. Write 16 or 32$"):

@@ -263,3 +263,13 @@ def test_the_shared_rule(by_shared_rule, kind, which):
     assert_equal_to_rounding(first, run(lambda model: None), bounds)
     paper = run(lambda model: None, rule="paper")
     assert (paper["2.weight"] - first["2.weight"]).abs().max() > 1e3 * bounds["2.weight"]
+
+
+@pytest.mark.parametrize("kind", [pwlu.PWLU, pwlu.NonUniformPWLU])
+def test_a_sharded_unit_is_fused(alone, kind):
+    model = nn.Sequential(nn.Linear(4, 8), kind(8, init="silu")).eval()
+    x = torch.randn(4, 8)
+    expected = model[1](x)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    assert pwlu.fuse_(model) == ["1"]
+    torch.testing.assert_close(model[1](x), expected)

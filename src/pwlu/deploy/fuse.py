@@ -15,6 +15,7 @@ from pwlu.units.deferred_norm import is_compiled
 from pwlu.units.dynamic import DynamicPWLU
 from pwlu.units.module import PWLU, require_units
 from pwlu.units.nonuniform import NonUniformPWLU, apply
+from pwlu.units.sharding import full_values
 
 
 class _Fused(nn.Module):
@@ -143,7 +144,7 @@ def fuse_(model: nn.Module) -> list[str]:
 def _tables(unit: PWLU) -> dict[str, Tensor]:
     device, dtype = unit.weight.device, reference.compute_dtype(unit.weight)
     if isinstance(unit, NonUniformPWLU):
-        return {"knot_weight": nonuniform_reference.to_knots(unit.weight.detach(), unit.intervals).to(device, dtype)}
+        return {"knot_weight": nonuniform_reference.to_knots(full_values(unit.weight), unit.intervals).to(device, dtype)}
     left, *others = (block.detach().to("cpu", torch.float64) for block in unit.blocks())
     inv_step, slopes, offsets = reference.tables(left, *others)
     tables = {"left": left, "inv_step": inv_step, "slopes": slopes, "offsets": offsets}

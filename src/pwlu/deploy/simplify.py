@@ -305,9 +305,12 @@ def _set_parameters(unit: PWLU, left: Tensor, right: Tensor, heights: Tensor) ->
 
 
 def _set_weight(unit: PWLU, weight: Tensor, intervals: int) -> None:
+    scale, old = unit.gradient_scale, unit.intervals
     unit.weight = nn.Parameter(weight.to(unit.weight), unit.weight.requires_grad)
     unit.intervals = intervals
-    unit.scale_gradients()  # reset the factors, because the length of the weight has changed
+    if scale is not None:  # a frozen block stays frozen
+        pairs = zip(unit._layout.unpack(scale, old), unit.blocks(), strict=True)
+        unit.gradient_scale = unit._layout.pack(*(a if a.ndim == 1 else a[:, :1].expand_as(b) for a, b in pairs))
 
 
 def _build_module(unit: PWLU, plan: Fit) -> nn.Module:

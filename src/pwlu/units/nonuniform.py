@@ -142,7 +142,8 @@ class NonUniformPWLU(PWLU):
     def from_uniform(cls, unit: PWLU) -> "NonUniformPWLU":
         """Return a non-uniform PWLU with the functions and input statistics of a PWLU.
 
-        The functions are equal up to the rounding of the knots.
+        The functions are equal up to the rounding of the knots. Factors of :meth:`PWLU.scale_gradients` are not kept, because
+        the blocks differ.
 
         Args:
             unit: the PWLU. Its bounds must not have crossed.
@@ -179,6 +180,7 @@ class NonUniformPWLU(PWLU):
 
         The PWLU has the same first and last knot, and the same outer slopes. In between, it interpolates the functions at its
         own knots. So the error is 0 left of the first and right of the last knot.
+        Factors of :meth:`PWLU.scale_gradients` are not kept, because the blocks differ.
 
         Args:
             tolerance: the largest error, as a share of the range max Y - min Y of the channel. Default: 1e-3.

@@ -175,6 +175,23 @@ def write_images(root, train=4, test=2):
     return root
 
 
+def write_tiny_imagenet(root, annotated=True, pixels=64):
+    """Twelve training and six test images of three classes, one of them grey; `annotated`: in the layout of the authors."""
+    random = np.random.default_rng(0)
+    lines = []
+    for part, count in (("train", 4), ("val", 2)):
+        for label, name in enumerate(IMAGE_CLASSES):
+            folder = root / part / ("" if annotated and part == "val" else name) / ("images" if annotated else "")
+            folder.mkdir(parents=True, exist_ok=True)
+            for number in range(count):
+                size = (pixels, pixels) + ((3,) if number or label else ())
+                Image.fromarray(random.integers(0, 256, size, dtype=np.uint8)).save(folder / f"{name}_{number}.JPEG")
+                lines += [f"{name}_{number}.JPEG\t{name}\t0\t0\t62\t62\n"] * (part == "val")
+    if annotated:
+        (root / "val" / "val_annotations.txt").write_text("".join(lines))
+    return root
+
+
 def write_shards(root, images=None):
     """The images of `write_images` as shards of five, in the WebDataset layout: patterns of the training and test shards."""
     folder = images or write_images(root / "images")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lab_helpers import one_thread, take_steps, task_of, trainer_of, write_cifar, write_images
+from lab_helpers import one_thread, take_steps, task_of, trainer_of, write_cifar, write_images, write_tiny_imagenet
 from networks import of_units, same, values
 from torch import nn
 
@@ -23,10 +23,15 @@ SITES = {"convnet": 3, "resnet18": 17, "resnet50": 49, "mobilenet_v2": 35, "mobi
 def data(tmp_path_factory):
     """By the kind of data set that a recipe names."""
     folder = tmp_path_factory.mktemp("data")
-    return {"cifar100": write_cifar(folder / "cifar"), "folder": write_images(folder / "images"), "digits": folder}
+    return {
+        "cifar100": write_cifar(folder / "cifar"),
+        "tinyimagenet": write_tiny_imagenet(folder / "tiny"),
+        "folder": write_images(folder / "images"),
+        "digits": folder,
+    }
 
 
-SLOW = re.compile("imagenet(te)?/(mobilenet|efficientnet)")  # these train on the images of CIFAR in `make test`
+SLOW = re.compile("(tiny)?imagenet(te)?/(mobilenet|efficientnet)")  # these train on the images of CIFAR in `make test`
 
 
 @pytest.mark.parametrize(
@@ -107,7 +112,8 @@ def test_the_settings_of_the_paper(network, epochs, weight_decay, augmentation):
 
 def test_the_page_of_recipes_has_their_values():
     page = (Path(__file__).parents[3] / "docs/recipes.md").read_text()
-    table = [line.strip("| ").split(" | ") for line in page.splitlines() if re.match(r"\| (imagenet|cifar100|digits)", line)]
+    lines = [line for line in page.splitlines() if re.match(r"\| (imagenet|tinyimagenet|cifar100|digits)", line)]
+    table = [line.strip("| ").split(" | ") for line in lines]
     seen = []
     for names, epochs, batch, peak, weight_decay, _, realign_epochs in table:
         numbers = [

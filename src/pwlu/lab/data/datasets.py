@@ -12,6 +12,7 @@ from pwlu.lab.data import keyed_random
 from pwlu.lab.data.cifar import cifar100
 from pwlu.lab.data.file_images import FileImages, load_files
 from pwlu.lab.data.images import Images, in_memory
+from pwlu.lab.data.tiny_imagenet import tiny_imagenet
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import Settings, UserError
 
@@ -35,7 +36,7 @@ def load(settings: Settings, device: torch.device) -> Data:
     if kind == "folder":
         train, test, classes = load_files(settings, device)
     else:
-        images, classes = (cifar100 if kind == "cifar100" else _digits)(Path(settings.data))
+        images, classes = _IN_MEMORY[kind](Path(settings.data))
         crop = settings.augmentation != "none"
         train, test = in_memory(
             *images, device, padding=settings.pixels // 8 if crop else 0, flip=settings.augmentation == "crop+flip"
@@ -69,3 +70,6 @@ def _digits(_: Path) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[str]]:
     images = [torch.tensor(x * 15, dtype=torch.uint8).unsqueeze(1) for x in split[:2]]  # 0 to 16 becomes 0 to 240
     labels = [torch.tensor(y) for y in split[2:]]
     return (images[0], labels[0], images[1], labels[1]), [str(name) for name in data.target_names]
+
+
+_IN_MEMORY = {"cifar100": cifar100, "tinyimagenet": tiny_imagenet, "digits": _digits}

@@ -15,7 +15,7 @@ class Recipe:
     Attributes:
         lr: the peak learning rate for ``batch`` images per step.
         warm_up: the fraction of the steps over which the learning rate rises.
-        small: use small strides in the first layers, for 32-pixel images.
+        small: use small strides in the first layers, for images of 32 or 64 pixels.
         realign_epochs: the length of Phase I, the paper's T'.
         iterations: the length of training in steps of ``batch`` images. 0: train for ``epochs`` instead.
         schedule: how the learning rate falls after the warm-up: "cosine" or "steps".
@@ -78,6 +78,11 @@ def _cifar(network: str, width: float, **values: Any) -> Recipe:
     return Recipe("cifar100", network, 30, 512, 0.4, 5e-4, label_smoothing=0.1, warm_up=0.2, **values)
 
 
+def _tiny_imagenet(network: str, width: float) -> Recipe:
+    values: dict[str, Any] = {"width": width, "pixels": 64, "realign_epochs": 2, "small": True}
+    return Recipe("tinyimagenet", network, 30, 256, 0.2, 5e-4, label_smoothing=0.1, warm_up=0.2, **values)
+
+
 def _imagenette(network: str, width: float) -> Recipe:
     values: dict[str, Any] = {"width": width, "pixels": 128, "realign_epochs": 3}
     return Recipe("folder", network, 40, 128, 0.2, 5e-4, label_smoothing=0.1, warm_up=0.2, **values)
@@ -122,6 +127,10 @@ RECIPES = {
     "cifar100/mobilenet_v2": _cifar("mobilenet_v2", 0.5),
     "cifar100/mobilenet_v3_small": _cifar("mobilenet_v3_small", 0.5, pau_lr=1e-3),
     "cifar100/efficientnet_b0": _cifar("efficientnet_b0", 0.5),
+    "tinyimagenet/resnet18": _tiny_imagenet("resnet18", 0.5),
+    "tinyimagenet/mobilenet_v2": _tiny_imagenet("mobilenet_v2", 0.5),
+    "tinyimagenet/mobilenet_v3_small": _tiny_imagenet("mobilenet_v3_small", 1.0),
+    "tinyimagenet/efficientnet_b0": _tiny_imagenet("efficientnet_b0", 0.5),
     "imagenette/resnet18": _imagenette("resnet18", 0.5),
     "imagenette/mobilenet_v2": _imagenette("mobilenet_v2", 0.5),
     "imagenette/mobilenet_v3_small": _imagenette("mobilenet_v3_small", 1.0),

@@ -22,6 +22,7 @@ ALIGNMENT_IMAGES = 2048
 IMAGES = {  # descriptions of an input, by kind of data set
     "folder": "RGB images, their shorter side scaled to {shorter}, the {pixels} x {pixels} in the middle",
     "cifar100": "RGB images of 32 x 32",
+    "tinyimagenet": "RGB images of 64 x 64",
     "digits": "grey images of 8 x 8, scikit-learn's numbers times 15/255",
 }
 

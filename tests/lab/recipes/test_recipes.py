@@ -16,7 +16,15 @@ from pwlu.lab.recipes.catalog import RECIPES, settings
 from pwlu.lab.recipes.settings import UserError
 
 # Places with an activation; those of squeeze-and-excitation stay as they were.
-SITES = {"convnet": 3, "resnet18": 17, "resnet50": 49, "mobilenet_v2": 35, "mobilenet_v3_small": 24, "efficientnet_b0": 33}
+SITES = {
+    "convnet": 3,
+    "resnet18": 17,
+    "resnet50": 49,
+    "mobilenet_v1": 27,
+    "mobilenet_v2": 35,
+    "mobilenet_v3_small": 24,
+    "efficientnet_b0": 33,
+}
 
 
 @pytest.fixture(scope="module")

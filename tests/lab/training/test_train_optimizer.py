@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from lab_helpers import after, batches_of, same_state, take_steps, task_of, trainer_of
+from lab_helpers import after, batches_of, same_state, take_steps, task_of, trainer_of, write_cifar
 from networks import assert_equal_to_rounding, bounds_of_rounding, of_units, same, values
 
 from pwlu import baselines
@@ -261,3 +261,18 @@ def test_what_functions_are():
         (c, 16, "relu") for c in (8, 16, 16)
     ]
     assert not trainer_of(task_of(activation="swish")).units
+
+
+def test_a_recipe_with_adam(tmp_path):
+    """The rate is divided by 10 for the last fifth of training."""
+    data = str(write_cifar(tmp_path))
+    trainer = trainer_of(task_of("cifar100/mobilenet_v1", data=data, activation="relu", width=0.125, batch=4, epochs=10))
+    assert type(trainer.optimizer) is torch.optim.Adam
+    (group,) = trainer.optimizer.param_groups
+    assert (group["weight_decay"], group["initial_lr"]) == (0.0, 1e-3 * 4 / 64)
+    (factor,) = trainer.schedule.lr_lambdas
+    assert [factor(step) for step in (0, 23, 24, 29)] == pytest.approx([1, 1, 0.1, 0.1])
+    maps = []
+    trainer.network[-3].register_forward_hook(lambda module, inputs, output: maps.append(inputs[0].shape[-2:]))
+    trainer.network(torch.zeros(2, 3, 32, 32))
+    assert maps == [(2, 2)]

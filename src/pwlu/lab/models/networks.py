@@ -77,6 +77,25 @@ def _resnet(name: str, classes: int, channels: int, width: float, small: bool, n
     return model
 
 
+def _mobilenet_v1(_: str, classes: int, channels: int, width: float, small: bool, norm: Norm) -> nn.Module:
+    """Return MobileNet (Howard et al., 2017): depthwise and pointwise convolutions in turn, each with norm and ReLU."""
+    layers: list[nn.Module] = []
+
+    def add(inputs: int, outputs: int, kernel: int, stride: int, groups: int = 1) -> None:
+        convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
+        layers.extend([convolution, norm(outputs), nn.ReLU(inplace=True)])
+
+    before = max(1, round(32 * width))
+    add(channels, before, 3, 1 if small else 2)
+    rows = [(64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *[(512, 1)] * 5, (1024, 2), (1024, 1)]
+    for out, stride in rows:
+        after = max(1, round(out * width))
+        add(before, before, 3, stride, groups=before)
+        add(before, after, 1, 1)
+        before = after
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes))
+
+
 def _mobilenet(name: str, classes: int, channels: int, width: float, small: bool, norm: Norm) -> nn.Module:
     # torchvision's MobileNet-V3 averages batch statistics over 100 steps. That is too long for short training on small images.
     options = {} if norm is nn.BatchNorm2d and not small else {"norm_layer": norm}
@@ -107,6 +126,7 @@ _BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "convnet": _convnet,
     "resnet18": _resnet,
     "resnet50": _resnet,
+    "mobilenet_v1": _mobilenet_v1,
     "mobilenet_v2": _mobilenet,
     "mobilenet_v3_small": _mobilenet,
     "efficientnet_b0": _efficientnet_b0,

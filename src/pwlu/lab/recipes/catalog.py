@@ -18,7 +18,8 @@ class Recipe:
         small: use small strides in the first layers, for images of 32 or 64 pixels.
         realign_epochs: the length of Phase I, the paper's T'.
         iterations: the length of training in steps of ``batch`` images. 0: train for ``epochs`` instead.
-        schedule: how the learning rate falls after the warm-up: "cosine" or "steps".
+        optimizer: "sgd", with momentum 0.9, or "adam".
+        drops: the parts of training after which the learning rate is divided by 10. Without any, it falls as a cosine.
         pau_lr: the factor on the learning rate of PAU's parameters, chosen on held-out images. A factor of 1 is too large,
             because powers up to x^5 make their gradients large.
         anchors: for detectors, the factor on the sizes of anchors. A factor of 1 gives 32, 64, ..., 512 pixels.
@@ -39,7 +40,8 @@ class Recipe:
     realign_epochs: float = 5
     small: bool = False
     iterations: int = 0
-    schedule: str = "cosine"
+    optimizer: str = "sgd"
+    drops: tuple[float, ...] = ()
     measure_every: int = 1
     pau_lr: float = 1e-4
     anchors: float = 1.0
@@ -78,6 +80,16 @@ def _cifar(network: str, width: float, **values: Any) -> Recipe:
     return Recipe("cifar100", network, 30, 512, 0.4, 5e-4, label_smoothing=0.1, warm_up=0.2, **values)
 
 
+def _cifar_by_adam(network: str) -> Recipe:
+    """Return a recipe of a published comparison of activations (Dubey, Singh and Chaudhuri, Neurocomputing 2022).
+
+    The comparison does not state weight decay, so there is none. T' = 5 epochs is our choice. Adam divides gradients by their
+    size, so PAU learns at the rate of the weights.
+    """
+    values: dict[str, Any] = {"pixels": 32, "small": True, "optimizer": "adam", "drops": (0.8,), "pau_lr": 1.0}
+    return Recipe("cifar100", network, 100, 64, 1e-3, 0.0, warm_up=0.0, **values)
+
+
 def _tiny_imagenet(network: str, width: float) -> Recipe:
     values: dict[str, Any] = {"width": width, "pixels": 64, "realign_epochs": 2, "small": True}
     return Recipe("tinyimagenet", network, 30, 256, 0.2, 5e-4, label_smoothing=0.1, warm_up=0.2, **values)
@@ -94,7 +106,7 @@ def _coco(detector: str) -> Recipe:
     The learning rate is divided by 10 for the last 60k steps and again for the last 20k. The warm-up of 1000 steps and the
     horizontal flip are our choice. On COCO's 118k images, 270k steps are 37 epochs.
     """
-    values: dict[str, Any] = {"warm_up": 1 / 270, "pixels": 800, "iterations": 270_000, "schedule": "steps"}
+    values: dict[str, Any] = {"warm_up": 1 / 270, "pixels": 800, "iterations": 270_000, "drops": (21 / 27, 25 / 27)}
     return Recipe("coco", f"{detector}_resnet50_fpn", 37, 16, 0.02, 1e-4, "flip", **values)
 
 
@@ -127,6 +139,7 @@ RECIPES = {
     "cifar100/mobilenet_v2": _cifar("mobilenet_v2", 0.5),
     "cifar100/mobilenet_v3_small": _cifar("mobilenet_v3_small", 0.5, pau_lr=1e-3),
     "cifar100/efficientnet_b0": _cifar("efficientnet_b0", 0.5),
+    "cifar100/mobilenet_v1": _cifar_by_adam("mobilenet_v1"),
     "tinyimagenet/resnet18": _tiny_imagenet("resnet18", 0.5),
     "tinyimagenet/mobilenet_v2": _tiny_imagenet("mobilenet_v2", 0.5),
     "tinyimagenet/mobilenet_v3_small": _tiny_imagenet("mobilenet_v3_small", 1.0),

@@ -51,7 +51,7 @@ class Trainer:
             self.parallel = DistributedDataParallel(network, [processes.device] if self.device_type == "cuda" else None)
         model = self.parallel or network
         self.model: Any = torch.compile(model) if settings.compile else model
-        self.optimizer = torch.optim.SGD(_parameter_groups(network, settings), momentum=0.9)
+        self.optimizer = _optimizer(network, settings)
         self.schedule = _schedule(self.optimizer, settings, task.total_steps)
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=settings.precision == "fp16")
         self.units = units_of(network)
@@ -158,13 +158,18 @@ def replace_activations(network: nn.Module, sample: Tensor, settings: Settings) 
         raise UserError(f"--act {settings.activation}: {error}") from None
 
 
-def _schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) -> Any:
-    """Return the learning rate schedule: a warm-up, then a cosine or two steps.
+def _optimizer(network: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    groups = _parameter_groups(network, settings)
+    return torch.optim.Adam(groups) if find(settings.recipe).optimizer == "adam" else torch.optim.SGD(groups, momentum=0.9)
 
-    With two steps, the warm-up is linear and starts at a thousandth of the peak. The rate is divided by 10 for the last 2/9 of
-    training, and again for the last 2/27. These are the last 60k and 20k of the paper's 270k iterations.
+
+def _schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) -> Any:
+    """Return the learning rate schedule: a warm-up, then a cosine or the drops of the recipe.
+
+    With drops, the warm-up is linear and starts at a thousandth of the peak.
     """
-    if find(settings.recipe).schedule == "cosine":
+    drops = [round(steps * part) for part in find(settings.recipe).drops]
+    if not drops:
         return torch.optim.lr_scheduler.OneCycleLR(
             optimizer,
             [group["lr"] for group in optimizer.param_groups],
@@ -172,10 +177,10 @@ def _schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) 
             pct_start=max(0.0, settings.warm_up - 1e-9),  # torch divides by zero if the warm-up is exactly one step
             cycle_momentum=False,
         )
-    warm_up, first_drop, second_drop = settings.warm_up * steps, round(steps * 7 / 9), round(steps * 25 / 27)
+    warm_up = settings.warm_up * steps
 
     def factor(step: int) -> float:
-        return min(1.0, 0.001 + step / warm_up if warm_up else 1.0) * 0.1 ** ((step >= first_drop) + (step >= second_drop))
+        return min(1.0, 0.001 + step / warm_up if warm_up else 1.0) * 0.1 ** sum(step >= drop for drop in drops)
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 

@@ -51,6 +51,7 @@ _BOUNDS: Rows = {
         ("stat-realign", {}),
     )
 }
+_IMPROVEMENTS = _activations(SEVEN) | {"PWLU, smooth": {"activation": "pwlu", "curvature": SMOOTH}}
 PRESETS: dict[str, Rows] = {
     "activations": _activations(SEVEN),
     "bounds": _activations(["relu"]) | _BOUNDS,
@@ -60,7 +61,11 @@ PRESETS: dict[str, Rows] = {
         "PWLU, smooth": {"activation": "pwlu", "curvature": SMOOTH},
         "PWLU, smooth, started as Swish": {"activation": "pwlu", "curvature": SMOOTH, "init": "swish"},
     },
-    "improvements": _activations(SEVEN) | {"PWLU, smooth": {"activation": "pwlu", "curvature": SMOOTH}},
+    "improvements": _IMPROVEMENTS,
+    "rules": _IMPROVEMENTS | {"PWLU, rule shared": {"activation": "pwlu", "rule": "shared"}},
+    "dynamic": _activations(["relu", "gelu", "mish", "se_relu", "dyrelu", "aconc", "metaacon", "pwlu", "dynamic_pwlu"]),
+    "knots": {f"PWLU, N = {n}": {"activation": "pwlu", "intervals": n} for n in (4, 16)}
+    | {"Non-uniform PWLU, N = 4": {"activation": "nonuniform_pwlu", "intervals": 4}},
     "detection": _activations(["relu", "swish", "frelu", "pwlu"])
     | {"PWLU, fast, started as Swish": {"activation": "pwlu", "unit_lr": FAST, "init": "swish"}},
 }

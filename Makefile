@@ -11,7 +11,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 help:
 	@echo "make test    run the tests of everything that a user can break: under five minutes on two cores"
 	@echo "make test-slow   run the tests that are slow by nature: mutants, sanitizers, wheels, all GPU architectures, a browser"
-	@echo "make torture 100,000 random operator cases, 60 models, 20 killed trainings: half an hour on two cores"
+	@echo "make torture 100,000 random operator cases, 60 models, 20 killed trainings: four minutes on two cores"
 	@echo "make demo    train a small network on handwritten digits (a minute), draw what it learned"
 	@echo "make lint    ruff, mypy and clang-format"
 	@echo "make docs    build the documentation into site/, check its links"

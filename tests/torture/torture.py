@@ -1,4 +1,4 @@
-"""Half an hour of attacks, each case from its own seed: operators, models, and trainings that are killed.
+"""Random attacks, each case from its own seed: operators, models, and trainings that are killed.
 
     make torture                                          100,000 operator cases, 60 models, 20 kills, on two cores
     python tests/torture/torture.py --cases 0 --kills 0   the models alone

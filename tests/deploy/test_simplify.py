@@ -421,7 +421,7 @@ def test_refine(dtype):
 
 @pytest.mark.parametrize("kind", ["uniform", "nonuniform"])
 def test_gradient_factors_stay(kind):
-    """A block that is frozen before is frozen afterwards, at any number of intervals."""
+    """Keep a frozen block frozen when the number of intervals changes."""
     act, before = unit(wave), 16
     act.scale_gradients(left=0.0, heights=0.5)
     if kind == "uniform":

@@ -549,7 +549,7 @@ def test_a_compiled_step_does_not_compile_the_projection(monkeypatch):
 
 
 def test_a_computed_weight_is_refused():
-    """The optimizer does not hold it, so nothing projected it."""
+    """Refuse it: the optimizer does not hold it, so nothing would project it."""
     unit = pwlu.PWLU(4)
     pwlu.constrain_(unit, lipschitz=1.0)
     nn.utils.parametrize.register_parametrization(unit, "weight", nn.Identity())

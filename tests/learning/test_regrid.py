@@ -209,7 +209,7 @@ def test_errors_come_before_anything_changes():
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 3.3, -500.0])
 def test_equal_inputs_move_nothing(value):
-    """The quantiles were apart by the width of their bin, so the bounds closed in on the inputs of a dead channel."""
+    """Keep a dead channel, although its quantiles differ by the width of a bin. The bounds used to close in on its inputs."""
     unit = random_unit(dtype=torch.float32)
     before = unit.weight.detach().clone()
     (found,) = pwlu.regrid_(unit, pwlu.alignment(unit, [torch.full((64, 3), value)]))

@@ -34,7 +34,7 @@ def weight_of(parameters):
 
 
 def knot_weight(channels, intervals, dtype=torch.float64, seed=0):
-    """The weight of random non-uniform functions."""
+    """Return the weight of random non-uniform functions."""
     random = torch.Generator().manual_seed(seed)
     widths = torch.rand(channels, intervals, generator=random, dtype=torch.float64) + 0.05
     left = -widths.sum(1) * torch.rand(channels, generator=random, dtype=torch.float64)

@@ -176,7 +176,7 @@ def write_images(root, train=4, test=2):
 
 
 def write_tiny_imagenet(root, annotated=True, pixels=64):
-    """Twelve training and six test images of three classes, one of them grey; `annotated`: in the layout of the authors."""
+    """Write twelve training and six test images of three classes, one grey; `annotated`: in the layout of the authors."""
     random = np.random.default_rng(0)
     lines = []
     for part, count in (("train", 4), ("val", 2)):

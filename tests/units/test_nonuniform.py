@@ -261,7 +261,7 @@ def test_errors(call, error, match):
 
 
 def test_to_uniform_of_a_weight_that_is_not_finite():
-    """The error was that no number of intervals suffices."""
+    """Say that it is not finite. The error used to say that no number of intervals suffices."""
     unit = pwlu.NonUniformPWLU(2, 2, init="identity")
     unit.assign(heights=torch.tensor([[0.0, 1.0, 2.0], [0.0, math.nan, 1.0]]))
     with pytest.raises(ValueError, match="the weight has values that are not finite"):

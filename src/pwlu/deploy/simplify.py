@@ -308,7 +308,7 @@ def _set_weight(unit: PWLU, weight: Tensor, intervals: int) -> None:
     scale, old = unit.gradient_scale, unit.intervals
     unit.weight = nn.Parameter(weight.to(unit.weight), unit.weight.requires_grad)
     unit.intervals = intervals
-    if scale is not None:  # a frozen block stays frozen
+    if scale is not None:  # a frozen block stays frozen; all heights of a function have the same factor
         pairs = zip(unit._layout.unpack(scale, old), unit.blocks(), strict=True)
         unit.gradient_scale = unit._layout.pack(*(a if a.ndim == 1 else a[:, :1].expand_as(b) for a, b in pairs))
 

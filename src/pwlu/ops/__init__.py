@@ -35,6 +35,7 @@ _SCHEMAS = {
     "observe": "(Tensor x, Tensor weight, int intervals, int channel_dim, Tensor(a!) pool) -> Tensor",
     "moments": "(Tensor x, int channel_dim, Tensor(a!) pool) -> ()",
 }
+
 # Derivatives.
 
 
@@ -55,7 +56,7 @@ def below_autograd(operator: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class _Differentiable(torch.autograd.Function):
-    """Run ``forward`` or, with a pool, ``observe``; save only x and the weight."""
+    """Run an operator, ``forward`` of a kind or ``observe``, and differentiate it by `backward`. Save only x and the weight."""
 
     @staticmethod
     def forward(
@@ -63,7 +64,7 @@ class _Differentiable(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.set_materialize_grads(False)
-        ctx.operator, ctx.intervals, ctx.channel_dim, ctx.observed = backward, intervals, channel_dim, bool(pool)
+        ctx.gradients, ctx.intervals, ctx.channel_dim, ctx.observed = backward, intervals, channel_dim, bool(pool)
         return below_autograd(operator, x, weight, intervals, channel_dim, *pool)
 
     @staticmethod
@@ -76,7 +77,7 @@ class _Differentiable(torch.autograd.Function):
             arguments = (grad, x, weight, ctx.intervals, ctx.channel_dim, need_input, learns)
             # Gradients are enabled in a backward pass only if create_graph=True.
             differentiable = torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0
-            grad_x, grad_weight = ctx.operator(*arguments) if differentiable else below_autograd(ctx.operator, *arguments)
+            grad_x, grad_weight = ctx.gradients(*arguments) if differentiable else below_autograd(ctx.gradients, *arguments)
         if need_weight and not learns:
             grad_weight = torch.zeros_like(weight)  # not None: DistributedDataParallel waits for this gradient
         return (None, None, grad_x, grad_weight, None, None, *[None] * ctx.observed)

@@ -216,7 +216,7 @@ def test_curvature_is_penalised_in_phase_two():
 
 
 def test_curvature_does_not_matter_without_pwlus():
-    """As for other settings of PWLUs, so that one comparison can train ReLU as well. It raised an error."""
+    """Ignore it, as other settings of PWLUs, so that one comparison can train ReLU as well. It raised an error."""
     plain, penalised = (after(2, **SHORT, activation="relu", curvature=factor).network.state_dict() for factor in (0.0, 0.25))
     assert same_state(plain, penalised)
 
@@ -264,7 +264,7 @@ def test_what_functions_are():
 
 
 def test_a_recipe_with_adam(tmp_path):
-    """The rate is divided by 10 for the last fifth of training."""
+    """Divide the learning rate by 10 for the last fifth of training."""
     data = str(write_cifar(tmp_path))
     trainer = trainer_of(task_of("cifar100/mobilenet_v1", data=data, activation="relu", width=0.125, batch=4, epochs=10))
     assert type(trainer.optimizer) is torch.optim.Adam

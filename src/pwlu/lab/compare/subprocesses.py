@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 from pwlu.lab.runs.locks import try_lock
 
 TIMEOUT = 10.0  # seconds to wait for a child to end before it is killed, and for another process to release a log
+_LAST_LINES = 12  # of the output of a child, for messages
 
-LAST_LINES = 12  # of the output of a child, for messages
 _RUN_MODULE = (  # like python -m MODULE
     "import runpy, sys; from pwlu.lab.compare.subprocesses import end_with_parent; end_with_parent(); "
     "del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
@@ -91,7 +91,7 @@ class Child:
             return None
         with self.log.open("rb") as file:
             file.seek(self.log_start)
-            output = "\n".join(file.read().decode(errors="replace").strip().splitlines()[-LAST_LINES:])
+            output = "\n".join(file.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:])
         return Outcome(f"exit status {status}, {self.log}:\n{output}", output, died=status < 0, succeeded=status == 0)
 
     def signal(self, number: int) -> None:

@@ -36,7 +36,7 @@ def load(settings: Settings, device: torch.device) -> Data:
     if kind == "folder":
         train, test, classes = load_files(settings, device)
     else:
-        images, classes = _IN_MEMORY[kind](Path(settings.data))
+        images, classes = _READERS[kind](Path(settings.data))
         crop = settings.augmentation != "none"
         train, test = in_memory(
             *images, device, padding=settings.pixels // 8 if crop else 0, flip=settings.augmentation == "crop+flip"
@@ -72,4 +72,4 @@ def _digits(_: Path) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[str]]:
     return (images[0], labels[0], images[1], labels[1]), [str(name) for name in data.target_names]
 
 
-_IN_MEMORY = {"cifar100": cifar100, "tinyimagenet": tiny_imagenet, "digits": _digits}
+_READERS = {"cifar100": cifar100, "tinyimagenet": tiny_imagenet, "digits": _digits}

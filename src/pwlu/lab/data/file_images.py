@@ -133,8 +133,9 @@ def load_files(settings: Settings, device: torch.device) -> tuple[FileImages, Fi
     Shards without test shards have no test images. Then ``--holdout`` must be given.
     """
     train, test = _sources(settings)
-    if test is not None:
-        _check_classes(settings, train, test)
+    if test is not None and not (isinstance(train, Shards) and len(test.classes) <= len(train.classes)):  # numbers from 0
+        data, other = settings.data, settings.test_data
+        check_classes(f"{data} and {other}" if other else f"{data}/train and {data}/val", train.classes, test.classes)
     augment = _training_transform(settings.pixels, settings.augmentation)
     plain = transforms.Compose(
         [transforms.Resize(round(settings.pixels * 8 / 7)), transforms.CenterCrop(settings.pixels), transforms.PILToTensor()]
@@ -167,13 +168,9 @@ def _sources(settings: Settings) -> tuple[Source, Source | None]:
     return Shards(settings.data), Shards(settings.test_data)
 
 
-def _check_classes(settings: Settings, train: Source, test: Source) -> None:
-    """Raise an error if the test images have other classes. Test shards may have fewer: their classes are numbers from 0."""
-    numbers_fit = isinstance(train, Shards) and len(test.classes) <= len(train.classes)
-    different = sorted(set(train.classes) ^ set(test.classes))
-    if different and not numbers_fit:
-        data, other = settings.data, settings.test_data
-        places = f"{data} and {other}" if other else f"{data}/train and {data}/val"
+def check_classes(places: str, train: list[str], test: list[str]) -> None:
+    """Raise an error if training and test images have other classes. `places` says where they are."""
+    if different := sorted(set(train) ^ set(test)):
         raise UserError(f"{places} must have the same classes, but only one of them has {', '.join(different[:5])}")
 
 

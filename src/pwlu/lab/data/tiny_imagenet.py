@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pwlu.lab.data.file_images import Folder
+from pwlu.lab.data.file_images import Folder, check_classes
 from pwlu.lab.data.image_file import UnreadableImage, read_image
 from pwlu.lab.recipes.settings import UserError
 
@@ -25,7 +25,7 @@ def tiny_imagenet(root: Path) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], li
     """
     if not (root / "train").is_dir():
         raise UserError(
-            f"Tiny-ImageNet is not at {root}. Unpack tiny-imagenet-200.zip (cs231n.stanford.edu/tiny-imagenet-200.zip, 237 MB) "
+            f"Tiny-ImageNet is not at {root}. Unpack tiny-imagenet-200.zip (cs231n.stanford.edu/tiny-imagenet-200.zip) "
             "and write --data DIR, the folder that contains train and val"
         )
     train = Folder(root / "train")
@@ -36,12 +36,7 @@ def _validation_samples(folder: Path, classes: list[str]) -> list[Sample]:
     listed = folder / "val_annotations.txt"
     if not listed.exists():
         found = Folder(folder)
-        if found.classes != classes:
-            different = sorted(set(found.classes) ^ set(classes))
-            raise UserError(
-                f"{folder.parent}/train and {folder} must have the same classes, but only one of them has "
-                f"{', '.join(different[:5])}"
-            )
+        check_classes(f"{folder.parent}/train and {folder}", classes, found.classes)
         return found.samples
     labels = {name: label for label, name in enumerate(classes)}
     samples = []

@@ -83,8 +83,8 @@ def _cifar(network: str, width: float, **values: Any) -> Recipe:
 def _cifar_by_adam(network: str) -> Recipe:
     """Return a recipe of a published comparison of activations (Dubey, Singh and Chaudhuri, Neurocomputing 2022).
 
-    The comparison does not state weight decay, so there is none. T' = 5 epochs is our choice. Adam divides gradients by their
-    size, so PAU learns at the rate of the weights.
+    The values are those of the authors' code: no weight decay, and one learning rate for all parameters. T' = 5 epochs is our
+    choice.
     """
     values: dict[str, Any] = {"pixels": 32, "small": True, "optimizer": "adam", "drops": (0.8,), "pau_lr": 1.0}
     return Recipe("cifar100", network, 100, 64, 1e-3, 0.0, warm_up=0.0, **values)

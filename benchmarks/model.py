@@ -52,6 +52,8 @@ TRAINED = {  # batch size, and whether to compile the network
     "resnet18": (256, (False, True)),
 }
 FUSED = "pwlu, norms fused"
+KINDS = (OWN, "silu", "pwlu", "pwlu, Phase I", FUSED, f"{FUSED}, Phase I")
+DYNAMIC = ("dynamic_pwlu", "dyrelu", "metaacon", "se_relu")  # functions of the whole sample
 DETECTORS = ("retinanet_resnet50_fpn", "maskrcnn_resnet50_fpn")
 
 
@@ -127,11 +129,9 @@ def training(options: argparse.Namespace) -> Iterator[Row]:
         labels = torch.randint(1000, (batch,), device=options.device)
         calls: dict[str, Callable[[], Any]] = {}
         torch._dynamo.reset()
-        for kind in (OWN, "silu", "pwlu", "pwlu, Phase I", FUSED, f"{FUSED}, Phase I"):
+        for kind in dict.fromkeys((OWN, *(options.kinds or KINDS))):
             if (kind.startswith(FUSED) and name.startswith("vit")) or (kind == "silu" and name.startswith("efficientnet")):
                 continue  # ViT has no batch norm; EfficientNet's own activation is SiLU
-            if options.kinds and kind not in options.kinds:
-                continue
             model, optimizer = trained(name, kind, options)
             calls[kind] = partial(step, torch.compile(model) if compiled else model, optimizer, x, labels)
         row: Row = {"what": "training", "network": name, "mode": _mode(compiled), "dtype": "bfloat16"}
@@ -144,7 +144,8 @@ def trained(name: str, kind: str, options: argparse.Namespace) -> tuple[nn.Modul
     model: nn.Module = timm.create_model(name, num_classes=1000)
     sample = torch.randn(2, 3, 224, 224)
     if kind != OWN:
-        pwlu.convert_(model, sample, to=partial(_in_place, "silu") if kind == "silu" else "pwlu")
+        to: Any = partial(_in_place, "silu") if kind == "silu" else kind if kind in DYNAMIC else "pwlu"
+        pwlu.convert_(model, sample, to=to)
     if kind.startswith(FUSED):
         pwlu.fuse_norms_(model, sample)
     model = model.to(options.device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
@@ -303,7 +304,8 @@ def main() -> None:
         "--kinds",
         nargs="+",
         metavar="KIND",
-        help=f"time training with these activations, such as '{OWN}' pwlu '{FUSED}' (default: all)",
+        choices=(*KINDS, *DYNAMIC),
+        help=f"time training with '{OWN}' and these activations: {', '.join((*KINDS[1:], *DYNAMIC))} (default: the first six)",
     )
     parser.add_argument(
         "--modes",

@@ -46,12 +46,12 @@ def test_every_kernel_compiles_for_every_architecture():
     assert text.count("RESIDENT_THREADS") == text.count("#define RESIDENT_THREADS") == 3
     functions = list(kernels.functions().values())
     telling = [function for function in functions if "RESIDENT_THREADS" in function.declaration()]
-    norms = [function for function in functions if function.name.startswith("norm_")]
+    norms = [function for function in functions if function.name.startswith(("norm_", "per_sample_"))]
     plain = [function for function in functions if function not in norms]
     others = [function for function in plain if function not in telling]
     assert len(telling) == 16
     chosen = {architecture: [] for architecture in (*OLD, *NEW[0], *NEW[1])}
-    every = OLD + NEW[0] + NEW[1]  # norms are many, and made of the same parts: each is compiled once
+    every = OLD + NEW[0] + NEW[1]  # they are many, and made of the same parts: each is compiled once
     for alike, those in ((OLD, plain), (NEW[0], telling), (NEW[1], telling), (NEW[0] + NEW[1], others), (every, norms)):
         for i, architecture in enumerate(alike):
             chosen[architecture] += those[i :: len(alike)]
@@ -289,6 +289,7 @@ def elements(plan, geometry):
     return seen
 
 
+OPERATIONS = [what for what in {**kernels.MAPS, **kernels.BACKWARDS} if "_add_" not in what]
 MOST_ELEMENTS = 1_000_000  # of a tensor that the tests walk through
 INNER = [1, 2, 3, 7, 8, 9, 32, 49, 64, 81, 196, 1024, 4096, 8192 * 3]
 
@@ -307,11 +308,25 @@ def shapes(draw):
     intervals=st.sampled_from([1, 4, 16, 64, 256]),
     dtype=st.sampled_from(list(kernels.TYPES)),
     aligned=st.booleans(),
-    what=st.sampled_from([what for what in {**kernels.MAPS, **kernels.BACKWARDS} if "_add_" not in what]),
+    what=st.sampled_from([what for what in OPERATIONS if what not in kernels.PER_SAMPLE]),
     processor=st.sampled_from([H200, RTX, SMALL]),
 )
 def test_every_element_is_taken_once(shape, intervals, dtype, aligned, what, processor):
     check_plan(*shape, intervals, dtype, aligned, what, processor)
+
+
+@settings(max_examples=100)
+@given(
+    outer=st.integers(2, 300),
+    channels=st.sampled_from([2, 3, 20, 64, 100]),
+    inner=st.sampled_from([1, 3, 7, 49]),
+    samples=st.integers(2, 200),
+    intervals=st.sampled_from([4, 16]),  # with many more, samples are folded into channels
+    what=st.sampled_from(kernels.PER_SAMPLE),
+    processor=st.sampled_from([H200, RTX]),
+)
+def test_every_element_of_every_sample_is_taken_once(outer, channels, inner, samples, intervals, what, processor):
+    check_plan(outer, channels, inner, intervals, "bfloat16", True, what, processor, samples)
 
 
 @settings(max_examples=60)
@@ -330,12 +345,12 @@ def test_when_the_grid_is_full(outer, inner, what):
         plans._MOST_BLOCKS = most
 
 
-def check_plan(outer, channels, inner, intervals, dtype, aligned, what, processor):
+def check_plan(outer, channels, inner, intervals, dtype, aligned, what, processor, samples=1):
     geometry = (1, 1, outer * inner) if channels == 1 else (outer, channels, inner)
     if what in kernels.BACKWARDS:
-        plan = plans.plan_backward(what, dtype, geometry, intervals, 0, aligned, gpu(processor))
+        plan = plans.plan_backward(what, dtype, geometry, intervals, 0, aligned, gpu(processor), samples)
     else:
-        plan = plans.plan_map(what, dtype, geometry, intervals, 0, aligned, gpu(processor))
+        plan = plans.plan_map(what, dtype, geometry, intervals, 0, aligned, gpu(processor), samples)
     lines = plans.sum_lines(what, intervals) if what in kernels.BACKWARDS else 0
     least = lines * ((8 if "nonuniform" in what else 4) + 8 * 32)  # bytes: tables, and the columns of one warp
     assert (plan is None) == (least > processor.shared_of_block)  # plain torch then does the work
@@ -345,7 +360,8 @@ def check_plan(outer, channels, inner, intervals, dtype, aligned, what, processo
     assert plan.threads % 32 == 0
     assert 32 <= plan.threads <= kernels.functions()[plan.kernel].threads
     assert plan.shared <= processor.shared_of_block
-    assert plan.splits == plan.blocks[1] * plan.blocks[2]
+    assert plan.splits * samples == plan.blocks[1] * plan.blocks[2]
+    assert samples == 1 or plan.blocks[2] == samples
     assert max(plan.blocks[1:]) <= plans._MOST_BLOCKS
     assert (elements(plan, geometry) == 1).all()
     if lines:

@@ -3,18 +3,20 @@
 import copy
 import math
 import pickle
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.library import opcheck
 from torch.nn.parallel import DistributedDataParallel
 
 import pwlu
 from pwlu import baselines, reference
-from pwlu.reference import dynamic as dynamic_reference
-from pwlu.units.squeeze import function_parameters
+from pwlu.ops import per_sample
+from pwlu.units.squeeze import function_parameters, sample_means
 
 LAYOUTS = ("NCHW", "channels_last", "NHWC", "sliced", "BTC", "matrix", "empty")
 KINDS = ((5, None, "channel"), (5, None, "layer"), (1, 5, "channel"), (1, 5, "layer"), (1, None, "channel"))
@@ -57,8 +59,17 @@ def naive(act, x):
     p = x.mean(positions).reshape(len(x), act.features) if positions else x
     s = wide.squeeze
     a = torch.tanh(F.linear(F.relu(F.linear(p, s.first, s.first_bias)), s.second, s.second_bias))
-    a = a.reshape(len(x), act.directions, -1)
-    return dynamic_reference.forward(x, *wide.blocks(), wide.direction_heights(), a, dim)
+    return naive_samples(x, wide.blocks(), wide.direction_heights(), a.reshape(len(x), act.directions, -1), dim)
+
+
+def naive_samples(x, blocks, directions, a, dim):
+    """One sample after another, each with heights of its own."""
+    heights = blocks.heights + torch.einsum("bmr,mck->brck" if a.shape[2] == 1 else "bmc,mck->bck", a, directions).squeeze(1)
+    found = []
+    for sample, y in zip(x, heights, strict=True):
+        one = [p.expand(len(y)) for p in (blocks.left, blocks.right, blocks.left_slope, blocks.right_slope)]
+        found.append(reference.forward(sample, *one[:2], y, *one[2:], dim - 1))
+    return torch.stack(found)
 
 
 def bound(act, x, y):
@@ -87,6 +98,72 @@ def test_the_module_equals_the_reference(layout, dtype, kind):
     other = copy.deepcopy(act)
     other.direction_weight.data[0] += 0.5  # the comparison can fail
     assert dtype in (torch.bfloat16, torch.float16) or not torch.equal(other(x), y)
+
+
+@pytest.mark.parametrize("mixing", ["channel", "layer"])
+@pytest.mark.parametrize("layout", ["NCHW", "channels_last", "BTC"])
+def test_finite_differences_of_the_gradients_agree(layout, mixing):
+    x, dim = batch(layout, torch.float64)
+    act = dynamic((5, None, mixing), dim, torch.float64, intervals=3)
+    x = (x[:2, :3] if layout == "BTC" else x[:2, :, :2, :2]).clone().requires_grad_()
+    assert torch.autograd.gradgradcheck(act, (x,))
+
+
+@pytest.mark.parametrize("channels", [1, 5])
+@pytest.mark.parametrize("layout", ["NCHW", "channels_last", "BTC", "sliced", "empty"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_opcheck(layout, channels, device):
+    x, dim = (t.to(device) if isinstance(t, torch.Tensor) else t for t in batch(layout))
+    act = dynamic((channels, None, "channel"), dim).to(device)
+    weight = reference.dynamic.mix(act.weight, act.direction_heights(), act.coefficients(x)).detach()
+    opcheck(per_sample.forward, (x.requires_grad_(), weight.requires_grad_(), 6, dim))
+    x, weight = x.detach(), weight.detach()
+    for needs in ((True, True), (True, False), (False, True)):
+        opcheck(per_sample.backward, (torch.randn_like(x), x, weight, 6, dim, *needs))
+
+
+def test_operators_check_their_arguments():
+    x = torch.randn(3, 5, 6)
+    for size, x_of, message in [
+        (3 * 4 * 11, x, "the activation has 4 channels, but x of shape (3, 5, 6) has 5"),
+        (11, x, "weight must have the shape (samples * functions per sample * (intervals + 5),), not (11,)"),
+        (3 * 11 + 1, x, "weight must have the shape"),
+        (33, x[0, 0], "at least two dimensions"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            per_sample.forward(x_of, torch.zeros(size), 6, 1)
+    with pytest.raises(ValueError, match="holds the samples"):
+        per_sample.forward(torch.randn(5, 5, 6), torch.zeros(5 * 5 * 11), 6, 0)
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "channels_last", "BTC"])
+def test_compiled_code_computes_the_same(layout):
+    x, dim = batch(layout)
+    act = dynamic(channel_dim=dim)
+    compiled = torch.compile(act, fullgraph=True, dynamic=False)
+    y = compiled(x)
+    torch.testing.assert_close(y, act(x))
+    assert y.stride() == x.stride()
+    for found, expected in zip(
+        torch.autograd.grad(y.square().sum(), act.parameters()),
+        torch.autograd.grad(act(x).square().sum(), act.parameters()),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("features", [5, 1])
+def test_the_gradient_of_the_means_is_not_written_to_memory(features, layout, dtype):
+    x, dim = batch(layout, dtype)
+    seen = []
+    x.requires_grad_().register_hook(seen.append)
+    means = sample_means(x, features, dim)
+    means.backward(torch.ones_like(means))
+    positions = x[0].numel() // features if x.numel() else 1
+    torch.testing.assert_close(seen[0], torch.full_like(x, 1 / positions))
+    assert seen[0].untyped_storage().nbytes() <= means.numel() * x.element_size()
 
 
 def test_it_is_linear_in_the_heights():

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from pwlu import reference
 from pwlu.baselines.arguments import ChannelActivation, Device, DType
 from pwlu.common import checks
-from pwlu.reference import dynamic as dynamic_reference
-from pwlu.units.squeeze import Squeeze, along_samples
+from pwlu.units.squeeze import Squeeze, along_samples, sample_means
 
 _REDUCTION, _MIN_HIDDEN = 16, 16  # the hidden layer of Meta-ACON has max(16, C / 16) units, as in the authors' code
 
@@ -108,7 +107,7 @@ class _NormedSqueeze(Squeeze):
     def compute(self, x: Tensor, parameters: tuple[Tensor, ...]) -> Tensor:
         """Return the outputs without autocast."""
         first, first_bias, second, second_bias = parameters
-        p = dynamic_reference.means(x, self.features, self.channel_dim)
+        p = sample_means(x, self.features, self.channel_dim)
         hidden = self.first_norm(p @ first.to(p.dtype).T + first_bias.to(p.dtype))
         normed: Tensor = self.second_norm(hidden @ second.to(p.dtype).T + second_bias.to(p.dtype))
         return normed

@@ -68,6 +68,38 @@ check_weight = _weight_check(1, 5, "intervals + 5", "pack(left, right, heights, 
 check_knot_weight = _weight_check(2, 4, "2 intervals + 4", "nonuniform.pack_knots(knots, heights, left_slope, right_slope)")
 
 
+def check_samples(x: Tensor, features: int, channel_dim: int) -> None:
+    """Check that x has samples in dimension 0 and `features` channels in another dimension. One feature matches every x."""
+    check_input(x)
+    if x.ndim < 2:
+        raise ValueError(
+            f"pwlu: x must have the shape (batch, ...) with at least two dimensions, because the function depends on the "
+            f"sample, not {tuple(x.shape)}. Write x.unsqueeze(0) for a single sample"
+        )
+    check_channels(x, features, channel_dim)
+    if features > 1 and channel_dim % x.ndim == 0:
+        raise ValueError(
+            f"pwlu: channel_dim is {channel_dim}, but dimension 0 of x, of shape {tuple(x.shape)}, holds the samples. Write "
+            "channel_dim=1 for images, or channel_dim=-1 for channels in the last dimension"
+        )
+
+
+def check_sample_weight(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> int:
+    """Check that a weight has one function, or one per channel, for each sample of x; return its number of functions."""
+    check_samples(x, 1, channel_dim)
+    check_parameter("weight", weight, x)
+    of_one = x.shape[0] * (intervals + 5)  # the size if there is one function per sample
+    per_sample = weight.shape[0] // of_one if weight.ndim == 1 and of_one > 0 else 1
+    if intervals < 1 or per_sample < 1 or weight.shape != (per_sample * of_one,):
+        raise ValueError(
+            f"pwlu: weight must have the shape (samples * functions per sample * (intervals + 5),), not {tuple(weight.shape)} "
+            f"with intervals={intervals} and x of shape {tuple(x.shape)}. Write weight = pwlu.reference.dynamic.mix(weight, "
+            "directions, coefficients)"
+        )
+    check_samples(x, per_sample, channel_dim)
+    return x.shape[0] * per_sample
+
+
 def check_gradient(grad: Tensor, x: Tensor) -> None:
     """Check that grad has the shape and device of x."""
     if grad.shape != x.shape or grad.device != x.device:

@@ -14,6 +14,7 @@ from pwlu import reference
 from pwlu.common import checks
 from pwlu.kernels import eager
 from pwlu.kernels.layout import NormInput, NormState
+from pwlu.reference import dynamic as dynamic_reference
 from pwlu.reference import nonuniform as nonuniform_reference
 
 # The reference implementation in plain PyTorch, for every device.
@@ -64,6 +65,9 @@ NON_UNIFORM = Kind(
     nonuniform_reference.backward,
     nonuniform_reference.unpack_knots,
     nonuniform_reference.pack_knots,
+)
+PER_SAMPLE = Kind(
+    checks.check_sample_weight, dynamic_reference.forward, dynamic_reference.backward, reference.unpack, reference.pack
 )
 plain_forward, plain_backward = UNIFORM.plain_forward, UNIFORM.plain_backward
 plain_nonuniform_forward, plain_nonuniform_backward = NON_UNIFORM.plain_forward, NON_UNIFORM.plain_backward
@@ -136,6 +140,29 @@ forward = _served("forward", plain_forward, UNIFORM.check)
 backward = _served("backward", plain_backward, UNIFORM.check_backward)
 nonuniform_forward = _served("nonuniform_forward", plain_nonuniform_forward, NON_UNIFORM.check)
 nonuniform_backward = _served("nonuniform_backward", plain_nonuniform_backward, NON_UNIFORM.check_backward)
+
+
+def per_sample_forward_folded(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
+    """Return y by ``forward``, with samples and channels folded into one dimension. This may copy x and y."""
+    if not weight.shape[0]:  # no samples
+        return PER_SAMPLE.plain_forward(x, weight, intervals, channel_dim)
+    folded = dynamic_reference.fold(x, weight.shape[0] // (intervals + 5), channel_dim)
+    return _laid_out(x, dynamic_reference.unfold(forward(folded, weight, intervals, 0), x, channel_dim))
+
+
+def per_sample_backward_folded(
+    grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, need_input: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the weight by ``backward``. This may copy both gradients and x."""
+    if not weight.shape[0]:
+        return PER_SAMPLE.plain_backward(grad, x, weight, intervals, channel_dim, need_input, need_weight)
+    folded = (dynamic_reference.fold(t, weight.shape[0] // (intervals + 5), channel_dim) for t in (grad, x))
+    grad_x, grad_weight = backward(*folded, weight, intervals, 0, need_input, need_weight)
+    return _laid_out(x, dynamic_reference.unfold(grad_x, x, channel_dim)) if need_input else grad_x, grad_weight
+
+
+per_sample_forward = _served("per_sample_forward", per_sample_forward_folded, PER_SAMPLE.check)
+per_sample_backward = _served("per_sample_backward", per_sample_backward_folded, PER_SAMPLE.check_backward)
 lookup = _served("lookup", plain_lookup, checks.check_tables)
 moments = _served("moments", plain_moments, checks.check_pool)
 

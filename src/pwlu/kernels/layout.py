@@ -56,10 +56,22 @@ def dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else laid_out_as(torch.empty_like(x, device="meta"), x)
 
 
-def geometry(x: Tensor, channels: int, channel_dim: int) -> tuple[int, int, int]:
-    """Return (outer, channels, inner) of a dense x that is not empty."""
-    inner = x.numel() if channels == 1 else x.stride(channel_dim)
-    return x.numel() // (channels * inner), channels, inner
+def geometry(x: Tensor, channels: int, channel_dim: int, samples: int = 1) -> tuple[int, int, int]:
+    """Return (outer, channels, inner) of a dense x that is not empty, or of one of its samples."""
+    inner = x.numel() // samples if channels == 1 else x.stride(channel_dim)
+    return x.numel() // (samples * channels * inner), channels, inner
+
+
+def samples_are_rows(x: Tensor, functions: int, channel_dim: int) -> bool:
+    """Return whether the samples of x follow each other in memory, and each has several rows with one function per channel.
+
+    Otherwise, samples and channels can be folded into one dimension without a copy, or x has an unusual layout.
+    """
+    like, samples = torch.empty_like(x, device="meta"), x.shape[0]
+    if samples in (1, functions) or not x.numel() or like.stride(0) * samples != x.numel():
+        return False
+    outer, _, _ = geometry(like, functions // samples, channel_dim, samples)
+    return outer > 1
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:

@@ -17,6 +17,7 @@ Shapes: x is (B, ...), with the samples in dimension 0. Y is (C, N+1), D is (M, 
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pwlu import reference
@@ -27,13 +28,12 @@ def means(x: Tensor, features: int, channel_dim: int) -> Tensor:
 
     The mean of no elements is 0, so that gradients stay finite.
     """
-    x = x.to(reference.compute_dtype(x))
+    dtype = reference.compute_dtype(x)
     if not x.numel():
-        return x.new_zeros(x.shape[0], features)
-    if features == 1:
-        return x.flatten(1).mean(1, keepdim=True)
-    positions = [d for d in range(1, x.ndim) if d != channel_dim % x.ndim]
-    return x.mean(positions) if positions else x
+        return x.new_zeros(x.shape[0], features, dtype=dtype)
+    positions = [d for d in range(1, x.ndim) if features == 1 or d != channel_dim % x.ndim]
+    found = x.mean(positions, dtype=dtype) if positions else x.to(dtype)
+    return found.unsqueeze(1) if features == 1 else found
 
 
 def squeeze(means: Tensor, first: Tensor, first_bias: Tensor, second: Tensor, second_bias: Tensor) -> Tensor:
@@ -50,42 +50,59 @@ def squeeze(means: Tensor, first: Tensor, first_bias: Tensor, second: Tensor, se
         The output, (B, O).
     """
     first, first_bias, second, second_bias = (t.to(means.dtype) for t in (first, first_bias, second, second_bias))
-    hidden = (means @ first.T + first_bias).clamp(min=0)
-    return hidden @ second.T + second_bias
+    return F.linear(F.relu(F.linear(means, first, first_bias)), second, second_bias)
 
 
-def mix(base: Tensor, directions: Tensor, coefficients: Tensor) -> Tensor:
-    """Return base + sum over m of a_m directions_m, with one row per sample and channel.
+def mix(weight: Tensor, directions: Tensor, coefficients: Tensor) -> Tensor:
+    """Return the weight of the functions of all samples: the heights are Y + sum over m of a_m D_m.
 
     Args:
-        base: Y, (C, K).
-        directions: D, (M, C, K).
+        weight: the weight of C functions; see :func:`pwlu.reference.pack`.
+        directions: D, (M, C, N+1).
         coefficients: a, (B, M, R). C and R are equal, or one of them is 1.
 
     Returns:
-        (B, max(C, R), K) in the dtype of the coefficients.
+        The weight of B max(C, R) functions, those of the first sample first, in the dtype of the coefficients.
     """
-    mixed = base.to(coefficients.dtype)
-    for m in range(directions.shape[0]):
-        mixed = mixed + coefficients[:, m, :, None] * directions[m].to(coefficients.dtype)
-    return mixed
+    _, channels, knots = directions.shape
+    outer, heights = weight.to(coefficients.dtype).split([4 * channels, channels * knots])
+    mixed = heights.view(channels, knots)
+    for m, direction in enumerate(directions.to(coefficients.dtype)):
+        mixed = torch.addcmul(mixed, coefficients[:, m, :, None], direction)
+    rows = mixed.shape[:2]
+    return torch.cat([outer.view(4, 1, channels).expand(4, *rows).reshape(-1), mixed.reshape(-1)])
+
+
+def fold(x: Tensor, functions: int, channel_dim: int) -> Tensor:
+    """Return x with one entry of dimension 0 for each of the functions of all samples, B or B C."""
+    return x if functions == x.shape[0] else x.movedim(channel_dim, 1).flatten(0, 1)
+
+
+def unfold(y: Tensor, x: Tensor, channel_dim: int) -> Tensor:
+    """Return y, the result of a function of :func:`fold`, in the shape of x."""
+    return y if y.shape == x.shape else y.reshape(x.movedim(channel_dim, 1).shape).movedim(1, channel_dim)
 
 
 def forward(
+    x: Tensor, left: Tensor, right: Tensor, heights: Tensor, left_slope: Tensor, right_slope: Tensor, channel_dim: int
+) -> Tensor:
+    """Compute y. The parameters are those of the functions of all samples, as in the weight of :func:`mix`."""
+    folded = fold(x, left.shape[0], channel_dim)
+    return unfold(reference.forward(folded, left, right, heights, left_slope, right_slope, 0), x, channel_dim)
+
+
+def backward(
+    grad: Tensor,
     x: Tensor,
     left: Tensor,
     right: Tensor,
     heights: Tensor,
     left_slope: Tensor,
     right_slope: Tensor,
-    directions: Tensor,
-    coefficients: Tensor,
     channel_dim: int,
-) -> Tensor:
-    """Compute y for given coefficients (B, M, R), one sample after another."""
-    dim = channel_dim % x.ndim - 1  # the channel dimension of a single sample
-    sample_heights = mix(heights, directions, coefficients)
-    rows = sample_heights.shape[1]
-    left, right, left_slope, right_slope = (t.expand(rows) for t in (left, right, left_slope, right_slope))
-    samples = zip(x, sample_heights, strict=True)
-    return torch.stack([reference.forward(each, left, right, y, left_slope, right_slope, dim) for each, y in samples])
+    **need: bool,
+) -> tuple[Tensor | None, list[Tensor] | None]:
+    """Return the gradients of x and of the parameters; `need` is as for :func:`pwlu.reference.backward`."""
+    grad, folded = (fold(t, left.shape[0], channel_dim) for t in (grad, x))
+    grad_x, grads = reference.backward(grad, folded, left, right, heights, left_slope, right_slope, 0, **need)
+    return None if grad_x is None else unfold(grad_x, x, channel_dim), grads

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwlu import ops, reference
+from pwlu import ops
 from pwlu.common import checks
 from pwlu.initial_functions import InitialFunction
+from pwlu.kernels import dispatch
+from pwlu.ops import per_sample
 from pwlu.reference import dynamic as dynamic_reference
 from pwlu.units.deferred_norm import Deferred
 from pwlu.units.module import PWLU
@@ -29,9 +31,6 @@ class DynamicPWLU(PWLU):
     The parameters are ``weight``, as in :class:`PWLU`; ``direction_weight`` (M C (N + 1),), whose view is
     :meth:`direction_heights`; and the four of ``squeeze``. In Phase I of :class:`pwlu.TwoPhase`, none of them changes. At
     realignment, the directions are reset to 0.
-
-    The operators of PWLU run with one function per sample and channel. In the channels_last memory format, this copies the
-    input, the output and their gradients.
 
     Args:
         channels: the number of functions C, as for :class:`PWLU`. Default: 1, one function for all channels.
@@ -132,7 +131,11 @@ class DynamicPWLU(PWLU):
             # The gradients are exactly 0, not None: DistributedDataParallel waits for them.
             zero = torch.cat([p.reshape(-1)[:0] for p in self.parameters()]).sum()
             weight, directions = weight.detach() + zero, directions.detach()
-        return apply(x, reference.unpack(weight, self.intervals), directions, coefficients, self.channel_dim)
+        mixed = dynamic_reference.mix(weight, directions, coefficients)
+        if torch.compiler.is_exporting():  # other runtimes do not have the operators of pwlu
+            return dispatch.PER_SAMPLE.apply(x, mixed, self.intervals, self.channel_dim)
+        y: Tensor = per_sample.forward(x, mixed, self.intervals, self.channel_dim)
+        return y
 
     def extra_repr(self) -> str:
         """Return the arguments, for repr."""
@@ -158,39 +161,3 @@ class _UnitSqueeze(Squeeze):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if all(prefix + name in state_dict for name, _ in self.named_parameters()):
             super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def apply(x: Tensor, blocks: reference.Blocks, directions: Tensor, coefficients: Tensor, channel_dim: int) -> Tensor:
-    """Apply one function per sample and channel, with the heights of :func:`pwlu.reference.dynamic.mix`."""
-    heights = dynamic_reference.mix(blocks.heights, directions, coefficients)
-    rows = heights.shape[:2]
-    left, right, left_slope, right_slope = (
-        block.to(heights.dtype).expand(rows).reshape(-1)
-        for block in (blocks.left, blocks.right, blocks.left_slope, blocks.right_slope)
-    )
-    weight = reference.pack(left, right, heights.flatten(0, 1), left_slope, right_slope)
-    intervals = heights.shape[2] - 1
-    if torch.compiler.is_exporting():  # other runtimes do not have the operators of pwlu
-        return per_sample(x, rows[1], channel_dim, lambda z: reference.forward(z, *reference.unpack(weight, intervals), 0))
-    if not x.shape[0]:  # the operator needs at least one function
-        zero = coefficients.sum() + directions[:0].sum()  # their gradients are 0, not None: DistributedDataParallel waits
-        return ops.forward(x, reference.pack(*blocks) + zero.to(blocks.left.dtype), intervals, channel_dim)
-    return per_sample(x, rows[1], channel_dim, lambda z: ops.forward(z, weight, intervals, 0))
-
-
-def per_sample(x: Tensor, channels: int, channel_dim: int, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply a function to x with its samples and channels folded into dimension 0; return the result in the layout of x.
-
-    This copies nothing if there is one function per sample, or if the channels are in dimension 1 of a contiguous x.
-    """
-    if channels == 1:
-        return function(x)
-    moved = x.movedim(channel_dim, 1)
-    y = function(moved.flatten(0, 1) if x.ndim > 2 else moved.reshape(-1)).reshape(moved.shape).movedim(1, channel_dim)
-    layout = _CHANNELS_LAST.get(x.ndim, torch.contiguous_format)
-    if x.is_contiguous() or ops.transform_is_active() or not x.is_contiguous(memory_format=layout):  # vmap knows one layout
-        return y.contiguous()
-    return y.contiguous(memory_format=layout)

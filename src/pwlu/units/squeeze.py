@@ -1,8 +1,11 @@
 """A small network on the means of each sample, for activations that depend on the whole input."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from pwlu import ops
 from pwlu.common import checks
 from pwlu.reference import dynamic as dynamic_reference
 
@@ -52,7 +55,7 @@ class Squeeze(nn.Module):
 
     def forward(self, x: Tensor, detach_parameters: bool = False) -> Tensor:
         """Return the outputs (B, O) in the compute dtype. `detach_parameters`: treat the parameters as constants."""
-        check_samples(x, self.features, self.channel_dim)
+        checks.check_samples(x, self.features, self.channel_dim)
         parameters: tuple[Tensor, ...] = (self.first, self.first_bias, self.second, self.second_bias)
         if detach_parameters:
             parameters = tuple(p.detach() for p in parameters)
@@ -63,33 +66,40 @@ class Squeeze(nn.Module):
 
     def compute(self, x: Tensor, parameters: tuple[Tensor, ...]) -> Tensor:
         """Return the outputs without autocast."""
-        return dynamic_reference.squeeze(dynamic_reference.means(x, self.features, self.channel_dim), *parameters)
+        return dynamic_reference.squeeze(sample_means(x, self.features, self.channel_dim), *parameters)
 
     def extra_repr(self) -> str:
         """Return the arguments, for repr."""
         return f"features={self.features}, hidden={self.hidden}, outputs={self.outputs}, channel_dim={self.channel_dim}"
 
 
+class _Means(torch.autograd.Function):
+    """Compute the means of samples. The gradient of x is an expanded tensor, so that PyTorch does not write it to memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, features: int, channel_dim: int) -> Tensor:
+        ctx.like, ctx.channel_dim = x.new_empty(()).expand(x.shape), channel_dim
+        return dynamic_reference.means(x, features, channel_dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        like = ctx.like
+        positions = like.numel() // max(grad.numel(), 1)
+        return along_samples((grad / max(positions, 1)).to(like.dtype), like, ctx.channel_dim).expand_as(like), None, None
+
+
+def sample_means(x: Tensor, features: int, channel_dim: int) -> Tensor:
+    """Return the means of each sample; see :func:`pwlu.reference.dynamic.means`."""
+    if ops.transform_is_active() or torch.compiler.is_exporting():
+        return dynamic_reference.means(x, features, channel_dim)
+    found: Tensor = _Means.apply(x, features, channel_dim)
+    return found
+
+
 def function_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that describe the function of an activation: all except those of its Squeeze networks."""
     others = {id(p) for child in module.modules() if isinstance(child, Squeeze) for p in child.parameters()}
     return [p for p in module.parameters() if id(p) not in others]
-
-
-def check_samples(x: Tensor, features: int, channel_dim: int) -> None:
-    """Check that x has samples in dimension 0 and `features` channels in another dimension. One feature matches every x."""
-    checks.check_input(x)
-    if x.ndim < 2:
-        raise ValueError(
-            f"pwlu: x must have the shape (batch, ...) with at least two dimensions, because the function depends on the "
-            f"sample, not {tuple(x.shape)}. Write x.unsqueeze(0) for a single sample"
-        )
-    checks.check_channels(x, features, channel_dim)
-    if features > 1 and channel_dim % x.ndim == 0:
-        raise ValueError(
-            f"pwlu: channel_dim is {channel_dim}, but dimension 0 of x, of shape {tuple(x.shape)}, holds the samples. Write "
-            "channel_dim=1 for images, or channel_dim=-1 for channels in the last dimension"
-        )
 
 
 def along_samples(values: Tensor, x: Tensor, channel_dim: int) -> Tensor:

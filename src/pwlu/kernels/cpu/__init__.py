@@ -104,6 +104,14 @@ class Kernel:
         weight, channels = _for_compute(x, weight), weight.shape[0] // (2 * intervals + 4)
         return self._map("nonuniform_forward", x, [weight], [weight.data_ptr()], channels, intervals, channel_dim)
 
+    def per_sample_forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
+        """Return y of functions that differ between samples, if samples cannot be folded into channels without a copy."""
+        weight, functions = _for_compute(x, weight), weight.shape[0] // (intervals + 5)
+        if not layout.samples_are_rows(x, functions, channel_dim):
+            return NotImplemented
+        parameters = layout.blocks(weight.data_ptr(), functions, intervals, weight.itemsize)
+        return self._map("forward", x, [weight], parameters, functions, intervals, channel_dim, x.shape[0])
+
     def lookup(self, x: Tensor, *rest: Any) -> Tensor:
         """Return y in the inference form."""
         *tables, channel_dim = rest
@@ -113,17 +121,44 @@ class Kernel:
 
     def _map(self, what: str, x: Tensor, held: list[Tensor], parameters: list[int], *sizes: int) -> Tensor:
         """Call a function that maps x to y. `held` are the tensors whose addresses are in `parameters`."""
-        channels, intervals, channel_dim = sizes
+        functions, intervals, channel_dim, *samples = sizes
         y = torch.empty_like(x)
         if x.numel():
             x = layout.laid_out_as(y, x)
             source, *_ = layout.addresses([x, *held])
-            before, after = (source, y.data_ptr()), (intervals, *parameters)
-            self._call(what, x, layout.geometry(x, channels, channel_dim), before, after, intervals)
+            self._call_per_sample(what, x, [source, y.data_ptr()], parameters, functions, intervals, channel_dim, *samples)
         return y
 
+    def _call_per_sample(
+        self,
+        name: str,
+        x: Tensor,
+        before: list[int],
+        after: list[int],
+        functions: int,
+        intervals: int,
+        channel_dim: int,
+        samples: int = 1,
+    ) -> None:
+        """Call a function for each sample. `before` are addresses of tensors like x, `after` those of blocks; 0 means none."""
+        geometry = layout.geometry(x, functions // samples, channel_dim, samples)
+        of_x = x.numel() // samples * x.itemsize
+        of_block = functions // samples * (8 if x.dtype == torch.float64 else 4)
+        for sample in range(samples):
+            tensors = [address and address + sample * of_x for address in before]
+            blocks = [a and a + sample * of_block * (intervals + 1 if i % 5 == 2 else 1) for i, a in enumerate(after)]
+            self._call(name, x, geometry, tensors, (intervals, *blocks), intervals)
+
     def backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, *need: bool, what: str = "backward"
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        intervals: int,
+        channel_dim: int,
+        *need: bool,
+        what: str = "backward",
+        samples: int = 1,
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and of the weight; an empty tensor for a gradient that is not needed."""
         need_input, need_weight = need
@@ -133,14 +168,22 @@ class Kernel:
             return grad_x, weight.new_zeros(weight.shape if need_weight else 0)
         x, grad = layout.laid_out_as(like, x), layout.laid_out_as(like, grad.to(x.dtype))
         packed = _for_compute(x, weight)
-        channels, blocks = layout.channels_and_blocks(what, packed, intervals, _whole)
+        functions, blocks = layout.channels_and_blocks(what, packed, intervals, _whole)
         grad_weight = torch.empty_like(packed) if need_weight else packed.new_empty(0)
         of_grad, source, address = layout.addresses([grad, x, packed])
         parameters = blocks(address)
         gradients = blocks(grad_weight.data_ptr()) if need_weight else [0] * len(parameters)
-        before, after = (of_grad, source, grad_x.data_ptr() if need_input else 0), (intervals, *parameters, *gradients)
-        self._call(what, x, layout.geometry(x, channels, channel_dim), before, after, intervals)
+        before, after = [of_grad, source, grad_x.data_ptr() if need_input else 0], [*parameters, *gradients]
+        self._call_per_sample(what, x, before, after, functions, intervals, channel_dim, samples)
         return grad_x, grad_weight.to(weight.dtype)
+
+    def per_sample_backward(
+        self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, *need: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x and of the weight; see :meth:`per_sample_forward`."""
+        if not layout.samples_are_rows(x, weight.shape[0] // (intervals + 5), channel_dim):
+            return NotImplemented
+        return self.backward(grad, x, weight, intervals, channel_dim, *need, samples=x.shape[0])
 
     def nonuniform_backward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and of the knot weight; an empty tensor for a gradient that is not needed."""

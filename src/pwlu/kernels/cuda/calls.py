@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pwlu.kernels import eager, layout
+from pwlu.kernels.cuda.compile import PER_SAMPLE
 from pwlu.kernels.cuda.driver import Loaded, launcher
 from pwlu.kernels.cuda.plan import (
     Gpu,
@@ -113,6 +114,12 @@ class Kernel:
         """Return y of non-uniform PWLUs."""
         return self._map("nonuniform_forward", x, weight, intervals, channel_dim)
 
+    def per_sample_forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
+        """Return y of functions that differ between samples, if samples cannot be folded into channels without a copy."""
+        if not layout.samples_are_rows(x, weight.shape[0] // (intervals + 5), channel_dim):
+            return NotImplemented
+        return self._map("per_sample_forward", x, weight, intervals, channel_dim)
+
     def observe(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
         """Return y, and add the moments of x to the pool in place, reading x once."""
         return self._map("observe", x, weight, intervals, channel_dim, pool)
@@ -172,8 +179,9 @@ class Kernel:
         source, added = layout.optional_addresses(x, residual)
         target = y.data_ptr() if dtype else 0
         aligned = not (source | target | added) & 15
-        form = layout.geometry(x, channels, channel_dim)
-        plan = self._map_plan(what, NAMES[x.dtype], form, intervals, _KINDS[dtype] if dtype else 0, aligned)
+        samples = x.shape[0] if what in PER_SAMPLE else 1
+        form = layout.geometry(x, channels // samples, channel_dim, samples)
+        plan = self._map_plan(what, NAMES[x.dtype], form, intervals, _KINDS[dtype] if dtype else 0, aligned, samples=samples)
         if plan is None:
             return NotImplemented
         second = None if pool is None else self._finish_channels_plan("moments", plan, channels)
@@ -200,6 +208,14 @@ class Kernel:
     def nonuniform_backward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and of the knot weight; an empty tensor for a gradient that is not needed."""
         return self.backward(*arguments, what="nonuniform_backward")
+
+    def per_sample_backward(
+        self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, *need: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x and of the weight; see :meth:`per_sample_forward`."""
+        if not layout.samples_are_rows(x, weight.shape[0] // (intervals + 5), channel_dim):
+            return NotImplemented
+        return self.backward(grad, x, weight, intervals, channel_dim, *need, what="per_sample_backward")
 
     def norm_backward(
         self, grad: Tensor, x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int
@@ -246,11 +262,12 @@ class Kernel:
         source, of_grad, address = layout.addresses([x, grad, packed])
         added, of_norm, of_sums = layout.optional_addresses(residual, norm, sums)
         aligned = not (source | of_grad | out.data_ptr() | added) & 15
-        form = layout.geometry(x, channels, channel_dim)
-        plan = self._backward_plan(what, NAMES[x.dtype], form, intervals, _KINDS[packed.dtype], aligned)
+        samples = x.shape[0] if what in PER_SAMPLE else 1
+        form = layout.geometry(x, channels // samples, channel_dim, samples)
+        plan = self._backward_plan(what, NAMES[x.dtype], form, intervals, _KINDS[packed.dtype], aligned, samples=samples)
         if plan is None:
             return NotImplemented
-        second = self._finish_plan(what, plan, channels, lines) if lines and plan.splits > 1 else None
+        second = self._finish_plan(what, plan, form[1], lines) if lines and plan.splits > 1 else None
         grad_weight = torch.empty_like(packed) if lines else packed.new_empty(0)
         tensors = {
             "x": source,

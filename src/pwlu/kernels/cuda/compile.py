@@ -6,7 +6,9 @@ source, options, architecture and the version of NVRTC. Files appear by an atomi
 
 import contextlib
 import hashlib
+import itertools
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ MANY_AT_ONCE = 4  # vectors that a thread of backward_many_planes processes at a
 MAPS = {
     "forward": "FORWARD",
     "nonuniform_forward": "FORWARD | KNOTS",
+    "per_sample_forward": "FORWARD",
     "lookup": "LOOKUP",
     "observe": "FORWARD | MOMENTS",
     "moments": "MOMENTS",
@@ -42,11 +45,15 @@ BACKWARDS = {
     "backward_input": "0",
     "nonuniform_backward": "SUMS | KNOTS",
     "nonuniform_backward_input": "KNOTS",
+    "per_sample_backward": "SUMS",
+    "per_sample_backward_input": "0",
     "norm_backward": "SUMS | NORM",
     "norm_add_backward": "SUMS | NORM | ADD",
     "norm_input": "NORM",
     "norm_add_input": "NORM | ADD",
 }
+# Their arguments hold the functions of all samples. In the form "planes", samples are folded into channels.
+PER_SAMPLE = ("per_sample_forward", "per_sample_backward", "per_sample_backward_input")
 FORMS = {"planes": ("planes", ""), "rows": ("rows", ", false"), "mixed": ("rows", ", true")}
 RESIDENT_IN_PLANES = {  # the others need more registers
     "forward": "RESIDENT_THREADS",
@@ -81,29 +88,43 @@ class Function(NamedTuple):
         return f'extern "C" __global__ void {bounds} {self.name}(const Arguments a) {{ {self.template}(a); }}\n'
 
 
+def _of_form(form: str, operations: dict[str, str], widths: tuple[int, ...]) -> Iterator[tuple[str, str, int]]:
+    """Yield (name, kind, vector width) of the kernels of a form."""
+    for width, (what, kind) in itertools.product(widths, operations.items()):
+        if form != "planes" or what not in PER_SAMPLE:
+            yield what, kind, width
+
+
 def functions() -> dict[str, Function]:
     """Return all kernels by name: ``{operation}_{planes|rows|mixed}_{dtype}_{vector width}``."""
-    finishing = {"gradients": "gradients<0>", "knots": "gradients<KNOTS>", "moments": "moments", "norm": "norm"}
-    found = [Function(f"finish_{what}", f"reduce_{template}", FINISH_THREADS) for what, template in finishing.items()]
-    for dtype, of_c in TYPES.items():
-        for form, (template, last) in FORMS.items():
-            for width in VECTORS[form][dtype]:
-                for what, kind in MAPS.items():
-                    of_template = f"map_{template}<{of_c}, {width}, {kind}{last}>"
-                    resident = RESIDENT_IN_PLANES.get(what, "1") if form == "planes" else "1"
-                    threads = MIXED_THREADS if form == "mixed" else MAP_THREADS
-                    found.append(Function(f"{what}_{form}_{dtype}_{width}", of_template, threads, resident))
-            for width in BACKWARD_VECTORS[form][dtype]:
-                for what, kind in BACKWARDS.items():
-                    threads = MIXED_THREADS if form == "mixed" else BACKWARD_THREADS
-                    if form != "planes":
-                        of_template = f"backward_{template}<{of_c}, {width}, {kind}{last}>"
-                        found.append(Function(f"{what}_{form}_{dtype}_{width}", of_template, threads))
-                        continue
-                    for name, at_once, resident in ((what, 1, "1024"), (f"{what}_many", MANY_AT_ONCE, "1")):
-                        if at_once == 1 or "SUMS" in kind:
-                            of_template = f"backward_{template}<{of_c}, {width}, {kind}, {at_once}>"
-                            found.append(Function(f"{name}_{form}_{dtype}_{width}", of_template, threads, resident))
+    finishing = {
+        "gradients": "reduce_gradients<0>",
+        "knots": "reduce_gradients<KNOTS>",
+        "per_sample": "per_sample<float, reduce_gradients<0>>",
+        "moments": "reduce_moments",
+        "norm": "reduce_norm",
+    }
+    found = [Function(f"finish_{what}", template, FINISH_THREADS) for what, template in finishing.items()]
+    for (dtype, of_c), (form, (template, last)) in itertools.product(TYPES.items(), FORMS.items()):
+        for what, kind, width in _of_form(form, MAPS, VECTORS[form][dtype]):
+            of_template = f"map_{template}<{of_c}, {width}, {kind}{last}>"
+            resident = RESIDENT_IN_PLANES.get(what, "1") if form == "planes" else "1"
+            threads = MIXED_THREADS if form == "mixed" else MAP_THREADS
+            if what in PER_SAMPLE:
+                of_template = f"per_sample<{of_c}, {of_template}>"
+            found.append(Function(f"{what}_{form}_{dtype}_{width}", of_template, threads, resident))
+        for what, kind, width in _of_form(form, BACKWARDS, BACKWARD_VECTORS[form][dtype]):
+            threads = MIXED_THREADS if form == "mixed" else BACKWARD_THREADS
+            if form != "planes":
+                of_template = f"backward_{template}<{of_c}, {width}, {kind}{last}>"
+                if what in PER_SAMPLE:
+                    of_template = f"per_sample<{of_c}, {of_template}>"
+                found.append(Function(f"{what}_{form}_{dtype}_{width}", of_template, threads))
+                continue
+            for name, at_once, resident in ((what, 1, "1024"), (f"{what}_many", MANY_AT_ONCE, "1")):
+                if at_once == 1 or "SUMS" in kind:
+                    of_template = f"backward_{template}<{of_c}, {width}, {kind}, {at_once}>"
+                    found.append(Function(f"{name}_{form}_{dtype}_{width}", of_template, threads, resident))
     return {function.name: function for function in found}
 
 

@@ -171,7 +171,9 @@ def _plan_planes(work: _Work, geometry: tuple[int, int, int], intervals: int, ki
     return Plan(kernel, blocks, threads, shared, splits, numbers.pack())
 
 
-def _plan_rows(work: _Work, geometry: tuple[int, int, int], intervals: int, kind: int, vector: int, gpu: Gpu) -> Plan | None:
+def _plan_rows(
+    work: _Work, geometry: tuple[int, int, int], intervals: int, kind: int, vector: int, gpu: Gpu, samples: int
+) -> Plan | None:
     """Return a plan with "rows" or "mixed"; None if this vector width does not fit."""
     outer, channels, inner = geometry
     across = channels * inner // vector
@@ -192,23 +194,25 @@ def _plan_rows(work: _Work, geometry: tuple[int, int, int], intervals: int, kind
     if vector > 1 and (fixed > _TABLE_BYTES or of_thread > _COLUMN_BYTES):
         return None
     enough = _ELEMENTS_OF_THREAD * gpu.processor.multiprocessors * gpu.processor.threads
-    if inner == 1 and vector > 1 and outer * channels < enough:
+    if inner == 1 and vector > 1 and samples * outer * channels < enough:
         return None  # more threads with one element each fill their tables faster
     threads = _fitting(work, gpu, fixed, of_thread) if inner == 1 else work.threads
-    if threads is None or threads < width:
+    if threads is None or threads < width or samples > _MOST_BLOCKS:
         return None
     shared = max(fixed + threads * of_thread, threads * max(own, 2) * work.moments)
     if shared > gpu.processor.shared_of_block:
         return None
     kernel, panels = f"{work.name}_{form}_{work.dtype}_{vector}", -(-across // width)
-    splits = choose_splits(work, panels, outer / (threads // width), gpu.slots(kernel, threads, shared))
+    splits = choose_splits(work, samples * panels, outer / (threads // width), gpu.slots(kernel, threads, shared))
     splits = max(min(splits, _MOST_BLOCKS), -(-outer // _MOST_UNITS))
     of_split = outer // (splits * (threads // width))
     numbers = _Numbers(outer, inner, outer * inner, of_split, channels, intervals, splits, kind, width=width, places=places)
-    return Plan(kernel, (panels, splits, 1), threads, shared, splits, numbers.pack())
+    return Plan(kernel, (panels, splits, samples), threads, shared, splits, numbers.pack())
 
 
-def _plan(work: _Work, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu) -> Plan | None:
+def _plan(
+    work: _Work, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu, samples: int
+) -> Plan | None:
     _, channels, inner = geometry
     chunk = math.gcd(inner, _CHUNK)
     if channels == 1 and chunk >= _CHUNK // 8:  # cut into planes, so that neighbouring blocks read neighbouring memory
@@ -218,23 +222,28 @@ def _plan(work: _Work, geometry: tuple[int, int, int], intervals: int, kind: int
         form = "rows" if inner == 1 else "mixed"
         for narrower in work.vectors[form][work.dtype]:
             if narrower == 1 or (aligned and channels * inner % narrower == 0):
-                found = _plan_rows(work, geometry, intervals, kind, narrower, gpu)
+                found = _plan_rows(work, geometry, intervals, kind, narrower, gpu, samples)
                 if found is not None:
                     return found
+    if samples > 1:
+        return None
     return _plan_planes(work, geometry, intervals, kind, vector, gpu)
 
 
 def plan_map(
-    what: str, dtype: str, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu
+    what: str, dtype: str, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu, samples: int = 1
 ) -> Plan | None:
-    """Return the plan of a map, by its name in ``compile.MAPS``; None if it does not fit on the device."""
+    """Return the plan of a map, by its name in ``compile.MAPS``; None if it does not fit on the device.
+
+    With `samples`, each sample has the `geometry` and its own functions.
+    """
     moments, has_table, knots = "MOMENTS" in kernels.MAPS[what], what != "moments", "KNOTS" in kernels.MAPS[what]
     lines = intervals + (2 if what == "lookup" or knots else 3)
     table, staging = (12, 8) if knots else (8, 4) if has_table else (0, 0)
     sizes = (lines, table, staging, 0, 12 if moments else 0)
     costs = (4.0, 1e9, 0.0) if moments else (2.0, _MAP_STEPS, 0.0)
     work = _Work(what, dtype, kernels.VECTORS, kernels.MAP_THREADS, *sizes, *costs)
-    return _plan(work, geometry, intervals, kind, aligned, gpu)
+    return _plan(work, geometry, intervals, kind, aligned, gpu, samples)
 
 
 def sum_lines(what: str, intervals: int) -> int:
@@ -244,15 +253,15 @@ def sum_lines(what: str, intervals: int) -> int:
 
 
 def plan_backward(
-    what: str, dtype: str, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu
+    what: str, dtype: str, geometry: tuple[int, int, int], intervals: int, kind: int, aligned: bool, gpu: Gpu, samples: int = 1
 ) -> Plan | None:
-    """Return the plan of a backward kernel, by its name in ``compile.BACKWARDS``; None if it does not fit on the device."""
+    """Return the plan of a backward kernel, by its name in ``compile.BACKWARDS``; see :func:`plan_map`."""
     sums, knots = sum_lines(what, intervals), "KNOTS" in kernels.BACKWARDS[what]
     lines, table = sums or intervals + (2 if knots else 3), 8 if knots else 4
     sizes = (lines, table, 0 if sums else table, 8 if sums else 0, 0)
     costs = (sums / 8, 1e9, 4.0) if sums else (2.0, _MAP_STEPS, 0.0)
     work = _Work(what, dtype, kernels.BACKWARD_VECTORS, kernels.BACKWARD_THREADS, *sizes, *costs)
-    return _plan(work, geometry, intervals, kind, aligned, gpu)
+    return _plan(work, geometry, intervals, kind, aligned, gpu, samples)
 
 
 def plan_finish(what: str, plan: Plan, channels: int, lines: int) -> Plan:
@@ -262,8 +271,10 @@ def plan_finish(what: str, plan: Plan, channels: int, lines: int) -> Plan:
     threads = min(kernels.FINISH_THREADS, -(-groups * lines * together // 32) * 32)
     numbers = _Numbers(*struct.unpack(_FORMAT, plan.numbers))._replace(together=together, groups=groups)
     shared = groups * lines * together * 16
-    name = "finish_knots" if "KNOTS" in kernels.BACKWARDS[what] else "finish_gradients"
-    return Plan(name, (-(-channels // together), 1, 1), threads, shared, plan.splits, numbers.pack())
+    name, samples = "finish_knots" if "KNOTS" in kernels.BACKWARDS[what] else "finish_gradients", 1
+    if what in kernels.PER_SAMPLE:
+        name, samples = "finish_per_sample", plan.blocks[2]
+    return Plan(name, (-(-channels // together), 1, samples), threads, shared, plan.splits, numbers.pack())
 
 
 def plan_finish_channels(what: str, plan: Plan, channels: int) -> Plan:

@@ -136,3 +136,22 @@ __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel,
     if (c < panel.channels) left = get(0, c), right = get(1, c), left_slope = get(3, c), right_slope = get(4, c);
   }
 }
+
+// Run a kernel on sample blockIdx.z, which has its own functions. The arguments hold the functions of all samples, those of the
+// first sample first, but the numbers are those of one sample.
+template <typename T, void (*KERNEL)(const Arguments &)>
+__device__ void per_sample(const Arguments &all) {
+  const i64 sample = blockIdx.z, functions = sample * all.channels, elements = sample * all.outer * all.channels * all.inner;
+  Arguments a = all;
+  a.x = static_cast<const Vector<T, 1> *>(all.x) + elements;
+  a.grad = static_cast<const Vector<T, 1> *>(all.grad) + elements;
+  a.out = static_cast<Vector<T, 1> *>(all.out) + elements;
+#pragma unroll
+  for (int i = 0; i < 5; ++i) {
+    const i64 bytes = functions * (i == 2 ? all.intervals + 1 : 1) * (all.kind == 0 ? 4 : 2);
+    a.parameters[i] = static_cast<const char *>(all.parameters[i]) + bytes;
+    a.gradients[i] = static_cast<char *>(all.gradients[i]) + bytes;
+  }
+  a.partial = static_cast<float2 *>(all.partial) + functions * all.splits * LINES(0, all.intervals);
+  KERNEL(a);
+}

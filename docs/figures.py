@@ -28,6 +28,7 @@ from pwlu.lab.compare.presets import PRESETS, Comparison
 from pwlu.lab.compare.table import Table
 from pwlu.lab.recipes import catalog
 from pwlu.lab.recipes.experiment import differences, slug
+from pwlu.lab.recipes.metrics import TITLES
 from pwlu.lab.runs.results import find_runs
 
 ROOT = Path(__file__).parent.parent
@@ -56,10 +57,10 @@ NAMES = {
     "mobilenet_v2": "MobileNet-V2",
     "mobilenet_v3_small": "MobileNet-V3-small",
     "efficientnet_b0": "EfficientNet-B0",
-    "maskrcnn_resnet18_fpn": "Mask R-CNN, box AP",
-    "maskrcnn_resnet50_fpn": "Mask R-CNN, box AP",
-    "retinanet_resnet18_fpn": "RetinaNet, box AP",
-    "retinanet_resnet50_fpn": "RetinaNet, box AP",
+    "maskrcnn_resnet18_fpn": "Mask R-CNN",
+    "maskrcnn_resnet50_fpn": "Mask R-CNN",
+    "retinanet_resnet18_fpn": "RetinaNet",
+    "retinanet_resnet50_fpn": "RetinaNet",
 }
 
 
@@ -97,7 +98,9 @@ def improvements() -> Any:
     """Return the chart of the gains of all activations on all cells."""
     measured = {}
     for table in cells(RESULTS):
-        name = "\n".join(NAMES.get(word, word) for word in table.comparison.recipe.split("/"))
+        data, *network = (NAMES.get(word, word) for word in table.comparison.recipe.split("/"))
+        metric = table.metrics[0]
+        name = "\n".join([data if metric == "accuracy" else f"{data}, {TITLES[metric]}", *network])
         if name in measured:  # trained in two ways
             name += f"\n{slug(table.comparison.differences())}"
         measured[name] = table.statistics()

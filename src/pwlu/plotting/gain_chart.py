@@ -68,7 +68,8 @@ def plot_improvements(
     batches = [set().union(*drawn[start : start + _COLUMNS]) for start in range(0, len(rows), _COLUMNS)]
     shown = [[label for label in labels if label in batch] for batch in batches]  # the lines of each row of panels
     heights = [0.9 + 0.24 * len(part) for part in shown]
-    figure, axes = panels(len(rows), min(_COLUMNS, len(rows)), 2.4, heights)
+    columns = min(_COLUMNS, len(rows))
+    figure, axes = panels(len(rows), columns, 1.8 + 3.0 / columns, heights)  # 3 inches for the labels
     for number, (axis, group) in enumerate(zip(axes, rows, strict=True)):
         part = shown[number // _COLUMNS]
         axis.axvline(0, color="0.2", linewidth=1)

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -31,6 +32,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted(linked - set(PAGES)):
         if not path.startswith("docs/") and (ROOT / path).is_file():
             files.append(File.generated(config, _name(path), abs_src_path=str(ROOT / path)))
+    sources: dict[str, str] = {}
+    for file in files:
+        if (other := sources.setdefault(file.dest_uri, file.src_uri)) != file.src_uri:
+            raise PluginError(f"{other} and {file.src_uri} both become {file.dest_uri}: do not link to {file.src_uri}")
     return files
 
 

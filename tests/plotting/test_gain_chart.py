@@ -1,14 +1,14 @@
-"""The bars of improvements, read back from the figure."""
+"""The gains of activations, read back from the figure."""
 
 import math
 import sys
 
-import numpy as np
 import pytest
 from test_plot import legend, lines, saved
 
 import pwlu
 from pwlu.plotting.gain_chart import plot_improvements
+from pwlu.plotting.style import COLOURS
 
 ROWS = {
     "a": {"ReLU": (70.0, 0.3, 9), "Swish": (71.0, 0.4, 4), "PWLU": (72.0, 0.0, 1)},
@@ -16,70 +16,81 @@ ROWS = {
 }
 
 
+def names(axis):
+    """The labels of the lines of a panel, from top to bottom."""
+    bottom, top = axis.get_ylim()
+    assert bottom > top
+    return [text.get_text() for text in axis.get_yticklabels()]
+
+
+def dots(axis):
+    """By line of the panel: the gain, and the ends of its error bar if there is one."""
+    found = {}
+    for container in axis.containers:
+        (x,), (y,) = container.lines[0].get_data()
+        ends = [x for segment in container.lines[2][0].get_segments() for x, _ in segment if math.isfinite(x)]
+        found[y] = (x, *ends)
+    return found
+
+
 def test_improvements():
     figure = plot_improvements(ROWS, paper={"b": {"PWLU": 0.7, "PAU": 0.2}})
-    (axis,) = figure.axes
-    containers = {c.get_label(): c for c in axis.containers if hasattr(c, "patches")}
-    assert list(containers) == ["Swish", "PWLU", "PAU"]
-    heights = {label: [patch.get_height() for patch in c.patches] for label, c in containers.items()}
-    np.testing.assert_allclose([heights[label] for label in containers], [[1, math.nan], [2, 0.5], [math.nan, math.nan]])
-    bars_of_error = [segment for segment in containers["Swish"].errorbar.lines[2][0].get_segments() if len(segment)]
-    deviation = math.sqrt(0.3**2 / 9 + 0.4**2 / 4)
-    np.testing.assert_allclose(bars_of_error[0][:, 1], [1 - deviation, 1 + deviation])
-    np.testing.assert_allclose(containers["PWLU"].errorbar.lines[2][0].get_segments()[0][:, 1], [1.9, 2.1])
-    (diamonds,) = lines(axis, "the paper")
-    middles = {label: c.patches[1].get_x() + c.patches[1].get_width() / 2 for label, c in containers.items()}
-    np.testing.assert_allclose(diamonds.get_data(), [[middles["PWLU"], middles["PAU"]], [0.7, 0.2]])
-    assert (diamonds.get_marker(), diamonds.get_markerfacecolor()) == ("D", "white")
-    assert [text.get_text() for text in axis.get_xticklabels()] == ["a\nReLU: 70.00", "b\nReLU: 80.00"]
-    assert legend(figure) == ["Swish", "PWLU", "PAU", "the paper"]
+    a, b = figure.axes
+    assert names(a) == ["Swish", "PAU", "PWLU"]  # PWLUs last
+    assert names(b) == ["", "", ""]  # the same as to the left
+    error = math.sqrt(0.3**2 / 9 + 0.4**2 / 4)
+    assert dots(a) == {0: pytest.approx((1, 1 - error, 1 + error)), 2: pytest.approx((2, 1.9, 2.1))}
+    assert dots(b) == {2: (0.5,)}
+    assert a.get_xlim() == b.get_xlim()
+    diamonds = {tuple(float(x[0]) for x in line.get_data()) for line in lines(b, "the paper")}
+    assert diamonds == {(0.7, 2), (0.2, 1)}
+    assert not lines(a, "the paper")
+    colours = {container.lines[0].get_color() for container in a.containers}
+    assert colours == {"0.35", COLOURS[0]}
+    assert [(axis.get_title(loc="left"), axis.get_xlabel()) for axis in (a, b)] == [("a", "ReLU: 70.00"), ("b", "ReLU: 80.00")]
+    assert legend(figure) == ["the paper"]
     assert saved(figure)
 
 
 def test_the_diamonds_are_explained():
     figure = plot_improvements(ROWS, paper={"b": {"PWLU": 0.7}}, paper_name="the paper, same network, ImageNet")
     assert "the paper, same network, ImageNet" in legend(figure)
+    assert not plot_improvements(ROWS).legends
 
 
 def test_improvements_over_another_baseline():
     figure = plot_improvements({"a": ROWS["a"]}, baseline="Swish")
-    assert sorted(legend(figure)) == ["PWLU", "ReLU"]
-    assert [p.get_height() for p in figure.axes[0].patches] == [-1.0, 1.0]
-    assert figure.axes[0].get_ylabel() == "improvement over Swish, points"
+    assert names(figure.axes[0]) == ["ReLU", "PWLU"]
+    assert [gain[0] for gain in dots(figure.axes[0]).values()] == [-1.0, 1.0]
+    assert figure.get_supxlabel() == "improvement over Swish, points"
+
+
+def test_a_gain_beyond_the_limit():
+    """It is a number, so that it does not make all other gains small."""
+    rows = {"a": ROWS["a"] | {"FReLU": (53.0, 3.0, 9), "PAU": (87.0, None, 1)}}
+    (axis,) = plot_improvements(rows, limit=6).axes
+    error = math.sqrt(0.3**2 / 9 + 3.0**2 / 9)
+    texts = {text.get_position()[1]: text.get_text() for text in axis.texts}
+    assert texts == {1: f"\u2190 \u221217.0 ± {error:.1f}", 2: "+17.0 \u2192"}
+    assert list(dots(axis)) == [0, 3]
+    assert -1 < axis.get_xlim()[0] < 0 < 2 < axis.get_xlim()[1] < 3
+    assert len(dots(plot_improvements(rows).axes[0])) == 4
+
+
+def test_rows_of_panels():
+    """Three panels per row. A row has the lines of its own panels only, and names them once."""
+    rows = {str(number): {"ReLU": (70.0, 0.1, 3), "PWLU": (71.0, 0.1, 3)} for number in range(4)}
+    rows["1"]["Swish"] = (71.5, 0.1, 3)
+    figure = plot_improvements(rows)
+    assert [names(axis) for axis in figure.axes] == [["Swish", "PWLU"], ["", ""], ["", ""], ["PWLU"]]
+    assert [sorted(dots(axis)) for axis in figure.axes] == [[1], [0, 1], [1], [0]]
+    figure.draw_without_rendering()
+    tops = [round(axis.get_position().y1, 3) for axis in figure.axes]
+    assert tops[0] == tops[1] == tops[2] > tops[3]
 
 
 def test_it_can_be_had_where_the_other_pictures_are():
     assert pwlu.plot_improvements is plot_improvements
-
-
-def read(figure):
-    """The entries of the legend as one reads them: row by row, from left to right."""
-    figure.draw_without_rendering()
-    rows = {}
-    for text in figure.legends[0].texts:
-        box = text.get_window_extent()
-        rows.setdefault(-round(box.y0), []).append((box.x0, text.get_text()))
-    return [[label for _, label in sorted(row)] for _, row in sorted(rows.items())]
-
-
-NAMES = ("Leaky ReLU", "PReLU", "Swish", "APL", "PAU", "FReLU", "PWLU")
-
-
-@pytest.mark.parametrize(
-    ("labels", "groups", "rows"),
-    [(NAMES[:3], 1, [3]), (NAMES, 4, [7]), (NAMES, 1, [4, 3]), ([f"{n} {'long' * 20}" for n in NAMES], 1, [1] * 7)],
-)
-def test_the_legend_is_read_in_the_order_of_the_bars(labels, groups, rows):
-    """In one row if the figure is wide enough, else in more of much the same length."""
-    results = {label: (71.0 + place, 0.4, 4) for place, label in enumerate(("ReLU", *labels))}
-    figure = plot_improvements({str(group): results for group in range(groups)})
-    (axis,) = figure.axes
-    firsts = sorted((c.patches[0].get_x(), c.get_label()) for c in axis.containers if hasattr(c, "patches"))
-    assert [label for _, label in firsts] == list(labels)
-    found = read(figure)
-    assert [len(row) for row in found] == rows
-    assert [label for row in found for label in row] == list(labels)
-    assert len(figure.legends) == 1
 
 
 # Files, and what goes wrong.

@@ -229,6 +229,23 @@ def test_the_distribution_of_inputs_is_behind():
     np.testing.assert_allclose(np.cumsum(heights) / heights.sum(), below[1:] / below[-1], rtol=0, atol=1e-9)
 
 
+def test_inputs_without_histograms():
+    """A line from quantile to quantile, at a height of its own; of a layer-wise unit, over all channels."""
+    model = nn.Sequential(shaped(pwlu.PWLU(6)), shaped(pwlu.PWLU()))
+    measured = alignment(model, [torch.randn(2000, 6)], histogram=False)
+    figure = plot_functions(model, channels=2, alignment=measured)
+    (first, second), (shared,) = (lines(axis, "_inputs") for axis in figure.axes)
+    unit, whole = measured
+    assert list(first.get_data()[0]) == [unit.p5[0], unit.p95[0]]
+    assert list(second.get_data()[0]) == [unit.p5[5], unit.p95[5]]
+    assert list(shared.get_data()[0]) == [min(whole.p5), max(whole.p95)]
+    for line, height in ((first, 0.15), (second, 0.05)):  # of the axes: below all functions
+        np.testing.assert_allclose(line.get_data()[1], height)
+    assert "middle 90 % of inputs" in legend(figure)
+    assert "distribution of inputs" not in legend(figure)
+    assert not bars(figure.axes[0])
+
+
 @pytest.mark.parametrize("same", [False, True])
 def test_one_scale(same):
     wide, narrow = pwlu.PWLU(2, bounds=(-9.0, 9.0)), pwlu.PWLU(2, bounds=(-1.0, 1.0))
@@ -402,10 +419,6 @@ MODEL = nn.Sequential(pwlu.PWLU(3))
         (
             lambda: plot_functions({"1": UNIT}, alignment=measured(0.5)),
             "'1' has 3 channels, but 1 in the alignment. Is it of another model",
-        ),
-        (
-            lambda: plot_functions({"1": UNIT}, alignment=measured(0.5, 0.5, 0.5)),
-            "the alignment has no histograms. Measure it with histogram=True",
         ),
         (
             lambda: plot_functions(MODEL, alignment=[torch.ones(9)]),

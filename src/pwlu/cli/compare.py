@@ -232,7 +232,9 @@ def _show(comparisons: list[Comparison], results: Path) -> None:
     tables = [Table(compared, runs) for compared in comparisons]
     for table in tables:
         compared = table.comparison
-        text = f"# {compared.recipe}: {compared.stem}\n\n{table.markdown()}\n"
+        text = f"# {compared.recipe}: {compared.stem}\n\n{table.markdown()}\n" + (
+            f"\n{table.legend()}\n" if table.measured else ""
+        )
         print(f"\n{text}")
         if table.measured:
             folder = results / compared.recipe
@@ -259,7 +261,7 @@ def _draw(tables: list[Table], path: Path) -> bool:
     try:
         theirs = {recipe: table.paper_gains() for recipe, table in drawn.items()}
         named = f"the paper, same network, {next(iter(drawn.values())).paper_dataset}"
-        figure = plot_improvements(statistics, BASELINE, theirs, named)
+        figure = plot_improvements(statistics, BASELINE, theirs, paper_name=named)
     except ImportError as error:
         print(f"no chart was made. {error}", file=sys.stderr)
         return False

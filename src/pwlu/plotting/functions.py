@@ -1,6 +1,5 @@
 """Draw learned functions. Matplotlib is imported only when a figure is drawn."""
 
-import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,8 @@ def plot_functions(
             "left_slope": ..., "right_slope": ...}, ...}``. Add ``"init": "relu"`` to draw the initial function.
         layers: names of the PWLUs to draw. Default: all, or 12 evenly spaced ones if there are more.
         channels: number of evenly spaced functions per PWLU, or a list of channels. Default: 5.
-        alignment: result of :func:`pwlu.alignment`. If given, the distribution of the inputs is drawn below each function.
+        alignment: result of :func:`pwlu.alignment`. If given, the distribution of the inputs is drawn below each function;
+            without histograms, a line from the 5 % to the 95 % quantile.
         same_scale: whether all panels share the same axes, to compare the sizes of functions. Default: False.
 
     Returns:
@@ -59,8 +59,6 @@ def plot_functions(
     units = curves_of(model, "plot_functions")
     names = _chosen_layers(list(units), layers)
     inputs = inputs_of({name: units[name] for name in names}, alignment, "plot_functions")
-    if not all(unit.histogram for unit in inputs.values()):
-        raise ValueError("plot_functions: the alignment has no histograms. Measure it with histogram=True")
     alone = len(names) == 1
     figure, axes = grid(len(names), 4.6 if alone else 2.9, 3.0 if alone else 2.35)
     chosen_of = {name: _chosen_channels(name, units[name].channels, channels) for name in names}
@@ -90,7 +88,12 @@ def plot_functions(
         label = f"start: {starts.pop()}" if len(starts) == 1 else "start"
         handles.insert(0, Line2D([], [], color="0.8", linewidth=4, label=label))
     if inputs:
-        handles.append(Patch(facecolor="0.85", edgecolor="0.5", label="distribution of inputs"))
+        whole = any(unit.histogram for unit in inputs.values())
+        handles.append(
+            Patch(facecolor="0.85", edgecolor="0.5", label="distribution of inputs")
+            if whole
+            else Line2D([], [], color="0.5", linewidth=2, label="middle 90 % of inputs")
+        )
     if alone:  # a single panel has room for a legend of the channels
         handles += [line for line in axes[0].lines if str(line.get_label()).startswith("channel")]
     place: dict[str, Any] = {"loc": "outside right center"} if alone else {"loc": "outside lower center", "ncols": len(handles)}
@@ -157,7 +160,8 @@ def _draw_unit(
         axis.plot(bounds.tolist(), dots.tolist(), "o", color=colour, markersize=4.5, label="_bounds", zorder=3)
         drawn.append(y)
         if inputs:
-            _draw_inputs(axis, inputs, channel if curves.channels > 1 else None, colour)
+            height = 0.2 * (1 - (number + 0.5) / len(channels))  # one line above the other
+            _draw_inputs(axis, inputs, channel if curves.channels > 1 else None, colour, height)
     axis.set_xlim(low, high)
     return _finite_range(torch.cat(drawn), otherwise=(0.0, 1.0), margin=0.06)
 
@@ -192,12 +196,21 @@ def _finite_range(values: Tensor, otherwise: tuple[float, float], margin: float)
     return low - more, high + more
 
 
-def _draw_inputs(axis: "Axes", inputs: UnitAlignment, channel: int | None, colour: str) -> None:
-    """Draw the distribution of the inputs of one channel; without a channel, the mean over all channels."""
+def _draw_inputs(axis: "Axes", inputs: UnitAlignment, channel: int | None, colour: str, height: float) -> None:
+    """Draw the distribution of the inputs of one channel; without a channel, that of all channels together.
+
+    Without a histogram, draw a line at this height from the 5 % to the 95 % quantile.
+    """
     import numpy as np
 
-    chosen = [c for c in (range(inputs.channels) if channel is None else [channel]) if not math.isnan(inputs.low[c])]
+    chosen = [c for c in (range(inputs.channels) if channel is None else [channel]) if inputs.count[c]]
     if not chosen:
+        return
+    # Draw in axes coordinates along the lower edge, where there are no functions at any scale of the output.
+    place: dict[str, Any] = {"color": colour, "transform": axis.get_xaxis_transform(), "zorder": 0.5}
+    if not inputs.histogram:
+        ends = [min(inputs.p5[c] for c in chosen), max(inputs.p95[c] for c in chosen)]
+        axis.plot(ends, [height] * 2, linewidth=2, label="_inputs", **place)
         return
     bars = len(inputs.histogram[0])
     edges = np.linspace(min(inputs.low[c] for c in chosen), max(inputs.high[c] for c in chosen), bars + 1)
@@ -205,7 +218,6 @@ def _draw_inputs(axis: "Axes", inputs: UnitAlignment, channel: int | None, colou
     for c in chosen:
         below = np.concatenate([[0], np.cumsum(inputs.histogram[c])])
         shares += np.diff(np.interp(edges, np.linspace(inputs.low[c], inputs.high[c], bars + 1), below))
-    # Draw in axes coordinates along the lower edge, where there are no functions at any scale of the output.
-    heights, lower_edge = 0.2 * shares / shares.max(), axis.get_xaxis_transform()
-    axis.stairs(heights, edges, fill=True, color=colour, alpha=0.12, transform=lower_edge, zorder=0.5)
-    axis.stairs(heights, edges, color=colour, linewidth=0.8, alpha=0.8, transform=lower_edge, zorder=0.5)
+    heights = 0.2 * shares / shares.max()
+    axis.stairs(heights, edges, fill=True, alpha=0.12, **place)
+    axis.stairs(heights, edges, linewidth=0.8, alpha=0.8, **place)

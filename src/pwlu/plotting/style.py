@@ -4,6 +4,7 @@ Figures do not use pyplot, so they can be drawn without a display and in threads
 """
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pwlu.common.text import install, nearest
@@ -33,12 +34,17 @@ def columns_of(count: int) -> int:
 
 def grid(count: int, width: float, height: float) -> "tuple[Figure, list[Axes]]":
     """Return a figure with this many panels of this size in inches, in rows of similar length."""
+    columns = columns_of(count)
+    return panels(count, columns, width, [height] * math.ceil(count / columns))
+
+
+def panels(count: int, columns: int, width: float, heights: Sequence[float]) -> "tuple[Figure, list[Axes]]":
+    """Return a figure with this many panels in rows of these heights in inches."""
     from matplotlib.figure import Figure
 
-    columns = columns_of(count)
-    rows = math.ceil(count / columns)
-    figure = Figure(figsize=(width * columns, height * rows + 0.4), dpi=150, layout="constrained")
-    axes = [figure.add_subplot(rows, columns, number) for number in range(1, count + 1)]
+    figure = Figure(figsize=(width * columns, sum(heights) + 0.4), dpi=150, layout="constrained")
+    places = figure.add_gridspec(len(heights), columns, height_ratios=heights)
+    axes = [figure.add_subplot(places[divmod(number, columns)]) for number in range(count)]
     for axis in axes:
         axis.grid(alpha=0.25)
         axis.set_axisbelow(True)

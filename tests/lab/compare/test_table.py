@@ -160,15 +160,14 @@ def test_means_and_deviations(three):
 
 def test_markdown(three):
     lines = made(three).markdown().splitlines()
-    assert lines[0] == "|  | accuracy, % | gain over ReLU | s/epoch | parameters | paper (ImageNet), % | paper's gain |"
-    assert lines[2] == "| ReLU | 72.00 ± 2.65 (3) |  | 2 | 1,234,567 | 71.34 |  |"
-    assert lines[3] == "| PWLU | 74.67 ± 0.76 (3) | +2.67 ± 1.59 | 3.5 | 1,234,567 | 72.57 | +1.23 |"
+    assert lines[0] == "|  | accuracy, % | gain over ReLU | parameters | paper (ImageNet), % | paper's gain |"
+    assert lines[2] == "| ReLU | 72.00 ± 2.65 (3) |  | 1,234,567 | 71.34 |  |"
+    assert lines[3] == "| PWLU | 74.67 ± 0.76 (3) | +2.67 ± 1.59 | 1,234,567 | 72.57 | +1.23 |"
     assert lines[4:] == [
         "",
-        "`cifar100/resnet18`; 30 epochs; measured on 10,000 test images at the end of training; means over 3 seeds (number of "
-        "seeds in brackets); ± after an accuracy: sample standard deviation over seeds; ± after a gain: standard error of the "
-        "gain; A GPU; torch 2.15.0; pwlu 0.1.0; revision 1a2b3c4d5e.",
+        "`cifar100/resnet18`, 30 epochs, 10,000 test images. A GPU, torch 2.15.0, pwlu 0.1.0, revision 1a2b3c4d5e.",
     ]
+    assert made(three).legend() == "Mean ± standard deviation over seeds (number of seeds); gain ± its standard error."
 
 
 def test_median_iou(tmp_path):
@@ -180,13 +179,13 @@ def test_median_iou(tmp_path):
     example_run(tmp_path / "c", 72.0, fix_init=3.0, iou=(0.05, 0.1, 0.1))
     table = made(tmp_path, "bounds")
     lines = table.markdown().splitlines()
-    assert lines[0].startswith("|  | accuracy, % | gain over ReLU | median IOU | s/epoch | parameters |")
+    assert lines[0].startswith("|  | accuracy, % | gain over ReLU | median IOU | parameters |")
     rows_of = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
-    assert rows_of["ReLU"] == "| ReLU | 70.00 (1) |  |  | 2 | 1,234,567 | 71.34 |  |"
-    assert "| +1.00 | 0.42 | 2 |" in rows_of["stat-realign, channel-wise"]  # the mean of 0.5 and 0.35
-    assert "| +2.00 | 0.10 | 2 |" in rows_of["fix-init-3, channel-wise"]
+    assert rows_of["ReLU"] == "| ReLU | 70.00 (1) |  |  | 1,234,567 | 71.34 |  |"
+    assert "| +1.00 | 0.42 | 1,234,567 |" in rows_of["stat-realign, channel-wise"]  # the mean of 0.5 and 0.35
+    assert "| +2.00 | 0.10 | 1,234,567 |" in rows_of["fix-init-3, channel-wise"]
     assert rows_of["fix-init-6, layer-wise"].count("|") == rows_of["ReLU"].count("|")
-    assert "; median IOU: IOU of the bounds and the middle 90 % of the inputs, median over channels; A GPU" in lines[-1]
+    assert table.legend().endswith("Median IOU: of the bounds and the middle 90 % of the inputs, over channels.")
     assert [row["iou"] for row in csv.DictReader(table.csv().splitlines())] == ["", "0.1", "0.425"]
     (tmp_path / "c" / "alignment.json").write_text("{}")
     with pytest.raises(UserError, match=r"c.alignment.json does not hold the alignment of a run: .* KeyError\('units'\)"):
@@ -197,38 +196,28 @@ def test_one_run_has_no_deviation(tmp_path):
     example_run(tmp_path / "a", 60.0, recipe="digits", activation="relu", epochs=60)
     example_run(tmp_path / "b", 59.0, recipe="digits", epochs=60)
     text = made(tmp_path, recipe="digits", epochs=60).markdown()
-    assert "| PWLU | 59.00 (1) | -1.00 | 2 | 1,234,567 |\n" in text  # and no paper, which has no such network
-    assert "`digits` with `--epochs 60`; 60 epochs" in text
+    assert "| PWLU | 59.00 (1) | -1.00 | 1,234,567 |\n" in text  # and no paper, which has no such network
+    assert "`digits` with `--epochs 60`, 60 epochs, " in text
 
 
 def test_missing_and_diverged_runs_are_shown(tmp_path):
-    example_run(tmp_path / "a", 70.0, activation="relu", environment={"side_by_side": 4})
-    example_run(tmp_path / "b", 71.0, activation="swish", environment={"side_by_side": 2, "device": "Another"})
+    example_run(tmp_path / "a", 70.0, activation="relu")
+    example_run(tmp_path / "b", 71.0, activation="swish", environment={"device": "Another"})
     for seed in (0, 1):
         result = {"diverged": not seed, "parameters": 100 + seed}
         example_run(tmp_path / f"c{seed}", 1.0 + 70 * seed, activation="apl", seed=seed, result=result)
     text = made(tmp_path, "relu,swish,apl,pwlu").markdown()
-    assert "| ReLU | 70.00 (1) |  | 2 (4 side by side) |" in text
-    assert "| APL | 36.00 ± 49.50 (2, 1 diverged) | -34.00 | 2 (1 side by side) | 100 and 101 |" in text
-    assert "| PWLU | not measured yet |  |  |  | 72.57 | +1.23 |" in text
-    assert "diverged runs count with their final accuracy" in text
-    assert "; means over 1 and 2 seeds (" in text
-    assert "; A GPU and Another; " in text
+    assert "| APL | 36.00 ± 49.50 (2, 1 diverged) | -34.00 | 100 and 101 |" in text
+    assert "| PWLU | not measured yet |  |  | 72.57 | +1.23 |" in text
+    assert "test images, diverged runs count with their final result. A GPU and Another, " in text
     assert made(tmp_path, "pau,pwlu").markdown() == "not measured yet"
     assert made(tmp_path, "swish,pwlu").gain(made(tmp_path, "swish,pwlu").rows[0]) is None  # there is no ReLU in it
-
-
-def test_caption_if_all_runs_shared_the_device(tmp_path):
-    example_run(tmp_path / "a", 70.0, activation="relu", environment={"side_by_side": 4})
-    text = made(tmp_path).markdown()
-    assert "; 4 runs shared the device at a time; " in text
-    assert "side by side" not in text
 
 
 def test_held_out_images_are_another_table(three):
     (row,) = made(three, "pwlu", holdout=5000).rows
     assert row.mean == 10
-    assert "measured on 10,000 held-out training images" in made(three, "pwlu", holdout=5000).markdown()
+    assert ", 10,000 held-out training images. " in made(three, "pwlu", holdout=5000).markdown()
 
 
 def test_a_run_counts_once(tmp_path):

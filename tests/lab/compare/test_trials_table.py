@@ -42,8 +42,8 @@ def test_rows(tried):
         "| PWLU `--curvature 0.5` |  |  |  | 1.00 (diverged) |  | 0.50 |",
         "| PWLU `--granularity layer --curvature 0.001` |  |  |  | 63.00 | 0.40 | 0.50 |",
         "",
-        "Measured on 10,000 held-out training images at the end of training, one number per seed; training loss and loss on "
-        "these images: means over seeds; A GPU and Another; torch 2.15.0; pwlu 0.1.0; revision 1a2b3c4d5e.",
+        "10,000 held-out training images, one number per seed; losses are means over seeds. A GPU and Another, torch 2.15.0, "
+        "pwlu 0.1.0, revision 1a2b3c4d5e.",
     ]
 
 

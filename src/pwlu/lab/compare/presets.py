@@ -59,7 +59,7 @@ PRESETS: dict[str, Rows] = {
     "smoothing": _activations(["relu", "swish", "pwlu"])
     | {
         "PWLU, smooth": {"activation": "pwlu", "curvature": SMOOTH},
-        "PWLU, smooth, started as Swish": {"activation": "pwlu", "curvature": SMOOTH, "init": "swish"},
+        "PWLU, smooth, from Swish": {"activation": "pwlu", "curvature": SMOOTH, "init": "swish"},
     },
     "improvements": _IMPROVEMENTS,
     "rules": _IMPROVEMENTS | {"PWLU, rule shared": {"activation": "pwlu", "rule": "shared"}},
@@ -67,7 +67,7 @@ PRESETS: dict[str, Rows] = {
     "knots": {f"PWLU, N = {n}": {"activation": "pwlu", "intervals": n} for n in (4, 16)}
     | {"Non-uniform PWLU, N = 4": {"activation": "nonuniform_pwlu", "intervals": 4}},
     "detection": _activations(["relu", "swish", "frelu", "pwlu"])
-    | {"PWLU, fast, started as Swish": {"activation": "pwlu", "unit_lr": FAST, "init": "swish"}},
+    | {"PWLU, fast, from Swish": {"activation": "pwlu", "unit_lr": FAST, "init": "swish"}},
 }
 
 

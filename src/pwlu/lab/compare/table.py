@@ -122,7 +122,7 @@ class Table:
         head = [""]
         for metric in self.metrics:
             head += [TITLES[metric], f"gain over {BASELINE}"]
-        head += [*(["median IOU"] if self.ious else []), "s/epoch", "parameters"]
+        head += [*(["median IOU"] if self.ious else []), "parameters"]
         if any(row.paper(self.metrics[0])[0] is not None for row in self.rows):
             for metric in self.metrics:
                 head += [_PAPER_TITLES[metric], "paper's gain"]
@@ -133,7 +133,7 @@ class Table:
         for value, gain in map(row.paper, self.metrics):
             theirs += ["" if value is None else f"{value:.2f}", "" if gain is None else f"{gain:+.2f}"]
         if not row.runs:
-            return [row.title, NOT_MEASURED, *[""] * (2 * len(self.metrics) + 1 + bool(self.ious)), *theirs]
+            return [row.title, NOT_MEASURED, *[""] * (2 * len(self.metrics) + bool(self.ious)), *theirs]
         count = f" ({len(row.runs)}" + (f", {row.diverged} diverged)" if row.diverged else ")")
         ours = []
         for metric in self.metrics:
@@ -142,33 +142,25 @@ class Table:
             ours += [f"{row.mean_of(metric):.2f}{_uncertainty(row.std_of(metric))}{count}", better]
         if self.ious:
             ours.append(f"{self.ious[row.title]:.2f}" if row.title in self.ious else "")
-        seconds = f"{mean(row.values('seconds_per_epoch')):.3g}"
-        if len(self._side_by_side()) > 1:
-            seconds += f" ({join(row.side_by_side)} side by side)"
-        return [row.title, *ours, seconds, join(sorted({f"{n:,}" for n in row.values("parameters")})), *theirs]
+        return [row.title, *ours, join(sorted({f"{n:,}" for n in row.values("parameters")})), *theirs]
 
     def _caption(self) -> str:
-        recipe = self.comparison.recipe
         changes = " ".join(f"{flag(name)} {format_value(value)}" for name, value in self.comparison.differences().items())
         runs = [run for row in self.measured for run in row.runs]
-        sides = self._side_by_side()
-        quantity = "accuracy" if self.metrics == ("accuracy",) else "AP"
         parts = [
-            f"`{recipe}`" + (f" with `{changes}`" if changes else ""),
+            f"`{self.comparison.recipe}`" + (f" with `{changes}`" if changes else ""),
             join(sorted({_length(run.settings) for run in runs})),
-            f"measured on {describe_images(runs)} at the end of training",
-            f"means over {join(sorted({len(row.runs) for row in self.measured}))} seeds (number of seeds in brackets)",
-            f"± after an {quantity}: sample standard deviation over seeds; ± after a gain: standard error of the gain",
-            *([f"diverged runs count with their final {quantity}"] if any(row.diverged for row in self.measured) else []),
-            *(["median IOU: IOU of the bounds and the middle 90 % of the inputs, median over channels"] if self.ious else []),
-            *(["N side by side: N runs shared the device"] if len(sides) > 1 else []),
-            *([f"{sides[0]} runs shared the device at a time"] if len(sides) == 1 and sides[0] > 1 else []),
-            *describe_environments(run.environment for run in runs),
+            describe_images(runs),
+            *(["diverged runs count with their final result"] if any(row.diverged for row in self.measured) else []),
         ]
-        return "; ".join(parts) + "."
+        return f"{', '.join(parts)}. {describe_environments(run.environment for run in runs)}."
 
-    def _side_by_side(self) -> list[int]:
-        return sorted({number for row in self.measured for number in row.side_by_side})
+    def legend(self) -> str:
+        """Return what the columns of the table mean."""
+        return (
+            "Mean ± standard deviation over seeds (number of seeds); gain ± its standard error."
+            + " Median IOU: of the bounds and the middle 90 % of the inputs, over channels." * bool(self.ious)
+        )
 
     # CSV.
 
@@ -254,7 +246,7 @@ def join(values: Iterable[Any]) -> str:
     return " and ".join(", ".join(map(str, values)).rsplit(", ", 1))
 
 
-def describe_environments(environments: Iterable[dict[str, Any]]) -> list[str]:
+def describe_environments(environments: Iterable[dict[str, Any]]) -> str:
     """Return the distinct devices, versions and revisions."""
     formats = {"device": "{}", "torch": "torch {}", "pwlu": "pwlu {}", "revision": "revision {}"}
     seen: dict[str, dict[str, None]] = {name: {} for name in formats}
@@ -262,7 +254,7 @@ def describe_environments(environments: Iterable[dict[str, Any]]) -> list[str]:
         for name in formats:
             if environment.get(name):
                 seen[name][environment[name]] = None
-    return [formats[name].format(join(values)) for name, values in seen.items() if values]
+    return ", ".join(formats[name].format(join(values)) for name, values in seen.items() if values)
 
 
 def _csv(lines: Iterable[dict[str, Any]]) -> str:

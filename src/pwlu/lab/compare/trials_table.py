@@ -6,7 +6,7 @@ from statistics import mean
 from typing import Any
 
 from pwlu.lab.compare.presets import TITLES
-from pwlu.lab.compare.table import NOT_MEASURED, describe_environments, describe_images, join, markdown
+from pwlu.lab.compare.table import NOT_MEASURED, describe_environments, describe_images, markdown
 from pwlu.lab.recipes import catalog
 from pwlu.lab.recipes.experiment import differences, format_value
 from pwlu.lab.recipes.metrics import TITLES as METRIC_TITLES
@@ -39,12 +39,8 @@ def trials_table(recipes: Sequence[str], changes: dict[str, Any], runs: Iterable
     for line, cells in zip(lines, table.values(), strict=True):
         for recipe in recipes:
             line += _cells(cells.get(recipe, []), catalog.find(recipe).metrics[0], list(losses))
-    parts = [
-        f"Measured on {describe_images(wanted)} at the end of training, one number per seed",
-        *([f"{join(losses.values())}: means over seeds"] if losses else []),
-        *describe_environments(run.environment for run in wanted),
-    ]
-    return f"{markdown(head, lines)}\n\n{'; '.join(parts)}."
+    numbers = f"{describe_images(wanted)}, one number per seed" + ("; losses are means over seeds" if losses else "")
+    return f"{markdown(head, lines)}\n\n{numbers}. {describe_environments(run.environment for run in wanted)}."
 
 
 def _has(run: Run, changes: dict[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from pwlu import reference
 from pwlu.common import checks
 from pwlu.kernels import eager
-from pwlu.kernels.layout import NormInput, NormState
+from pwlu.kernels.layout import NormInput, NormState, samples_are_rows
 from pwlu.reference import dynamic as dynamic_reference
 from pwlu.reference import nonuniform as nonuniform_reference
 
@@ -114,16 +114,20 @@ def kernel_of(x: Tensor) -> Any:
     return _kernel_for_device(x.device)
 
 
-def _served(name: str, plain: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
+def _served(
+    name: str, plain: Callable[..., Any], check: Callable[..., Any], suits: Callable[..., bool] = lambda *_: True
+) -> Callable[..., Any]:
     """Return a function that checks its arguments and calls the method `name` of the kernels.
 
-    It calls `plain` if there are no kernels, or if the method returns NotImplemented.
+    It calls `plain` if there are no kernels, the arguments do not suit them, or the method returns NotImplemented.
     """
 
     def call(*arguments: Any) -> Any:
         check(*arguments)
         kernel = kernel_of(arguments[0])
-        found = NotImplemented if not hasattr(kernel, name) else getattr(kernel, name)(*arguments)
+        found = NotImplemented
+        if hasattr(kernel, name) and suits(*arguments):
+            found = getattr(kernel, name)(*arguments)
         return plain(*arguments) if found is NotImplemented else found
 
     return call
@@ -161,8 +165,14 @@ def per_sample_backward_folded(
     return _laid_out(x, dynamic_reference.unfold(grad_x, x, channel_dim)) if need_input else grad_x, grad_weight
 
 
-per_sample_forward = _served("per_sample_forward", per_sample_forward_folded, PER_SAMPLE.check)
-per_sample_backward = _served("per_sample_backward", per_sample_backward_folded, PER_SAMPLE.check_backward)
+def _folding_copies(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, *_: Any) -> bool:
+    return samples_are_rows(x, weight.shape[0] // (intervals + 5), channel_dim)
+
+
+per_sample_forward = _served("per_sample_forward", per_sample_forward_folded, PER_SAMPLE.check, _folding_copies)
+per_sample_backward = _served(
+    "per_sample_backward", per_sample_backward_folded, PER_SAMPLE.check_backward, lambda grad, *rest: _folding_copies(*rest)
+)
 lookup = _served("lookup", plain_lookup, checks.check_tables)
 moments = _served("moments", plain_moments, checks.check_pool)
 

@@ -95,52 +95,40 @@ class Kernel:
 
     def forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
         """Return y."""
-        weight, channels = _for_compute(x, weight), weight.shape[0] // (intervals + 5)
-        parameters = layout.blocks(weight.data_ptr(), channels, intervals, weight.itemsize)
-        return self._map("forward", x, [weight], parameters, channels, intervals, channel_dim)
+        return self._forward("forward", x, weight, intervals, channel_dim)
 
     def nonuniform_forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
         """Return y of non-uniform PWLUs."""
-        weight, channels = _for_compute(x, weight), weight.shape[0] // (2 * intervals + 4)
-        return self._map("nonuniform_forward", x, [weight], [weight.data_ptr()], channels, intervals, channel_dim)
+        return self._forward("nonuniform_forward", x, weight, intervals, channel_dim)
 
     def per_sample_forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
-        """Return y of functions that differ between samples, if samples cannot be folded into channels without a copy."""
-        weight, functions = _for_compute(x, weight), weight.shape[0] // (intervals + 5)
-        if not layout.samples_are_rows(x, functions, channel_dim):
-            return NotImplemented
-        parameters = layout.blocks(weight.data_ptr(), functions, intervals, weight.itemsize)
-        return self._map("forward", x, [weight], parameters, functions, intervals, channel_dim, x.shape[0])
+        """Return y of functions that differ between samples."""
+        return self._forward("forward", x, weight, intervals, channel_dim, x.shape[0])
+
+    def _forward(self, what: str, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, samples: int = 1) -> Tensor:
+        weight = _for_compute(x, weight)
+        functions, blocks = layout.channels_and_blocks(what, weight, intervals, _whole)
+        return self._map(what, x, [weight], blocks(weight.data_ptr()), functions, intervals, channel_dim, samples)
 
     def lookup(self, x: Tensor, *rest: Any) -> Tensor:
         """Return y in the inference form."""
         *tables, channel_dim = rest
         channels, columns = tables[2].shape
         tables = [_for_compute(x, table) for table in tables]
-        return self._map("lookup", x, tables, [t.data_ptr() for t in tables], channels, columns - 2, channel_dim)
+        return self._map("lookup", x, tables, [t.data_ptr() for t in tables], channels, columns - 2, channel_dim, 1)
 
     def _map(self, what: str, x: Tensor, held: list[Tensor], parameters: list[int], *sizes: int) -> Tensor:
         """Call a function that maps x to y. `held` are the tensors whose addresses are in `parameters`."""
-        functions, intervals, channel_dim, *samples = sizes
         y = torch.empty_like(x)
         if x.numel():
             x = layout.laid_out_as(y, x)
             source, *_ = layout.addresses([x, *held])
-            self._call_per_sample(what, x, [source, y.data_ptr()], parameters, functions, intervals, channel_dim, *samples)
+            self._call_per_sample(what, x, [source, y.data_ptr()], parameters, *sizes)
         return y
 
-    def _call_per_sample(
-        self,
-        name: str,
-        x: Tensor,
-        before: list[int],
-        after: list[int],
-        functions: int,
-        intervals: int,
-        channel_dim: int,
-        samples: int = 1,
-    ) -> None:
-        """Call a function for each sample. `before` are addresses of tensors like x, `after` those of blocks; 0 means none."""
+    def _call_per_sample(self, name: str, x: Tensor, before: list[int], after: list[int], *sizes: int) -> None:
+        """Call a function for each sample, or once. `before` are addresses of tensors like x, `after` those of blocks, or 0."""
+        functions, intervals, channel_dim, samples = sizes
         geometry = layout.geometry(x, functions // samples, channel_dim, samples)
         of_x = x.numel() // samples * x.itemsize
         of_block = functions // samples * (8 if x.dtype == torch.float64 else 4)
@@ -177,13 +165,9 @@ class Kernel:
         self._call_per_sample(what, x, before, after, functions, intervals, channel_dim, samples)
         return grad_x, grad_weight.to(weight.dtype)
 
-    def per_sample_backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, *need: bool
-    ) -> tuple[Tensor, Tensor]:
+    def per_sample_backward(self, grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and of the weight; see :meth:`per_sample_forward`."""
-        if not layout.samples_are_rows(x, weight.shape[0] // (intervals + 5), channel_dim):
-            return NotImplemented
-        return self.backward(grad, x, weight, intervals, channel_dim, *need, samples=x.shape[0])
+        return self.backward(grad, x, *rest, samples=x.shape[0])
 
     def nonuniform_backward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and of the knot weight; an empty tensor for a gradient that is not needed."""

@@ -115,9 +115,7 @@ class Kernel:
         return self._map("nonuniform_forward", x, weight, intervals, channel_dim)
 
     def per_sample_forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
-        """Return y of functions that differ between samples, if samples cannot be folded into channels without a copy."""
-        if not layout.samples_are_rows(x, weight.shape[0] // (intervals + 5), channel_dim):
-            return NotImplemented
+        """Return y of functions that differ between samples."""
         return self._map("per_sample_forward", x, weight, intervals, channel_dim)
 
     def observe(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
@@ -209,13 +207,9 @@ class Kernel:
         """Return the gradients of x and of the knot weight; an empty tensor for a gradient that is not needed."""
         return self.backward(*arguments, what="nonuniform_backward")
 
-    def per_sample_backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, *need: bool
-    ) -> tuple[Tensor, Tensor]:
+    def per_sample_backward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and of the weight; see :meth:`per_sample_forward`."""
-        if not layout.samples_are_rows(x, weight.shape[0] // (intervals + 5), channel_dim):
-            return NotImplemented
-        return self.backward(grad, x, weight, intervals, channel_dim, *need, what="per_sample_backward")
+        return self.backward(*arguments, what="per_sample_backward")
 
     def norm_backward(
         self, grad: Tensor, x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int

@@ -67,8 +67,8 @@ def mix(weight: Tensor, directions: Tensor, coefficients: Tensor) -> Tensor:
     _, channels, knots = directions.shape
     outer, heights = weight.to(coefficients.dtype).split([4 * channels, channels * knots])
     mixed = heights.view(channels, knots)
-    for m, direction in enumerate(directions.to(coefficients.dtype)):
-        mixed = torch.addcmul(mixed, coefficients[:, m, :, None], direction)
+    for of_sample, direction in zip(coefficients.unbind(1), directions.to(coefficients.dtype).unbind(), strict=True):
+        mixed = torch.addcmul(mixed, of_sample[:, :, None], direction)
     rows = mixed.shape[:2]
     return torch.cat([outer.view(4, 1, channels).expand(4, *rows).reshape(-1), mixed.reshape(-1)])
 

@@ -28,9 +28,13 @@ from safetensors.torch import load_file
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("support", "kernels")]
 from helpers import DTYPES, LAYOUTS, assert_within, implementations, laid_out, oracle, parameter_dtype, unit, wild_values
+from test_cuda_knots import oracle as oracle_of_knots
 from test_kernels import check_moments
 
 from pwlu import reference
+from pwlu.ops import nonuniform, per_sample
+from pwlu.reference.dynamic import fold
+from pwlu.reference.nonuniform import Knots, lines, pack_knots, unpack_knots
 
 INTERVALS = (1, 2, 3, 4, 7, 8, 14, 15, 16, 22, 23, 30, 31, 62, 64, 65, 130)
 MOST_FAILURES = 5
@@ -40,8 +44,13 @@ MOST_FAILURES = 5
 
 
 def operator_case(seed, device):
-    """One random problem, given to one implementation."""
+    """One random problem: usually of PWLUs, else of functions that differ between samples, or of non-uniform ones."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    rng.choice([_unit_case] * 8 + [_sample_case, _knots_case])(rng, generator, device)
+
+
+def _unit_case(rng, generator, device):
+    """One random problem, given to one implementation."""
     code = rng.choice(list(_implementations(device).values()))
     dtype, dim, channels, shape = rng.choice(DTYPES), *_shape(rng)
     parameters = _parameters(rng, generator, channels, parameter_dtype(dtype))
@@ -80,6 +89,48 @@ def operator_case(seed, device):
     assert torch.equal(observed.nan_to_num(), found.nan_to_num())
     if not x.numel() or x.double().abs().amax() < 1e15:  # False for NaN
         _check_moments(code, x, channels, dim, device)
+
+
+def _sample_case(rng, generator, device):
+    """The operators on an input with one function per sample and channel, or per sample, against the oracle."""
+    dtype = rng.choice(DTYPES)
+    shape = [max(size, 1) for size in [*_shape(rng)[2], 1, 2]]
+    dim = rng.randint(1, len(shape) - 1)
+    functions = shape[0] * rng.choice([1, shape[dim]])
+    parameters = [p.to(device) for p in unit(functions, rng.choice(INTERVALS), parameter_dtype(dtype), "cpu", generator)]
+    x, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    x, grad = (laid_out(t.to(device), rng.choice(LAYOUTS)) for t in (3 * x, grad))
+    weight, intervals = reference.pack(*parameters), parameters[2].shape[1] - 1
+    y, bound, gradients, bounds = oracle(fold(x, functions, dim), parameters, 0, fold(grad, functions, dim))
+    found = per_sample.forward(x, weight, intervals, dim)
+    assert (found.dtype, found.stride()) == (x.dtype, torch.empty_like(x).stride())
+    assert_within(fold(found, functions, dim), y, bound)
+    grad_x, grad_weight = per_sample.backward(grad, x, weight, intervals, dim, True, True)
+    found = [fold(grad_x, functions, dim), *reference.unpack(grad_weight, intervals)]
+    for actual, expected, limit in zip(found, gradients, bounds, strict=True):
+        assert_within(actual, expected, limit)
+
+
+def _knots_case(rng, generator, device):
+    """The operators of non-uniform PWLUs, whose intervals have very different widths."""
+    dtype, dim, channels, shape = rng.choice(DTYPES[:1] + DTYPES[2:]), *_shape(rng)
+    intervals = rng.choice(INTERVALS)
+    _, _, heights, *slopes = unit(channels, intervals, torch.float32, "cpu", generator)
+    widths = torch.randn(channels, intervals, generator=generator).exp()
+    knots = torch.cat([torch.full((channels, 1), -3.0), 6 * widths / widths.sum(1, keepdim=True)], 1).cumsum(1)
+    parameters = Knots(*(p.to(device) for p in (knots, heights, *slopes)))
+    x, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    x, grad = (laid_out(t.to(device), rng.choice(LAYOUTS)) for t in (2 * x, grad))
+    y, bound, gradients, bounds = oracle_of_knots(x, parameters, dim, grad)
+    _, origin, slope, _ = lines(x.double(), *(p.double() for p in parameters), dim)
+    bound += torch.finfo(torch.float32).eps * 4 * (x.double().abs() + origin.abs()) * slope.abs()  # the CPU has x S + O
+    weight = pack_knots(*parameters)
+    found = nonuniform.forward(x, weight, intervals, dim)
+    assert (found.dtype, found.stride()) == (x.dtype, torch.empty_like(x).stride())
+    assert_within(found, y, bound)
+    grad_x, grad_weight = nonuniform.backward(grad, x, weight, intervals, dim, True, True)
+    for actual, expected, limit in zip([grad_x, *unpack_knots(grad_weight, intervals)], gradients, bounds, strict=True):
+        assert_within(actual, expected, limit)
 
 
 def _check_moments(code, x, channels, dim, device):

@@ -141,10 +141,7 @@ def test_onnx_runtime_is_for_the_cpu(run):
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [
-        (["--batch", 0], "--batch must be at least 1, not 0"),
-        (["--threads", 0], "--threads must be at least 1, not 0"),
-    ],
+    [(["--batch", 0], "--batch must be at least 1, not 0"), (["--threads", 0], "--threads must be at least 1, not 0")],
 )
 def test_mistakes(arguments, text, run, capsys):
     assert bench(run, *arguments) == 2

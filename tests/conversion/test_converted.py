@@ -357,11 +357,7 @@ def source(tmp_path, monkeypatch):
     ("old", "new", "printed"),
     [
         ("import torch\n", "\n# further down\nimport torch\n", "works"),
-        (
-            "self.conv(x)",
-            "self.conv(-x)",
-            "RuntimeError: pwlu: the source of Block.forward has changed since the model was",
-        ),
+        ("self.conv(x)", "self.conv(-x)", "RuntimeError: pwlu: the source of Block.forward has changed since the model was"),
     ],
 )
 def test_other_source_in_the_other_process(in_a_fresh_process, source, old, new, printed):

@@ -281,10 +281,7 @@ class Edited(Block):
 
 
 ERRORS = {
-    "no place": (
-        Another,
-        r"load_into: Another has no place for 0.act. The file holds a Sequential: create the model as it was",
-    ),
+    "no place": (Another, r"Another has no place for 0.act. The file holds a Sequential: create the model as it was"),
     "shape": (wider, r"does not fit Sequential: 6.weight has the shape \(2, 4\), not \(3, 4\), 6.bias has the shape"),
     "source": (edited, "the source of Edited.forward has changed since the model was converted"),
 }
@@ -307,10 +304,7 @@ def set_of(row, key, value):
 
 
 FILES = {
-    "later": (
-        lambda c: c.update(format=4, version="9.9"),
-        "was written by a later version, pwlu 9.9, in format 4. This is pwlu ",
-    ),
+    "later": (lambda c: c.update(format=4, version="9.9"), "written by a later version, pwlu 9.9, in format 4. This is "),
     "no units": (lambda c: c.pop("units"), "the conversion in the file is damaged: KeyError"),
     "no version": (lambda c: c.pop("version"), "the conversion in the file is damaged: KeyError"),
     "channels": (set_of(0, "channels", "many"), "damaged: .*channels must be an integer"),

@@ -205,12 +205,7 @@ class Users(nn.Module):
 
 @pytest.mark.parametrize(
     ("outs", "gives"),
-    [
-        ((FINE, FINE), "uint8"),
-        ((FINE, (0.2, 3)), "float32"),
-        ((FINE, None), "float32"),
-        ((None, None), "float32"),
-    ],
+    [((FINE, FINE), "uint8"), ((FINE, (0.2, 3)), "float32"), ((FINE, None), "float32"), ((None, None), "float32")],
 )
 def test_users_of_the_output(outs, gives):
     graph, report = assert_unchanged(Users(*outs), every_number(6))

@@ -212,7 +212,7 @@ def test_functions_and_alignment_alone(run, capsys):
     assert "<h1>run</h1>" in html
     assert "10 learned functions in 2 layers, one per channel." in html
     assert "There is no config.json: the settings are unknown." in said
-    assert "No epoch was recorded, so there are no curves." in said
+    assert NO_CURVES in said
     assert "The run is not finished: it has no result.json." in said
     data = data_of(html)
     assert data["layers"][0]["start"] is None
@@ -290,6 +290,7 @@ def test_damaged_files_are_named_and_left_out(run, capsys):
     assert [moment["step"] for moment in data_of(html)["moments"]] == [0, 10, 20, 30, 40]
 
 
+NO_CURVES = "No epoch was recorded, so there are no curves."
 AGAIN = "Copy it again from where it was trained, or train again. It is left out here."
 
 
@@ -301,29 +302,14 @@ AGAIN = "Copy it again from where it was trained, or train again. It is left out
         (
             "config.json",
             '{"recipe": "digits", "activation": 5}',
-            [
-                f"PATH does not hold the settings of a run: activation must be a string, not 5. {AGAIN}",
-                "The settings are unknown.",
-            ],
+            ["PATH does not .*: activation must be a string, not 5. .*", "The settings are unknown."],
         ),
         ("environment.json", "3", [f"PATH is damaged: expected {{...}}, not 3. {AGAIN}"]),
         ("result.json", "[]", [f"PATH is damaged: expected {{...}}, not []. {AGAIN}"]),
-        (
-            "result.json",
-            '{"accuracy": "high"}',
-            [f"PATH is damaged: accuracy must be a number, not 'high'. {AGAIN}"],
-        ),
-        ("metrics.jsonl", "5", ["line 1 of PATH is damaged: it must be .*", "No epoch was recorded, so there are no curves."]),
-        (
-            "metrics.jsonl",
-            '{"foo": 1}',
-            ["line 1 of PATH is damaged: it .*", "No epoch was recorded, so there are no curves."],
-        ),
-        (
-            "alignment.json",
-            "3",
-            ["alignment.json cannot be .*", "Shapes are measured between the bounds instead of where the inputs are."],
-        ),
+        ("result.json", '{"accuracy": "high"}', [f"PATH is damaged: accuracy must be a number, not 'high'. {AGAIN}"]),
+        ("metrics.jsonl", "5", ["line 1 of PATH is damaged: it must be .*", NO_CURVES]),
+        ("metrics.jsonl", '{"foo": 1}', ["line 1 of PATH is damaged: it .*", NO_CURVES]),
+        ("alignment.json", "3", ["alignment.json cannot be .*", "Shapes are measured between .*"]),
         ("inputs.json", "{", ["inputs.json cannot be .*", "The 5 % and 95 % quantiles of the inputs are shown instead of .*"]),
         ("functions.pt", "no tensors", ["functions.pt cannot be read and is left out: it does not hold saved functions"]),
     ],
@@ -389,18 +375,12 @@ def test_a_run_that_diverged(run, functions, capsys):
 @pytest.mark.parametrize(
     ("kind", "complaint"),
     [
-        (
-            "absent",
-            r"there is no folder .*absent\. pwlu train creates run folders, with config\.json and metrics\.jsonl",
-        ),
+        ("absent", r"there is no folder .*absent\. pwlu train creates run folders, with config\.json and metrics\.jsonl"),
         ("runs/third", r"there is no folder .*third\. Runs nearby: .*runs.first, .*runs.second$"),
         ("file", r"file is a file\. Write the folder of a run\. pwlu train creates run folders"),
         ("empty", r"empty is not a run folder: it has no config\.json and is empty\. pwlu train creates run folders"),
         ("other", r"other is not a run folder: it has no config\.json, only a, b, c, d, e, \.\.\.\. pwlu train creates"),
-        (
-            "runs",
-            r"runs is not a run folder: it has no config\.json, only first, second\. Runs nearby: .*runs.first, .*runs.second$",
-        ),
+        ("runs", r"runs is not .*: it has no config\.json, only first, second\. Runs nearby: .*runs.first, .*runs.second$"),
         ("model", r"config\.json does not hold the settings of a run: it names no recipe"),
     ],
 )

@@ -6,13 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from example_runs import example_run, files_in
+from imported import SOURCES, plain_environment, wait_for
 
 from pwlu.cli import main, train
 from pwlu.lab.compare import comparison, job, scheduler, subprocesses
@@ -20,8 +20,6 @@ from pwlu.lab.compare.presets import comparison as compared
 from pwlu.lab.recipes import catalog
 from pwlu.lab.runs.records import read_records
 from pwlu.lab.runs.results import find_runs
-
-ROOT = Path(__file__).parents[3]
 
 # In place of training: a run comes out of stage/, or fails if it is not there. The last test of this file trains.
 ACTOR = """
@@ -333,19 +331,10 @@ def test_half_written_runs_are_skipped_by_name(here, acted, capsys):
         (["digits", "--processes-per-run", "0"], "--processes-per-run must be at least 1, not 0"),
         (["digits", "--on", "slurm"], "--on must be ray, or ray://HOST:10001 for a cluster elsewhere, not 'slurm'"),
         (["digits", "--on", "ray", "--gpus-per-run", "1.5"], "--gpus-per-run must be from 0 to 1, such as 0.25, not 1.5"),
-        (
-            ["digits", "--on", "ray", "--processes-per-run", "8", "--gpus-per-run", "4"],
-            "--gpus-per-run must be 0, or 8 for 8 processes, not 4",
-        ),
-        (
-            ["digits", "--gpus-per-run", "0.5"],
-            "--gpus-per-run works only on a cluster: add --on ray, or write --jobs N instead",
-        ),
+        (["digits", "--on", "ray", "--processes-per-run", "8", "--gpus-per-run", "4"], "must be 0, or 8 for 8 processes, not"),
+        (["digits", "--gpus-per-run", "0.5"], "works only on a cluster: add --on ray, or write --jobs N instead"),
         (["digits", "--cores-per-run", "2"], "--cores-per-run works only on a cluster: add --on ray"),
-        (
-            ["digits", "--processes-per-run", "2", "--nodes-per-run", "2"],
-            "--nodes-per-run works only on a cluster",
-        ),
+        (["digits", "--processes-per-run", "2", "--nodes-per-run", "2"], "--nodes-per-run works only on a cluster"),
         (["digits", "--on", "ray", "--nodes-per-run", "2"], "--processes-per-run 1 must be divisible by --nodes-per-run 2"),
         (["digits", "--on", "ray", "--nodes-per-run", "0"], "--nodes-per-run must be at least 1, not 0"),
         (["digits", "--epochs", "0"], "--epochs must be at least 1, not 0"),
@@ -393,9 +382,7 @@ def test_keyboard_interrupt(here, capsys, monkeypatch):
 
 
 # A file of the package without what the package imports: torch takes seconds.
-FOLDERS = {
-    name: str(ROOT / "src" / name.replace(".", "/")) for name in ("pwlu", "pwlu.lab", "pwlu.lab.compare", "pwlu.lab.runs")
-}
+FOLDERS = {name: str(SOURCES / name.replace(".", "/")) for name in ("pwlu", "pwlu.lab", "pwlu.lab.compare", "pwlu.lab.runs")}
 LOADED = f"""
 import signal, sys, types
 for name, folder in {FOLDERS}.items():
@@ -477,21 +464,11 @@ def test_ignored_signals_stay_ignored():
 @contextmanager
 def started(command):
     """Yield a process, and end it afterwards."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_WAIT_POLICY": "passive"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command, env=plain_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             yield process
         finally:
             process.kill()
-
-
-def wait_for(happens, process):
-    """Wait until it happens; raise an error if the process ends first or it takes too long."""
-    deadline = time.monotonic() + 120
-    while not happens():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # All of it.
@@ -504,8 +481,7 @@ def test_killed_and_run_again(here):
     with started(command) as process:
         wait_for(lambda: any(path.stat().st_size for path in here.glob("runs/*/metrics.jsonl")), process)
     begun = {path.parent.name for path in here.glob("runs/*/config.json")}
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=plain_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"2 runs: 0 finished, {len(begun)} stopped, {2 - len(begun)} missing" in done.stdout
     assert re.search(r"\| PWLU \| \d+\.\d\d \(1\) \| [+-]\d+\.\d\d \|", done.stdout)

@@ -80,10 +80,7 @@ def changed(**changes):
         (None, "is not a run folder: it has no config.json"),
         ("{", f"line 1 column 2 (char 1). {AGAIN}"),
         ("[1, 2]", f"config.json is damaged: expected {{...}}, not [1, 2]. {AGAIN}"),
-        (
-            '{"recipe": "digits", "colour": 3}',
-            f"settings of a run: colour is not a setting of pwlu {pwlu.__version__}. {AGAIN}",
-        ),
+        ('{"recipe": "digits", "colour": 3}', f"of a run: colour is not a setting of pwlu {pwlu.__version__}. {AGAIN}"),
         ('{"recipe": "nope"}', f"does not hold the settings of a run: it does not say epochs, batch, lr, {MORE}. {AGAIN}"),
         ('{"epochs": 3}', "it does not say recipe, batch, "),
         (changed(epochs="three"), f"does not hold the settings of a run: epochs must be an integer, not 'three'. {AGAIN}"),

@@ -361,14 +361,6 @@ def test_flags_that_would_be_misunderstood(here, words, capsys):
     assert re.search("unrecognized arguments|not allowed with", capsys.readouterr().err)
 
 
-def test_help(capsys):
-    with pytest.raises(SystemExit):
-        main(["compare", "--help"])
-    printed = capsys.readouterr().out
-    for text in ("activations, bounds", "--jobs N", "--intervals N", "stop and restart the command at any time"):
-        assert text in printed
-
-
 # Nothing goes on without it.
 
 

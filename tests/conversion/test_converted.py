@@ -165,10 +165,6 @@ def test_units_on_fake_tensors():
         model = nn.Sequential(conv(), nn.ReLU())
         model[1] = pwlu.PWLU(4, init="silu", bounds=(-4, 4))
         assert model(torch.randn(2, 3, 7, 5)).shape == (2, 4, 7, 5)
-    with pytest.raises(ValueError, match="bounds must be finite with left < right"):
-        pwlu.PWLU(4, bounds=(-1e5, 1e5), dtype=torch.float16)
-    with pytest.raises(ValueError, match="bounds must be finite with left < right"):
-        pwlu.PWLU(4, bounds=(1.0, 1.0 + 1e-9))
 
 
 def test_hooks_fire_once():

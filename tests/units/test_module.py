@@ -90,6 +90,7 @@ def test_starts_as_any_function():
         ({"intervals": True}, "intervals must be an integer"),
         ({"bounds": (3.0, -3.0)}, r"left < right, such as \(-3.0, 3.0\), not \(3, -3\)"),
         ({"bounds": (1.0, 1.0)}, "left < right"),
+        ({"bounds": (1.0, 1.0 + 1e-9)}, "left < right"),
         ({"bounds": (float("nan"), 1.0)}, "finite"),
         ({"bounds": (-float("inf"), 1.0)}, "finite"),
         ({"bounds": 3.0}, "two numbers such as"),

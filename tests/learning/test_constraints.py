@@ -158,16 +158,6 @@ def test_large_and_small_values():
         assert satisfies(project(rows, constraint), constraint).all(), constraint
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_bounds_stay_where_they_are_with_few_bits(dtype):
-    """Knots are computed in float32. Room for knots in bfloat16 moved the bounds apart at every step."""
-    unit = pwlu.PWLU(2, 100, (-3.0, 3.125), init="identity", dtype=dtype)
-    pwlu.constrain_(unit, lipschitz=1.0)
-    assert unit.left.tolist() == [-3.0, -3.0]
-    assert unit.right.tolist() == [3.125, 3.125]
-    assert "violat" not in str(pwlu.describe(unit))
-
-
 @pytest.mark.parametrize("constraint", [Constraint(0.001, odd=True), Constraint(0.001, convex=True), Constraint(1e6)], ids=str)
 def test_small_numbers_with_few_bits(constraint):
     """Numbers below the smallest normal one have a rounding error of their own, and 1e6 is more than float16 can hold."""

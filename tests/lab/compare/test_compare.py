@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from example_runs import example_run, files_in
+from example_runs import every_setting_changed, example_run, files_in
 from imported import SOURCES, plain_environment, wait_for
 
 from pwlu.cli import main, train
@@ -49,59 +49,15 @@ def here(tmp_path, monkeypatch):
 
 
 def test_every_setting_travels():
-    changes = {
-        "activation": "pau",
-        "seed": 7,
-        "epochs": 9,
-        "batch": 32,
-        "lr": 0.1,
-        "weight_decay": 1e-5,
-        "norm_weight_decay": 0.0,
-        "label_smoothing": 0.2,
-    }
-    changes |= {
-        "augmentation": "none",
-        "warm_up": 0.3,
-        "width": 0.5,
-        "pixels": 16,
-        "holdout": 50,
-        "intervals": 9,
-        "init": "same",
-    }
-    changes |= {"granularity": "layer", "realign_epochs": 1.5, "fix_init": 2.5, "unit_lr": 0.1, "curvature": 1e-7, "ema": 0.999}
-    changes |= {"norm": "group", "precision": "bf16", "accumulate": 2, "compile": True, "channels_last": False, "data": "a b=c"}
-    changes |= {"device": "cpu", "workers": 0, "tensorboard": True, "fuse_norms": "off"}
-    changes |= {
-        "iterations": 5,
-        "measure_every": 3,
-        "save_detections": True,
-        "snapshots": 7,
-        "test_data": "b.tar",
-        "rule": "shared",
-    }
-    usual = catalog.settings("digits")
-    settings = usual.replace(**changes)  # no recipe takes all of them
-    assert not [name for name, value in settings.as_dict().items() if value == usual.as_dict()[name] and name != "recipe"]
+    usual, changed = catalog.settings("digits"), every_setting_changed()
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
-    for asked in (settings, usual):
+    for asked in (changed, usual):
         options = parser.parse_args([asked.recipe, *job.flags(asked)])
         assert usual.replace(**train.changed_settings(options)) == asked
-    machine = job.flags(settings, machine_only=True)
-    assert machine == [
-        "--accumulate=2",
-        "--compile",
-        "--fuse-norms=off",
-        "--no-channels-last",
-        "--data=a b=c",
-        "--test-data=b.tar",
-        "--device=cpu",
-        "--workers=0",
-        "--measure-every=3",
-        "--save-detections",
-        "--snapshots=7",
-        "--tensorboard",
-    ]
+    machine = "accumulate compile fuse-norms no-channels-last data test-data device workers measure-every save-detections"
+    machine = [f"--{name}" for name in f"{machine} snapshots tensorboard".split()]
+    assert [word.partition("=")[0] for word in job.flags(changed, machine_only=True)] == machine
     assert job.flags(usual, machine_only=True) == []
 
 

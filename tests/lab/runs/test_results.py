@@ -55,12 +55,6 @@ def test_functions_of_seed_0(tmp_path):
     assert ([run.path for run in runs], complaints) == ([kept], [])
 
 
-def test_held_out_runs_have_another_name(tmp_path):
-    example_run(tmp_path / "a", 70.0, holdout=5000)
-    kept = keep(read_run(tmp_path / "a"), tmp_path / "results")
-    assert kept == tmp_path / "results" / "cifar100" / "resnet18" / "pwlu-holdout-5000-seed0"
-
-
 def test_a_full_disk_leaves_the_other_lines(tmp_path, monkeypatch):
     for seed in (1, 2):
         example_run(tmp_path / "runs" / str(seed), 70.0, seed=seed)

@@ -1,12 +1,12 @@
 """A run on disk: what is in its folder, and that no other run writes into it."""
 
-import dataclasses
 import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from example_runs import every_setting_changed
 from lab_helpers import SHORT, STEPS_AN_EPOCH, same_state, short_run, train
 from safetensors.torch import load_file
 
@@ -140,20 +140,11 @@ def test_every_setting_survives(tmp_path):
     for name in RECIPES:
         folder.write_json("config.json", settings(name).as_dict())
         assert folder.settings() == settings(name)
-    plain = settings("digits")
-    values = {"recipe": "digits", "activation": "prelu", "augmentation": "none", "granularity": "layer", "norm": "group"}
-    values |= {"precision": "bf16", "init": "silu", "data": "/data", "device": "cpu", "fuse_norms": "off", "rule": "shared"}
-    values |= {"test_data": "b.tar"}
-    kinds = {int: 9, float: 0.123456789012345, bool: True}
-    changed = {f.name: values.get(f.name, kinds.get(f.type)) for f in dataclasses.fields(plain)}
-    changed |= {"channels_last": False}
-    other = plain.replace(**changed)
-    assert all(getattr(other, name) != getattr(plain, name) for name in changed if name != "recipe")
-    folder.write_json("config.json", other.as_dict())
-    assert folder.settings() == other
-    assert {name: type(value) for name, value in folder.settings().as_dict().items()} == {
-        k: type(v) for k, v in changed.items()
-    }
+    changed = every_setting_changed()
+    folder.write_json("config.json", changed.as_dict())
+    assert folder.settings() == changed
+    types = [{name: type(value) for name, value in each.as_dict().items()} for each in (folder.settings(), changed)]
+    assert types[0] == types[1]
 
 
 def test_a_run_without_a_rule_is_by_that_of_the_paper(tmp_path):

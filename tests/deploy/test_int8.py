@@ -231,6 +231,7 @@ class Mixed(nn.Module):
 
 
 def test_which_and_why():
+    """Units with an 8-bit input become tables; the report says why others do not."""
     q, x = every_number(6), torch.randn(2, 6, 3)
     model = Mixed().eval()
     graph = torch.export.export(model, (q, x)).module()

@@ -46,6 +46,7 @@ def run(path, *inputs):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_network(form, tmp_path):
+    """The file computes the same in ONNX Runtime; the report says what was checked, and the model stays as it was."""
     model, path = network(), tmp_path / "model.onnx"
     before = copy.deepcopy(model.state_dict())
     report = export_onnx(model, IMAGES, path, form=form)

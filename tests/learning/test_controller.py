@@ -326,6 +326,8 @@ def test_parameter_groups():
 
 
 def test_parameter_groups_of_normalisation():
+    """They have a weight decay of their own if one is given; other parameters of one dimension do not."""
+
     class OwnNorm(nn.Module):
         def __init__(self):
             super().__init__()

@@ -83,6 +83,7 @@ def staged(folder, **accuracies):
 
 
 def test_only_missing_runs_are_trained(here, acted, capsys):
+    """Finished runs are found and stopped ones continue. The table is written, and needs no run folder afterwards."""
     example_run(here / "results" / "digits" / "any-name", 90.0, "digits", activation="relu", data="/of/another/machine")
     example_run(here / "runs" / "other-name", 92.0, "digits", activation="pwlu")
     example_run(here / "runs" / "stopped", None, "digits", activation="relu", seed=1, intervals=8, epochs_done=3)
@@ -242,6 +243,7 @@ def test_truncated_results_do_not_count(here, acted, capsys):
 
 
 def test_several_recipes(here, acted, capsys):
+    """Each has its own table and folder; a figure shows all of them."""
     for recipe in ("cifar100/resnet18", "cifar100/mobilenet_v2"):
         for activation, accuracy in (("relu", 70.0), ("pwlu", 71.5)):
             example_run(here / "runs" / f"{recipe}-{activation}", accuracy, recipe, activation=activation, holdout=5000)

@@ -114,6 +114,7 @@ def test_large_numbers(tmp_path):
 
 
 def test_what_cannot_be_used_is_left_out_and_counted(tmp_path):
+    """Each bad object is counted under its reason; images with nothing but bad ones do not train."""
     bad = [
         (square(1, 0, 0, 9, category_id=4), coco.UNKNOWN_CATEGORY),
         (square(99, 0, 0, 9), coco.UNKNOWN_IMAGE),

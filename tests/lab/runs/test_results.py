@@ -152,6 +152,7 @@ def test_missing_settings_get_the_value_of_the_recipe(tmp_path):
 
 
 def test_half_written_folders_are_named(tmp_path):
+    """Each is named with what is wrong; folders of other kinds are passed over."""
     assert find_runs(tmp_path / "nowhere") == find_runs(tmp_path) == ([], [])
     example_run(tmp_path / "good", 70.0)
     example_run(tmp_path / ".partial-x" / "run", 70.0)

@@ -251,19 +251,6 @@ def test_a_start_for_other_channels():
 
 
 @pytest.mark.parametrize(
-    ("act", "kinks"),
-    [(nn.ReLU6(), (0, 6)), (nn.LeakyReLU(0.2), (0,)), (nn.ELU(0.5), (0,)), (nn.Hardtanh(-2, 2), (-2, 2)), (nn.SELU(), (0,))],
-    ids=str,
-)
-def test_knots_on_kinks(act, kinks):
-    model = nn.Sequential(conv(), act)
-    pwlu.convert_(model, IMAGES, init="same", intervals=13, kinds=EVERYTHING)
-    left, right = model[1].bounds
-    places = [(kink - left) / (right - left) * 13 for kink in kinks]
-    assert places == pytest.approx([round(place) for place in places], abs=1e-9)
-
-
-@pytest.mark.parametrize(
     ("options", "bounds", "inits", "known"),
     [
         ({"init": "relu"}, [(-3, 3)] * 2, ["relu"] * 2, [False, False]),

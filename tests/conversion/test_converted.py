@@ -68,13 +68,6 @@ def test_class_methods_and_arguments(network):
     assert repr(network).startswith("Network(\n  (inner): Inner(\n    (conv): Conv2d(3, 4")
 
 
-def test_modes_still_switch(network):
-    assert torch.equal(network(IMAGES), network(IMAGES))
-    assert all(module.training for module in network.train().modules())
-    assert not torch.equal(network(IMAGES), network(IMAGES))
-    assert not any(module.training for module in network.eval().modules())
-
-
 def test_new_children_have_the_mode_of_their_parent():
     model = Network().eval()
     model.inner.train()

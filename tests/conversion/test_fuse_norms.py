@@ -1,7 +1,6 @@
 """fuse_norms_: which norms are found, that models stay what they are, and that training is the same."""
 
 import copy
-import io
 import pickle
 import weakref
 
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
 import pwlu
@@ -476,19 +474,6 @@ def test_fifty_steps_are_the_same_to_rounding(make):
 # Together with the rest.
 
 
-def test_resume_across_fused_and_plain():
-    fused, plain, _ = pair(Block())
-    for seed in range(2):
-        step(fused, seed), step(plain, seed)
-    buffer = io.BytesIO()
-    torch.save(fused.state_dict(), buffer)
-    buffer.seek(0)
-    resumed = model_of(Block()).double()
-    resumed.load_state_dict(torch.load(buffer))
-    torch.testing.assert_close(resumed.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-9)
-    assert_same(fused, resumed, 2)
-
-
 @torchs_own
 @pytest.mark.parametrize(
     ("backend", "block", "options"),
@@ -556,18 +541,6 @@ def test_separate_computation_where_it_is_needed():
     pwlu.fuse_norms_(model, x)
     pwlu.simplify_(model, tolerance=1e-2)
     model(x)
-
-
-def test_moving_averages_and_update_bn():
-    fused, plain, _ = pair(Block())
-    averages = []
-    for model in (fused, plain):
-        average = AveragedModel(model)
-        step(model)
-        average.update_parameters(model)
-        update_bn([sample(seed=s).double() for s in range(3)], average)
-        averages.append(average.state_dict())
-    torch.testing.assert_close(*averages, rtol=1e-9, atol=1e-9)
 
 
 def test_restored_models_stay_right():

@@ -198,24 +198,6 @@ def test_tied_weights_and_torchs_transformers(tmp_path):
     assert fresh.out.weight is fresh.embed.weight
 
 
-def test_a_block_in_two_places(tmp_path):
-    def twice():
-        block = nn.Sequential(nn.Conv2d(3, 3, 1), Reused())
-        return nn.Sequential(block, nn.Conv2d(3, 3, 1), block)
-
-    model = converted(twice())
-    pwlu.save(model, tmp_path / "file")
-    fresh = twice()
-    pwlu.load_into(fresh, tmp_path / "file")
-    assert_the_same(fresh, model)
-    assert fresh[0] is fresh[2]
-
-
-class Reused(nn.Module):
-    def forward(self, x):
-        return F.relu(x) + 1
-
-
 def test_a_wrapped_model(tmp_path):
     model = converted()
     pwlu.save(torch.compile(model), tmp_path / "file")

@@ -75,6 +75,19 @@ def train_until(step, *arguments, checkpoints=False):
         assert train(*arguments) == 130
 
 
+def train_until_report(*arguments):
+    """``pwlu train``, interrupted from the keyboard when it writes its report, so that the run is not finished."""
+
+    def interrupted(folder, name, content):
+        if name == "report.md":
+            raise KeyboardInterrupt
+        write(folder, name, content)
+
+    write = RunFolder.write
+    with patch.object(RunFolder, "write", interrupted):
+        assert train(*arguments) == 130
+
+
 def stopped_run(runs, step, *arguments, **options):
     """The folder of a short run of the digits that was interrupted before a step."""
     train_until(step, *SHORT, *arguments, "--runs", runs, **options)

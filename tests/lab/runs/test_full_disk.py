@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from lab_helpers import NAME, SHORT, assert_same_run, train
+from lab_helpers import NAME, SHORT, assert_same_run, train, train_until_report
 
 import pwlu
 from pwlu.lab.recipes.catalog import settings
@@ -20,18 +20,8 @@ def finished(digits_run):
 
 
 @pytest.fixture
-def stopped(tmp_path, monkeypatch):
-    """A run that was not allowed to write its report, so that it is not finished."""
-    write = RunFolder.write
-
-    def fail(folder, name, content):
-        if name == "report.md":
-            raise KeyboardInterrupt
-        write(folder, name, content)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "write", fail)
-        assert train(*SHORT, "--runs", tmp_path / "runs") == 130
+def stopped(tmp_path):
+    train_until_report(*SHORT, "--runs", tmp_path / "runs")
     (path,) = (tmp_path / "runs").iterdir()
     return RunFolder(path)
 

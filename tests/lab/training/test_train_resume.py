@@ -14,6 +14,7 @@ from lab_helpers import (
     stopped_run,
     train,
     train_until,
+    train_until_report,
     write_images,
 )
 
@@ -139,18 +140,9 @@ def test_interrupted_from_the_keyboard(tmp_path, uninterrupted, capsys):
     assert_same_run(RunFolder(path), uninterrupted)
 
 
-def test_a_run_that_diverged_is_over(tmp_path, monkeypatch, capsys):
+def test_a_run_that_diverged_is_over(tmp_path, capsys):
     """Also when it was stopped before it could write its result: it does not go on training."""
-    write = RunFolder.write
-
-    def fail(folder, name, content):
-        if name == "report.md":
-            raise KeyboardInterrupt
-        write(folder, name, content)
-
-    monkeypatch.setattr(RunFolder, "write", fail)
-    assert train(*SHORT, "--lr", "1e30", "--act", "relu", "--runs", tmp_path) == 130
-    monkeypatch.setattr(RunFolder, "write", write)
+    train_until_report(*SHORT, "--lr", "1e30", "--act", "relu", "--runs", tmp_path)
     (path,) = tmp_path.iterdir()
     before = RunFolder(path).metrics()
     assert before[-1]["loss"] is None

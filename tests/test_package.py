@@ -142,16 +142,6 @@ def test_how_to_install_more():
             assert set(named.split(",")) <= extras, page
 
 
-def test_help_is_worth_reading(capsys):
-    for arguments in (["--help"], ["info", "--help"]):
-        with pytest.raises(SystemExit) as stopped:
-            main(arguments)
-        assert stopped.value.code == 0
-    printed = capsys.readouterr().out
-    assert "which kernel each device uses" in printed
-    assert "PWLU_CPU_KERNEL" in printed
-
-
 @pytest.mark.parametrize(
     ("arguments", "meant"),
     [

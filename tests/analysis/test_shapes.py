@@ -207,6 +207,7 @@ def test_saved_parameters():
 
 
 def test_report():
+    """The report has a table, rows and JSON, with the shares of every class."""
     model = nn.ModuleDict({"first": pwlu.PWLU(4), "second": pwlu.PWLU(init=torch.abs)})
     with torch.no_grad():
         model["first"].heights[0] = torch.linspace(-3, 3, 17)

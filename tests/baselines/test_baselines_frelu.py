@@ -182,26 +182,6 @@ def test_autocast(monkeypatch, norm, dtype):
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in act.parameters())
 
 
-def test_gradients_of_group_norm():
-    act = funnel("group", 16)
-    nn.init.normal_(act.conv.weight)
-    names, parameters = zip(*act.named_parameters(), strict=True)
-
-    def function(x, *values):
-        return torch.func.functional_call(act, dict(zip(names, values, strict=True)), x)
-
-    x = torch.randn(1, 16, 2, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(function, (x, *(p.detach().requires_grad_() for p in parameters)))
-
-
-def test_the_compiler_sees_through_group_norm():
-    act, x = FReLU(16, norm="group"), torch.randn(2, 16, 4, 5, requires_grad=True)
-    by_compiler = torch.compile(act, fullgraph=True, backend="aot_eager")
-    results = [torch.autograd.grad(call(x).square().sum(), [x, *act.parameters()]) for call in (act, by_compiler)]
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_names():
     assert repr(FReLU(8, -1, norm="group")).startswith("FReLU(\n  channels=8, channel_dim=-1, norm='group'\n")
     assert repr(FReLU(8, -1)).startswith("FReLU(\n  channels=8, channel_dim=-1\n")

@@ -262,8 +262,7 @@ def test_without_triton(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "triton", None)
         with pytest.warns(
-            UserWarning,
-            match=r"without their Triton kernels, .* slower \(Triton, which comes with torch on Linux, does not",
+            UserWarning, match=r"without their Triton kernels, .* slower \(Triton, which comes with torch on Linux, does not"
         ):
             assert not runs(0)
         patch.setenv("PWLU_CUDA_KERNEL", "reference")

@@ -141,10 +141,7 @@ def test_onnx_runtime_is_for_the_cpu(run):
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [
-        (["--batch", 0], "--batch must be at least 1, not 0"),
-        (["--threads", 0], "--threads must be at least 1, not 0"),
-    ],
+    [(["--batch", 0], "--batch must be at least 1, not 0"), (["--threads", 0], "--threads must be at least 1, not 0")],
 )
 def test_mistakes(arguments, text, run, capsys):
     assert bench(run, *arguments) == 2
@@ -168,6 +165,7 @@ def test_stopped(run, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pwlu.lab.inference.benchmark.interleaved", stop)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)  # which takes seconds to prepare
     assert bench(run, "--no-compile") == 130
     assert capsys.readouterr().err == "\nstopped\n"
 
@@ -179,15 +177,6 @@ def test_a_bar_on_a_terminal(run, monkeypatch, capsys):
     printed = capsys.readouterr().err
     for bar in ("prepared: 100%", "timed: 100%", "3/3"):
         assert bar in printed
-
-
-def test_help(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["bench", "--help"])
-    assert stopped.value.code == 0
-    printed = capsys.readouterr().out
-    for words in ("pwlu bench runs/digits-pwlu-seed0", "--threads", "8 on a CPU", "OMP_WAIT_POLICY=passive"):
-        assert words in printed
 
 
 # Timing.

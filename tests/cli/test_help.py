@@ -29,3 +29,11 @@ def test_style_of_help(command, capsys):
         main([command, "--help"])
     assert stopped.value.code == 0
     assert all(len(line) <= 128 for line in capsys.readouterr().out.splitlines())
+
+
+def test_help_of_all(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in COMMANDS)

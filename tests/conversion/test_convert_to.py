@@ -187,6 +187,7 @@ NETWORKS = {"resnet18": 17, "mobilenet_v3_small": 24, "efficientnet_b0": 33}  # 
     ],
 )
 def test_networks(network, name):
+    """Every activation replaces those of a network, but not in squeeze-and-excitation blocks, and trains."""
     sites = NETWORKS[network]
     models = pytest.importorskip("torchvision").models
     model = models.get_model(network, weights=None, num_classes=3)

@@ -68,13 +68,6 @@ def test_class_methods_and_arguments(network):
     assert repr(network).startswith("Network(\n  (inner): Inner(\n    (conv): Conv2d(3, 4")
 
 
-def test_modes_still_switch(network):
-    assert torch.equal(network(IMAGES), network(IMAGES))
-    assert all(module.training for module in network.train().modules())
-    assert not torch.equal(network(IMAGES), network(IMAGES))
-    assert not any(module.training for module in network.eval().modules())
-
-
 def test_new_children_have_the_mode_of_their_parent():
     model = Network().eval()
     model.inner.train()
@@ -165,10 +158,6 @@ def test_units_on_fake_tensors():
         model = nn.Sequential(conv(), nn.ReLU())
         model[1] = pwlu.PWLU(4, init="silu", bounds=(-4, 4))
         assert model(torch.randn(2, 3, 7, 5)).shape == (2, 4, 7, 5)
-    with pytest.raises(ValueError, match="bounds must be finite with left < right"):
-        pwlu.PWLU(4, bounds=(-1e5, 1e5), dtype=torch.float16)
-    with pytest.raises(ValueError, match="bounds must be finite with left < right"):
-        pwlu.PWLU(4, bounds=(1.0, 1.0 + 1e-9))
 
 
 def test_hooks_fire_once():
@@ -357,11 +346,7 @@ def source(tmp_path, monkeypatch):
     ("old", "new", "printed"),
     [
         ("import torch\n", "\n# further down\nimport torch\n", "works"),
-        (
-            "self.conv(x)",
-            "self.conv(-x)",
-            "RuntimeError: pwlu: the source of Block.forward has changed since the model was",
-        ),
+        ("self.conv(x)", "self.conv(-x)", "RuntimeError: pwlu: the source of Block.forward has changed since the model was"),
     ],
 )
 def test_other_source_in_the_other_process(in_a_fresh_process, source, old, new, printed):

@@ -14,10 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pwlu
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo")]
 
 
 class Network(nn.Module):

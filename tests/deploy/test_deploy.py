@@ -92,15 +92,32 @@ ELSEWHERE = """
 """
 
 
+@pytest.fixture
+def run_elsewhere(processes, tmp_path):
+    """A function that loads a file in a process that cannot import pwlu, and writes its outputs in place of the inputs."""
+
+    def run_elsewhere(path, load, inputs):
+        torch.save(inputs, tmp_path / "data.pt")
+        command = ["-c", textwrap.dedent(ELSEWHERE).format(load=load), path, tmp_path / "data.pt"]
+        return processes(command, dict(os.environ), path=())
+
+    return run_elsewhere
+
+
+def test_a_file_of_a_model_that_is_not_fused_needs_pwlu(run_elsewhere, tmp_path):
+    """The next test can fail."""
+    exported(network(), tmp_path / "model.pt2")
+    assert run_elsewhere(tmp_path / "model.pt2", LOADERS["exported"][2], [torch.randn(2, 3, 12, 12)]).returncode
+
+
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.`:FutureWarning")
 @pytest.mark.parametrize("how", [pytest.param(how, marks=[pytest.mark.slow] if how == "compiled" else []) for how in LOADERS])
-def test_it_runs_where_there_is_no_pwlu(how, fused, processes, tmp_path):
+def test_it_runs_where_there_is_no_pwlu(how, fused, run_elsewhere, tmp_path):
     save, name, load = LOADERS[how]
     save(fused, tmp_path / name)
     inputs = [3 * torch.randn(batch, 3, 12, 12) for batch in (2, 3)]
-    torch.save(inputs, tmp_path / "data.pt")
-    command = ["-c", textwrap.dedent(ELSEWHERE).format(load=load), tmp_path / name, tmp_path / "data.pt"]
-    done = processes(command, dict(os.environ), path=())
+    inputs[0][0, 0, 0, :3] = torch.tensor([1e30, -1e30, 0.0])
+    done = run_elsewhere(tmp_path / name, load, inputs)
     assert not done.returncode, done.stdout + done.stderr
     with torch.no_grad():
         for x, y in zip(inputs, torch.load(tmp_path / "data.pt"), strict=True):

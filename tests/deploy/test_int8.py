@@ -205,12 +205,7 @@ class Users(nn.Module):
 
 @pytest.mark.parametrize(
     ("outs", "gives"),
-    [
-        ((FINE, FINE), "uint8"),
-        ((FINE, (0.2, 3)), "float32"),
-        ((FINE, None), "float32"),
-        ((None, None), "float32"),
-    ],
+    [((FINE, FINE), "uint8"), ((FINE, (0.2, 3)), "float32"), ((FINE, None), "float32"), ((None, None), "float32")],
 )
 def test_users_of_the_output(outs, gives):
     graph, report = assert_unchanged(Users(*outs), every_number(6))
@@ -236,6 +231,7 @@ class Mixed(nn.Module):
 
 
 def test_which_and_why():
+    """Units with an 8-bit input become tables; the report says why others do not."""
     q, x = every_number(6), torch.randn(2, 6, 3)
     model = Mixed().eval()
     graph = torch.export.export(model, (q, x)).module()

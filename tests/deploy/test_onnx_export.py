@@ -46,6 +46,7 @@ def run(path, *inputs):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_network(form, tmp_path):
+    """The file computes the same in ONNX Runtime; the report says what was checked, and the model stays as it was."""
     model, path = network(), tmp_path / "model.onnx"
     before = copy.deepcopy(model.state_dict())
     report = export_onnx(model, IMAGES, path, form=form)
@@ -268,18 +269,8 @@ class Unable(nn.Module):
 @pytest.mark.parametrize(
     ("model", "options", "error", "text"),
     [
-        (
-            nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.ReLU()),
-            {},
-            ValueError,
-            r"Sequential has no PWLU, only 1 Linear, 2 ReLU\. .*torch\.onnx\.export\(model, args, path\)",
-        ),
-        (
-            "model",
-            {},
-            TypeError,
-            r"export_onnx: model must be a torch\.nn\.Module, not str\. Write pwlu\.export_onnx\(model, \.\.\.\)",
-        ),
+        (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.ReLU()), {}, ValueError, "has no PWLU, only 1 Linear, 2 ReLU"),
+        ("model", {}, TypeError, r"model must be a torch\.nn\.Module, not str\. Write pwlu\.export_onnx\(model, \.\.\.\)"),
         (network().train(), {}, ValueError, r"the model, 0, 1, \.\.\. is in training mode\. Call model\.eval\(\) first"),
         (network().bfloat16(), {}, ValueError, r"is in bfloat16.*deepcopy\(model\)\.float\(\)"),
         (network().double(), {}, ValueError, "is in float64"),

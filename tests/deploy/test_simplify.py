@@ -463,10 +463,7 @@ class Mine(pwlu.PWLU):
     ("make", "text"),
     [
         (lambda: nn.Linear(2, 2), r"Linear has no PWLU. Convert it first: pwlu.convert_\(model, sample\)"),
-        (
-            lambda: pwlu.fuse_(fused := nn.Sequential(pwlu.PWLU())) and fused,
-            "has no PWLU. It is already fused: call pwlu.*_ before pwlu.fuse_",
-        ),
+        (lambda: pwlu.fuse_(fused := nn.Sequential(pwlu.PWLU())) and fused, "already fused: call pwlu.*_ before pwlu.fuse_"),
         (lambda: "model", r"_: model must be a torch\.nn\.Module, not str\. Write pwlu\.\w+_\(model, \.\.\.\)"),
         (lambda: nn.Sequential(pwlu.PWLU(), Mine()), "1 is an instance of a subclass of PWLU"),
         (lambda: nn.Sequential(pwlu.PWLU(), pwlu.PWLU(device="meta")), "1 is on the meta device and has no values"),

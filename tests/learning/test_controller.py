@@ -29,15 +29,6 @@ def controlled(realign_at=3, steps=0):
 # Who holds it.
 
 
-def test_it_works_without_being_held():
-    model = network()
-    optimizer = SGD(model.parameters())
-    pwlu.TwoPhase(model, optimizer, realign_at=2)
-    gc.collect()
-    train(model, optimizer, data(2))
-    assert all(unit.statistics.realigned for unit in units(model))
-
-
 def test_it_does_not_hold_the_optimizer():
     """Nor what the optimizer holds: a model that nobody else has is freed without the garbage collector."""
     model, optimizer, phases = controlled(steps=1)
@@ -86,12 +77,6 @@ def test_the_repr_says_where_it_is():
     assert repr(phases) == "TwoPhase(2 PWLUs, Phase II, 2 of 2 steps of Phase I taken)"
     phases.remove()
     assert repr(phases) == "TwoPhase(2 PWLUs, removed, 2 of 2 steps of Phase I taken)"
-
-
-def test_after_fusing():
-    model, _optimizer, phases = controlled(realign_at=2, steps=3)
-    pwlu.fuse_(model)
-    assert repr(phases) == "TwoPhase(2 PWLUs, Phase II, 2 of 2 steps of Phase I taken)"
 
 
 def test_fusing_in_phase_one_is_a_warning():
@@ -152,15 +137,6 @@ def test_an_optimizer_inside_another_is_the_same(given):
     outer = Outer(inner)
     phases = pwlu.TwoPhase(model, inner if given == "inner" else outer, realign_at=2)
     train(model, outer, data(3))
-    assert (phases.phase, phases.steps) == (2, 2)
-
-
-def test_an_optimizer_of_something_else_may_step():
-    model, optimizer, phases = controlled(realign_at=2)
-    others = nn.Linear(5, 2)
-    for batch in data(3):
-        train(others, SGD(others.parameters()), [batch])
-        train(model, optimizer, [batch])
     assert (phases.phase, phases.steps) == (2, 2)
 
 
@@ -282,11 +258,7 @@ def wrong_copy(other):
 
 
 ERRORS = {
-    "not whole": (
-        ValueError,
-        bad_steps(2.0),
-        r"realign_at must be a number of optimizer steps, an integer.*such as 5 \* len\(loader\), not 2.0",
-    ),
+    "not whole": (ValueError, bad_steps(2.0), r"a number of optimizer steps, an integer.*such as 5 \* len\(loader\), not 2.0"),
     "none": (ValueError, bad_steps(0), "at least 1.*not 0. To train without Phase I, do not use TwoPhase"),
     "negative": (ValueError, bad_steps(-1), "at least 1.*not -1"),
     "truth": (ValueError, bad_steps(True), "number of optimizer steps, an integer.*not True"),
@@ -298,39 +270,15 @@ ERRORS = {
     "list": (TypeError, several_optimizers, "must be a torch.optim.Optimizer, not list. If there are several, pass the one"),
     "passed": (ValueError, lambda: passed(True), "realign_at=2 has passed.*taken 2 steps.*Write a realign_at above 2, or"),
     "passed, loaded later": (ValueError, lambda: passed(False), "taken 2 steps of Phase I and is not realigned"),
-    "mixed": (
-        ValueError,
-        lambda: mixed(True),
-        r"not at the same point of training.*\[\(0, False\), \(2, False\)\].*reset_parameters\(\)",
-    ),
+    "mixed": (ValueError, lambda: mixed(True), r"not at the same point.*\[\(0, False\), \(2, False\)\].*reset_parameters\(\)"),
     "mixed, loaded later": (ValueError, lambda: mixed(False), "not at the same point of training"),
-    "copy without": (
-        ValueError,
-        lambda: wrong_copy(nn.Linear(2, 2)),
-        "copies must have.*2 with.*but AveragedModel has 0",
-    ),
+    "copy without": (ValueError, lambda: wrong_copy(nn.Linear(2, 2)), "copies must have.*2 with.*but AveragedModel has 0"),
     "copy of others": (ValueError, lambda: wrong_copy(network()[:2]), "same shapes in the same order, but AveragedModel has 1"),
-    "replicated": (
-        ValueError,
-        replicated,
-        "nn.DataParallel runs copies of the model.*Use torch.nn.parallel.DistributedDataParallel",
-    ),
+    "replicated": (ValueError, replicated, "nn.DataParallel runs copies of the model.*Use .*DistributedDataParallel"),
     "realign_ without units": (ValueError, lambda: pwlu.realign_(nn.ReLU()), "realign_: ReLU has no PWLU. Convert it first"),
-    "realign_ without statistics": (
-        RuntimeError,
-        lambda: pwlu.realign_(network()),
-        "no PWLU has statistics.*Train for some steps",
-    ),
-    "realign_ twice": (
-        RuntimeError,
-        lambda: pwlu.realign_(controlled(2, 2)[0]),
-        r"realign_: 1, 3 is already realigned.*reset_parameters\(\) on every PWLU",
-    ),
-    "groups without units": (
-        ValueError,
-        lambda: pwlu.parameter_groups(nn.Linear(2, 2), lr=0.1),
-        "parameter_groups: Linear has no PWLU. Convert it first",
-    ),
+    "realign_ without statistics": (RuntimeError, lambda: pwlu.realign_(network()), "no PWLU has statistics.*Train for"),
+    "realign_ twice": (RuntimeError, lambda: pwlu.realign_(controlled(2, 2)[0]), r"1, 3 is already.*reset_parameters\(\)"),
+    "groups without units": (ValueError, lambda: pwlu.parameter_groups(nn.Linear(2, 2), lr=0.1), "Linear has no PWLU"),
 }
 
 
@@ -378,6 +326,8 @@ def test_parameter_groups():
 
 
 def test_parameter_groups_of_normalisation():
+    """They have a weight decay of their own if one is given; other parameters of one dimension do not."""
+
     class OwnNorm(nn.Module):
         def __init__(self):
             super().__init__()
@@ -443,10 +393,6 @@ def test_what_is_frozen_in_phase_one_is_not_realigned():
     assert [(each.channels, each.kept) for each in phases.report] == [(8, 8), (1, 0)]
     assert same(before[:1], of_units(model)[:1])
     assert not same(before[1:], of_units(model)[1:])
-
-
-def test_freezing_a_model_without_units_is_nothing():
-    assert pwlu.freeze_(nn.Linear(2, 2)) == []
 
 
 def test_a_weight_that_cannot_be_realigned_is_refused_at_once():

@@ -5,18 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import (
-    assert_equal_to_rounding,
-    bounds_of_rounding,
-    data,
-    network,
-    of_units,
-    same,
-    train,
-    units,
-    values,
-    weights,
-)
+from networks import assert_equal_to_rounding, bounds_of_rounding, data, network, of_units, same, train, units, values, weights
 from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 

@@ -83,12 +83,6 @@ def test_at_exactly_that_step_and_in_place():
     assert len(phases.report) == 2
 
 
-def test_realign_at_the_first_step():
-    model = network()
-    trained(model, data(1))
-    assert all(unit.statistics.realigned and unit.statistics.steps == 1 for unit in units(model))
-
-
 # Channels that cannot be realigned, or that lie to one side. The first unit sees the data as they are.
 
 

@@ -163,6 +163,7 @@ def test_constraints_and_copies():
 
 
 def test_errors():
+    """They say what is wrong with the phase, the inputs, the kind of unit, the optimizer or the copies."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pwlu.TwoPhase(model, optimizer, 2)

@@ -96,10 +96,8 @@ def test_other_runs(window, tmp_path, kind):
         RunFolder(path).write_json("config.json", {"recipe": "digits", "epochs": 3})
     else:
         aligned = None if kind == "unfinished" else inputs_of(functions, 5 if kind == "layer" else None, bars=kind == "layer")
-        write_run(path, functions, finished=kind != "unfinished", alignment=aligned)
-    if kind == "kept":
-        for snapshot in (path / "snapshots").iterdir():
-            snapshot.unlink()
+        kept = 0 if kind == "kept" else None
+        write_run(path, functions, finished=kind != "unfinished", alignment=aligned, snapshots=kept)
     window.open(written(path))
     assert window.problems == []
     drawn = window.value("document.querySelectorAll('#layers label').length")
@@ -156,9 +154,7 @@ def test_rounding_is_not_shown_as_a_value(window, tmp_path):
 def test_what_is_shown_before_the_end(window, tmp_path, known):
     """The start of a run that was killed; or functions of which nothing says when they were."""
     functions = functions_of(small_network())
-    path = write_run(tmp_path / "run", functions, finished=not known)
-    for snapshot in sorted((path / "snapshots").iterdir())[known:]:
-        snapshot.unlink()
+    path = write_run(tmp_path / "run", functions, finished=not known, snapshots=int(known))
     if known:
         RunFolder(path).write_tensors("snapshots/step-00000000.pt", functions)
     else:
@@ -177,9 +173,7 @@ def test_what_is_shown_before_the_end(window, tmp_path, known):
 def test_shapes_that_are_not_known(window, tmp_path):
     """What units have moved from is not known without their start."""
     functions = functions_of(small_network())
-    path = write_run(tmp_path / "run", functions, init="same")
-    for snapshot in (path / "snapshots").iterdir():
-        snapshot.unlink()
+    path = write_run(tmp_path / "run", functions, snapshots=0, init="same")
     window.open(written(path))
     options = window.value("[...shape.options].map(o => [o.textContent, o.disabled])")
     assert [f"moved ({DASH})", True] in options

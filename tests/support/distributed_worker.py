@@ -2,6 +2,7 @@
 
 import copy
 import multiprocessing
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -80,9 +81,9 @@ def start(rank, folder, scenario):
         dist.destroy_process_group()
 
 
-def data_parallel(rank, folder):
+def data_parallel(rank, folder, wrap=lambda model: model):
     model = network()
-    wrapped = DistributedDataParallel(model)
+    wrapped = wrap(DistributedDataParallel(model))
     optimizer = made_optimizer(model)
     phases = pwlu.TwoPhase(wrapped, optimizer, REALIGN_AT)
     train(wrapped, optimizer, share(rank, data()))
@@ -90,12 +91,7 @@ def data_parallel(rank, folder):
 
 
 def compiled(rank, folder):
-    model = network()
-    wrapped = torch.compile(DistributedDataParallel(model), backend="aot_eager")
-    optimizer = made_optimizer(model)
-    phases = pwlu.TwoPhase(wrapped, optimizer, REALIGN_AT)
-    train(wrapped, optimizer, share(rank, data()))
-    return {"state": model.state_dict(), "phase": phases.phase}
+    return data_parallel(rank, folder, partial(torch.compile, backend="aot_eager"))
 
 
 def unequal(rank, folder):
@@ -175,20 +171,20 @@ def uneven(rank, folder):
     return results
 
 
-def sharded(rank, folder):
+def shard(model):
+    """Split every layer over the processes."""
     mesh = init_device_mesh("cpu", (PROCESSES,))
+    for layer in model:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
-    def made():
-        model = network()
-        for layer in model:
-            if any(True for _ in layer.parameters()):
-                fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
 
+def sharded(rank, folder):
     def whole(model):
         return [p.full_tensor() for p in of_units(model)]
 
-    model = made()
+    model = shard(network())
     full = StateDictOptions(full_state_dict=True)
     optimizer = made_optimizer(model)
     phases = pwlu.TwoPhase(model, optimizer, REALIGN_AT)
@@ -210,7 +206,7 @@ def sharded(rank, folder):
     penalty.backward()
     result["curvature"] = penalty.detach(), [p.grad.full_tensor() for p in of_units(model)]
     for name in ("full", "sharded"):  # two ways to load what was saved in Phase I into a model that is sharded already
-        other = made()
+        other = shard(network())
         phases = pwlu.TwoPhase(other, other_optimizer := made_optimizer(other), REALIGN_AT)
         if name == "full":
             set_model_state_dict(other, dict(in_phase_one), options=full)  # which changes the dict
@@ -234,14 +230,7 @@ def made(kind, optimizer, rule="paper"):
     """A model, what trains it, its optimizer and its controller."""
     model = network()
     cls, options = OPTIMIZERS[optimizer]
-    if kind == "sharded":
-        mesh = init_device_mesh("cpu", (PROCESSES,))
-        for layer in model:
-            if any(True for _ in layer.parameters()):
-                fully_shard(layer, mesh=mesh)
-        wrapped = fully_shard(model, mesh=mesh)
-    else:
-        wrapped = DistributedDataParallel(model)
+    wrapped = shard(model) if kind == "sharded" else DistributedDataParallel(model)
     groups = pwlu.parameter_groups(model, lr=options["lr"])
     optimizer = ZeroRedundancyOptimizer(groups, cls, **options) if kind == "zero" else cls(groups, **options)
     return wrapped, optimizer, pwlu.TwoPhase(wrapped, optimizer, REALIGN_AT, rule=rule)

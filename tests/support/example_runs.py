@@ -1,5 +1,6 @@
 """Run folders as `pwlu train` leaves them, without training."""
 
+import dataclasses
 import json
 
 from pwlu.analysis.alignment import Alignment, UnitAlignment
@@ -18,6 +19,19 @@ RESULT = {
     "sites": 3,
     "diverged": False,
 }
+
+
+def every_setting_changed():
+    """The settings of the digits, with another value for each of them; no recipe takes all of these."""
+    plain = catalog.settings("digits")
+    values = {"recipe": "digits", "activation": "pau", "augmentation": "none", "granularity": "layer", "norm": "group"}
+    values |= {"precision": "bf16", "init": "same", "data": "a b=c", "device": "cpu", "fuse_norms": "off", "rule": "shared"}
+    values |= {"test_data": "b.tar", "channels_last": False, "workers": 0}
+    kinds = {int: 9, float: 0.123456789012345, bool: True}
+    changed = plain.replace(**{f.name: values.get(f.name, kinds.get(f.type)) for f in dataclasses.fields(plain)})
+    same = [name for name, value in changed.as_dict().items() if value == plain.as_dict()[name]]
+    assert same == ["recipe"]
+    return changed
 
 
 def example_run(

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -80,11 +81,25 @@ def interpreter(*modules):
         yield run
 
 
+def plain_environment(**more):
+    """Return the variables for a process of its own that finds the sources, and neither pytest's nor Ray's."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "RAY_"))}
+    return plain | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"} | more
+
+
+def wait_for(happens, process):
+    """Wait until it happens; fail if the process ends first or it takes too long."""
+    deadline = time.monotonic() + MOST_SECONDS
+    while not happens():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def run_pytest(*arguments, **environment):
     """Run pytest on files of the repository in a process of its own, which does not take itself for a worker of this one."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", *arguments]
-    variables |= {"PYTHONPATH": str(SOURCES)} | environment
+    variables = plain_environment(**environment)
     return subprocess.run(command, env=variables, cwd=SOURCES.parent, capture_output=True, text=True)
 
 

@@ -14,18 +14,17 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from imported import MOST_SECONDS
+from imported import MOST_SECONDS, plain_environment
 from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.torch import load_file
 
-import pwlu
 from pwlu.cli import main
 from pwlu.lab.recipes.catalog import settings
 from pwlu.lab.runs.processes import Processes
 from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.lab.tasks.classification import Classification
-from pwlu.lab.training import summary
+from pwlu.lab.training import loop, summary
 from pwlu.lab.training.trainer import Trainer
 
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -60,6 +59,40 @@ def short_run(runs, *arguments, draw=False):
     assert train(*SHORT, *arguments, "--runs", runs, draw=draw) == 0
     (path,) = runs.iterdir()
     return RunFolder(path)
+
+
+def train_until(step, *arguments, checkpoints=False):
+    """``pwlu train``, interrupted from the keyboard before a step. With `checkpoints`, it saves one after every step."""
+
+    def interrupted(trainer, number, batches):
+        if number == step:
+            raise KeyboardInterrupt
+        return take(trainer, number, batches)
+
+    take = Trainer.step
+    often = {"STEPS_BETWEEN_CLOCK_CHECKS": 1, "SECONDS_BETWEEN_CHECKPOINTS": -1} if checkpoints else {}
+    with patch.multiple(loop, **often) if often else nullcontext(), patch.object(Trainer, "step", interrupted):
+        assert train(*arguments) == 130
+
+
+def train_until_report(*arguments):
+    """``pwlu train``, interrupted from the keyboard when it writes its report, so that the run is not finished."""
+
+    def interrupted(folder, name, content):
+        if name == "report.md":
+            raise KeyboardInterrupt
+        write(folder, name, content)
+
+    write = RunFolder.write
+    with patch.object(RunFolder, "write", interrupted):
+        assert train(*arguments) == 130
+
+
+def stopped_run(runs, step, *arguments, **options):
+    """The folder of a short run of the digits that was interrupted before a step."""
+    train_until(step, *SHORT, *arguments, "--runs", runs, **options)
+    (path,) = runs.iterdir()
+    return path
 
 
 def task_of(recipe="digits", processes=ALONE, **changes):
@@ -114,11 +147,11 @@ def assert_same_run(found, expected):
 
 def start(folder, jobs, *launcher):
     """Have train_worker.py do these commands, by itself or by a launcher of several; the exit statuses, and all it printed."""
-    paths = os.pathsep.join([str(Path(pwlu.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     worker = Path(__file__).with_name("train_worker.py")
     command = [sys.executable, *launcher, worker, folder, json.dumps(jobs, default=str)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=plain_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             out, err = process.communicate(timeout=MOST_SECONDS)
         except subprocess.TimeoutExpired:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import torch
 from torch import nn
@@ -52,8 +53,11 @@ def inputs_of(functions, channels=None, bars=True):
     return Alignment("Network", 4, units)
 
 
-def write_run(path, functions, epochs=4, finished=True, alignment=None, wild=False, **changes):
-    """A run folder with these settings; a snapshot at the beginning and after every epoch; `functions` are the last."""
+def write_run(path, functions, epochs=4, finished=True, alignment=None, wild=False, snapshots=None, **changes):
+    """A run folder with these settings; a snapshot at the beginning and after every epoch; `functions` are the last.
+
+    `snapshots`: keep only so many, the first ones.
+    """
     path.mkdir(parents=True)
     folder = RunFolder(path)
     config = {"recipe": "digits", "activation": "pwlu", "seed": 0, "epochs": epochs, "realign_epochs": 1.0, "init": "relu"}
@@ -71,6 +75,8 @@ def write_run(path, functions, epochs=4, finished=True, alignment=None, wild=Fal
             folder.write_tensors(f"snapshots/step-{STEPS_AN_EPOCH * number:08d}.pt", moment)
             seed += wild  # of one that jumps about
         folder.write_tensors(f"snapshots/step-{STEPS_AN_EPOCH * epochs:08d}.pt", functions)
+        for unwanted in sorted((path / "snapshots").iterdir())[snapshots:] if snapshots is not None else ():
+            unwanted.unlink()
     if finished:
         result = {"accuracy": 19.0 * epochs, "best_accuracy": 19.0 * epochs, "measured_on": "test images"}
         result |= {"measured_images": 899, "seconds_per_epoch": 0.3, "parameters": 4618, "diverged": False}
@@ -80,6 +86,11 @@ def write_run(path, functions, epochs=4, finished=True, alignment=None, wild=Fal
     if alignment is not None:
         folder.write("inputs.json", alignment.to_json().encode())
     return path
+
+
+def cells_of(html):
+    """The texts in the cells of the table of shapes, row by row."""
+    return [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr><th scope=\"row\">.*?</tr>", html)]
 
 
 def data_of(page):

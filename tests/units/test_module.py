@@ -56,13 +56,6 @@ def test_a_knot_lies_on_every_kink(bounds, intervals, kinks, expected):
         assert -1e-9 <= place <= intervals + 1e-9
 
 
-@pytest.mark.parametrize("intervals", [1, 3, 5, 15])
-@pytest.mark.parametrize("init", ["relu", F.relu, torch.relu])
-def test_odd_numbers_of_intervals_start_as_relu_too(intervals, init):
-    x = 5 * torch.randn(1000)
-    torch.testing.assert_close(pwlu.PWLU(intervals=intervals, init=init)(x), F.relu(x), rtol=1e-6, atol=1e-6)
-
-
 def test_the_default_device_does_not_matter():
     with torch.device("meta"):
         act = pwlu.PWLU(2, device="cpu")
@@ -90,6 +83,7 @@ def test_starts_as_any_function():
         ({"intervals": True}, "intervals must be an integer"),
         ({"bounds": (3.0, -3.0)}, r"left < right, such as \(-3.0, 3.0\), not \(3, -3\)"),
         ({"bounds": (1.0, 1.0)}, "left < right"),
+        ({"bounds": (1.0, 1.0 + 1e-9)}, "left < right"),
         ({"bounds": (float("nan"), 1.0)}, "finite"),
         ({"bounds": (-float("inf"), 1.0)}, "finite"),
         ({"bounds": 3.0}, "two numbers such as"),
@@ -119,29 +113,6 @@ def test_parameters_and_repr():
         assert getattr(act, name).shape == shape
     assert all(p.dtype == torch.float64 for p in act.parameters())
     assert repr(act) == "PWLU(channels=5, intervals=8, bounds=(-3, 3), init='relu', channel_dim=-1)"
-
-
-def test_reset_brings_the_start_back():
-    act = pwlu.PWLU(4, init="silu")
-    before = [p.clone() for p in act.parameters()]
-    with torch.no_grad():
-        for p in act.parameters():
-            p.normal_()
-    act.reset_parameters()
-    assert all(torch.equal(a, b) for a, b in zip(before, act.parameters(), strict=True))
-
-
-def test_learns():
-    """A unit that starts as ReLU learns |x| by gradient descent: the V shape of the paper's figure."""
-    act = pwlu.PWLU()
-    optimizer = torch.optim.Adam(act.parameters(), lr=0.02)
-    for _ in range(300):
-        x = 2 * torch.randn(512)
-        optimizer.zero_grad()
-        loss = (act(x) - x.abs()).square().mean()
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.01
 
 
 class Rising(nn.Module):
@@ -267,21 +238,6 @@ def test_scaled_gradients(phase):
     assert torch.equal(torch.autograd.grad(act(x).square().sum(), act.weight)[0], whole)
 
 
-def test_the_usual_rule_for_weight_decay_leaves_units_alone():
-    """Two or more dimensions."""
-    model = nn.Sequential(nn.Linear(3, 3), pwlu.PWLU(3))
-    assert [name for name, p in model.named_parameters() if p.ndim >= 2] == ["0.weight"]
-
-
 def test_bad_input_through_the_module():
     with pytest.raises(ValueError, match="the activation has 4 channels"):
         pwlu.PWLU(4)(torch.randn(2, 3))
-
-
-def test_state_dict_goes_round():
-    model, other = (nn.Sequential(pwlu.PWLU(4), pwlu.PWLU(1)) for _ in range(2))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.rand_like(p))
-    other.load_state_dict(model.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))

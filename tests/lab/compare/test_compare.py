@@ -6,13 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from example_runs import example_run, files_in
+from example_runs import every_setting_changed, example_run, files_in
+from imported import SOURCES, plain_environment, wait_for
 
 from pwlu.cli import main, train
 from pwlu.lab.compare import comparison, job, scheduler, subprocesses
@@ -20,8 +20,6 @@ from pwlu.lab.compare.presets import comparison as compared
 from pwlu.lab.recipes import catalog
 from pwlu.lab.runs.records import read_records
 from pwlu.lab.runs.results import find_runs
-
-ROOT = Path(__file__).parents[3]
 
 # In place of training: a run comes out of stage/, or fails if it is not there. The last test of this file trains.
 ACTOR = """
@@ -51,59 +49,15 @@ def here(tmp_path, monkeypatch):
 
 
 def test_every_setting_travels():
-    changes = {
-        "activation": "pau",
-        "seed": 7,
-        "epochs": 9,
-        "batch": 32,
-        "lr": 0.1,
-        "weight_decay": 1e-5,
-        "norm_weight_decay": 0.0,
-        "label_smoothing": 0.2,
-    }
-    changes |= {
-        "augmentation": "none",
-        "warm_up": 0.3,
-        "width": 0.5,
-        "pixels": 16,
-        "holdout": 50,
-        "intervals": 9,
-        "init": "same",
-    }
-    changes |= {"granularity": "layer", "realign_epochs": 1.5, "fix_init": 2.5, "unit_lr": 0.1, "curvature": 1e-7, "ema": 0.999}
-    changes |= {"norm": "group", "precision": "bf16", "accumulate": 2, "compile": True, "channels_last": False, "data": "a b=c"}
-    changes |= {"device": "cpu", "workers": 0, "tensorboard": True, "fuse_norms": "off"}
-    changes |= {
-        "iterations": 5,
-        "measure_every": 3,
-        "save_detections": True,
-        "snapshots": 7,
-        "test_data": "b.tar",
-        "rule": "shared",
-    }
-    usual = catalog.settings("digits")
-    settings = usual.replace(**changes)  # no recipe takes all of them
-    assert not [name for name, value in settings.as_dict().items() if value == usual.as_dict()[name] and name != "recipe"]
+    usual, changed = catalog.settings("digits"), every_setting_changed()
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
-    for asked in (settings, usual):
+    for asked in (changed, usual):
         options = parser.parse_args([asked.recipe, *job.flags(asked)])
         assert usual.replace(**train.changed_settings(options)) == asked
-    machine = job.flags(settings, machine_only=True)
-    assert machine == [
-        "--accumulate=2",
-        "--compile",
-        "--fuse-norms=off",
-        "--no-channels-last",
-        "--data=a b=c",
-        "--test-data=b.tar",
-        "--device=cpu",
-        "--workers=0",
-        "--measure-every=3",
-        "--save-detections",
-        "--snapshots=7",
-        "--tensorboard",
-    ]
+    machine = "accumulate compile fuse-norms no-channels-last data test-data device workers measure-every save-detections"
+    machine = [f"--{name}" for name in f"{machine} snapshots tensorboard".split()]
+    assert [word.partition("=")[0] for word in job.flags(changed, machine_only=True)] == machine
     assert job.flags(usual, machine_only=True) == []
 
 
@@ -129,6 +83,7 @@ def staged(folder, **accuracies):
 
 
 def test_only_missing_runs_are_trained(here, acted, capsys):
+    """Finished runs are found and stopped ones continue. The table is written, and needs no run folder afterwards."""
     example_run(here / "results" / "digits" / "any-name", 90.0, "digits", activation="relu", data="/of/another/machine")
     example_run(here / "runs" / "other-name", 92.0, "digits", activation="pwlu")
     example_run(here / "runs" / "stopped", None, "digits", activation="relu", seed=1, intervals=8, epochs_done=3)
@@ -288,6 +243,7 @@ def test_truncated_results_do_not_count(here, acted, capsys):
 
 
 def test_several_recipes(here, acted, capsys):
+    """Each has its own table and folder; a figure shows all of them."""
     for recipe in ("cifar100/resnet18", "cifar100/mobilenet_v2"):
         for activation, accuracy in (("relu", 70.0), ("pwlu", 71.5)):
             example_run(here / "runs" / f"{recipe}-{activation}", accuracy, recipe, activation=activation, holdout=5000)
@@ -333,19 +289,10 @@ def test_half_written_runs_are_skipped_by_name(here, acted, capsys):
         (["digits", "--processes-per-run", "0"], "--processes-per-run must be at least 1, not 0"),
         (["digits", "--on", "slurm"], "--on must be ray, or ray://HOST:10001 for a cluster elsewhere, not 'slurm'"),
         (["digits", "--on", "ray", "--gpus-per-run", "1.5"], "--gpus-per-run must be from 0 to 1, such as 0.25, not 1.5"),
-        (
-            ["digits", "--on", "ray", "--processes-per-run", "8", "--gpus-per-run", "4"],
-            "--gpus-per-run must be 0, or 8 for 8 processes, not 4",
-        ),
-        (
-            ["digits", "--gpus-per-run", "0.5"],
-            "--gpus-per-run works only on a cluster: add --on ray, or write --jobs N instead",
-        ),
+        (["digits", "--on", "ray", "--processes-per-run", "8", "--gpus-per-run", "4"], "must be 0, or 8 for 8 processes, not"),
+        (["digits", "--gpus-per-run", "0.5"], "works only on a cluster: add --on ray, or write --jobs N instead"),
         (["digits", "--cores-per-run", "2"], "--cores-per-run works only on a cluster: add --on ray"),
-        (
-            ["digits", "--processes-per-run", "2", "--nodes-per-run", "2"],
-            "--nodes-per-run works only on a cluster",
-        ),
+        (["digits", "--processes-per-run", "2", "--nodes-per-run", "2"], "--nodes-per-run works only on a cluster"),
         (["digits", "--on", "ray", "--nodes-per-run", "2"], "--processes-per-run 1 must be divisible by --nodes-per-run 2"),
         (["digits", "--on", "ray", "--nodes-per-run", "0"], "--nodes-per-run must be at least 1, not 0"),
         (["digits", "--epochs", "0"], "--epochs must be at least 1, not 0"),
@@ -372,14 +319,6 @@ def test_flags_that_would_be_misunderstood(here, words, capsys):
     assert re.search("unrecognized arguments|not allowed with", capsys.readouterr().err)
 
 
-def test_help(capsys):
-    with pytest.raises(SystemExit):
-        main(["compare", "--help"])
-    printed = capsys.readouterr().out
-    for text in ("activations, bounds", "--jobs N", "--intervals N", "stop and restart the command at any time"):
-        assert text in printed
-
-
 # Nothing goes on without it.
 
 
@@ -393,9 +332,7 @@ def test_keyboard_interrupt(here, capsys, monkeypatch):
 
 
 # A file of the package without what the package imports: torch takes seconds.
-FOLDERS = {
-    name: str(ROOT / "src" / name.replace(".", "/")) for name in ("pwlu", "pwlu.lab", "pwlu.lab.compare", "pwlu.lab.runs")
-}
+FOLDERS = {name: str(SOURCES / name.replace(".", "/")) for name in ("pwlu", "pwlu.lab", "pwlu.lab.compare", "pwlu.lab.runs")}
 LOADED = f"""
 import signal, sys, types
 for name, folder in {FOLDERS}.items():
@@ -477,21 +414,11 @@ def test_ignored_signals_stay_ignored():
 @contextmanager
 def started(command):
     """Yield a process, and end it afterwards."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_WAIT_POLICY": "passive"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command, env=plain_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             yield process
         finally:
             process.kill()
-
-
-def wait_for(happens, process):
-    """Wait until it happens; raise an error if the process ends first or it takes too long."""
-    deadline = time.monotonic() + 120
-    while not happens():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # All of it.
@@ -504,8 +431,7 @@ def test_killed_and_run_again(here):
     with started(command) as process:
         wait_for(lambda: any(path.stat().st_size for path in here.glob("runs/*/metrics.jsonl")), process)
     begun = {path.parent.name for path in here.glob("runs/*/config.json")}
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=plain_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"2 runs: 0 finished, {len(begun)} stopped, {2 - len(begun)} missing" in done.stdout
     assert re.search(r"\| PWLU \| \d+\.\d\d \(1\) \| [+-]\d+\.\d\d \|", done.stdout)

@@ -1,16 +1,13 @@
 """`pwlu compare` under torchrun: its processes train one run after the other, together."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from example_runs import example_run
-from imported import MOST_SECONDS
+from imported import MOST_SECONDS, plain_environment
 
-import pwlu
 from pwlu.cli import main
 from pwlu.lab.runs.records import read_records
 from pwlu.lab.runs.run_folder import RunFolder
@@ -19,11 +16,9 @@ COMMAND = ["compare", "digits", "--acts", "relu,pwlu", "--seeds", "1", "--epochs
 
 
 def by_two(folder, *arguments):
-    paths = os.pathsep.join([str(Path(pwlu.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pwlu"]
     return subprocess.run(
-        [*launcher, *arguments], env=environment, cwd=folder, capture_output=True, text=True, timeout=MOST_SECONDS
+        [*launcher, *arguments], env=plain_environment(), cwd=folder, capture_output=True, text=True, timeout=MOST_SECONDS
     )
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from imported import MOST_SECONDS, SOURCES, SUPPORT
+from imported import MOST_SECONDS, SOURCES, SUPPORT, plain_environment, wait_for
 from lab_helpers import rank_of, same_state, without_times, write_images
 from safetensors.torch import load_file
 
@@ -23,22 +23,17 @@ from pwlu.lab.runs.run_folder import RunFolder
 COMMAND = [sys.executable, "-m", "pwlu", "compare", "digits", "--acts", "relu,pwlu", "--realign-epochs", "1"]
 
 
-def environment(**more):
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "RAY_"))}
-    return plain | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"} | more
-
-
 @contextmanager
 def cluster(*arguments):
     """Two nodes: the process that started them, and the environment in which they are found."""
     pytest.importorskip("ray")
     command = [sys.executable, SUPPORT / "ray_cluster.py", *arguments]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=environment(), text=True, **pipes) as process:
+    with subprocess.Popen(command, env=plain_environment(), text=True, **pipes) as process:
         try:
             word, address = process.stdout.readline().split()
             assert word == "ready"
-            yield process, environment(RAY_ADDRESS=address)
+            yield process, plain_environment(RAY_ADDRESS=address)
         finally:
             process.stdin.close()
             process.wait(60)
@@ -79,14 +74,8 @@ HERE = {"shared": True, "versions": {"pwlu": "with the sources 12345678", "torch
     ("there", "text"),
     [
         ({"shared": False}, "the node gpu7 does not see /shared/runs of this machine. All nodes must share the folder of runs"),
-        (
-            {"versions": HERE["versions"] | {"torch": "2.11.0"}},
-            "the node gpu7 has torch 2.11.0, but this machine has torch 2.",
-        ),
-        (
-            {"versions": HERE["versions"] | {"pwlu": "missing"}},
-            "the node gpu7 has pwlu missing, but this machine has pwlu ",
-        ),
+        ({"versions": HERE["versions"] | {"torch": "2.11.0"}}, "node gpu7 has torch 2.11.0, but this machine has torch 2."),
+        ({"versions": HERE["versions"] | {"pwlu": "missing"}}, "the node gpu7 has pwlu missing, but this machine has pwlu "),
     ],
 )
 def test_nodes_that_differ(there, text):
@@ -149,7 +138,7 @@ def test_keyboard_interrupt_and_a_node_that_dies(tmp_path):
     assert again.returncode == 0, out + err
     assert "died and will be tried again. NodeDiedError" in out
     assert "[4/4] " in out
-    done = compare(alone, environment(), *arguments, "--jobs", "2")
+    done = compare(alone, plain_environment(), *arguments, "--jobs", "2")
     assert done.returncode == 0, done.stderr
     (found, _), (expected, _) = find_runs(ray / "runs"), find_runs(alone / "runs")
     names = {run.path.name for run in found}
@@ -202,18 +191,10 @@ def test_processes_over_nodes(tmp_path):
         failed = subprocess.run(command, cwd=tmp_path, env=variables, **pipes, timeout=MOST_SECONDS)
     assert failed.returncode == 1
     assert f"UserError: the image {broken} cannot be read: " in failed.stderr.splitlines()[-1]
-    done = compare(alone, environment(), *arguments)
+    done = compare(alone, plain_environment(), *arguments)
     assert done.returncode == 0, done.stderr
     (found, _), (expected, _) = find_runs(ray / "runs"), find_runs(alone / "runs")
     assert [run.environment["processes"] for run in found] == [2, 2]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.path.name == theirs.path.name
         assert same_state(*(load_file(run.path / "model.safetensors") for run in (ours, theirs)))
-
-
-def wait_for(happens, process):
-    deadline = time.monotonic() + MOST_SECONDS
-    while not happens():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -114,6 +114,7 @@ def test_large_numbers(tmp_path):
 
 
 def test_what_cannot_be_used_is_left_out_and_counted(tmp_path):
+    """Each bad object is counted under its reason; images with nothing but bad ones do not train."""
     bad = [
         (square(1, 0, 0, 9, category_id=4), coco.UNKNOWN_CATEGORY),
         (square(99, 0, 0, 9), coco.UNKNOWN_IMAGE),
@@ -208,10 +209,7 @@ def test_data_that_is_not_there(tmp_path):
         ("{", "does not contain annotations in COCO's format: JSONDecodeError"),
         ("{}", "does not contain annotations in COCO's format: KeyError\\('categories'\\)"),
         ('{"categories": [], "images": [{"id": 1}], "annotations": []}', "KeyError\\('file_name'\\)"),
-        (
-            '{"categories": [], "images": [], "annotations": [{}]}',
-            "image_id must be a 64-bit integer, not None, in {}",
-        ),
+        ('{"categories": [], "images": [], "annotations": [{}]}', "image_id must be a 64-bit integer, not None, in {}"),
     ],
 )
 def test_files_that_are_not_annotations(tmp_path, content, text):
@@ -224,11 +222,7 @@ def test_files_that_are_not_annotations(tmp_path, content, text):
 @pytest.mark.parametrize(
     ("what", "changes", "text"),
     [
-        (
-            "images",
-            {"height": 0},
-            r"height and width must be from 1 to 1,048,576, not 0 and 96, in {'id': 1, 'file_name': '1\.png', ",
-        ),
+        ("images", {"height": 0}, "height and width must be from 1 to 1,048,576, not 0 and 96, in {'id': 1, "),
         ("images", {"width": 2**40}, "height and width must be from 1 to 1,048,576, not 64 and 1099511627776, in {'id': 1, "),
         ("images", {"width": -5}, "height and width must be from 1 to 1,048,576, not 64 and -5, in {'id': 1, "),
         ("images", {"height": None}, "height must be a 64-bit integer, not None, in {'id': 1, "),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lab_helpers import add_member, same_state, task_of, train, without_times, write_images, write_shards
+from lab_helpers import add_member, same_state, task_of, train, train_until, without_times, write_images, write_shards
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -16,8 +16,6 @@ from pwlu.lab.data.shards import Shards, expand
 from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.processes import Processes
 from pwlu.lab.runs.run_folder import RunFolder
-from pwlu.lab.training import loop
-from pwlu.lab.training.trainer import Trainer
 
 SMALL = {"recipe": "imagenette/resnet18", "pixels": 32, "width": 0.125, "batch": 4, "workers": 0}
 
@@ -114,23 +112,13 @@ def test_how_images_are_divided_into_shards(tmp_path):
                 assert all(torch.equal(torch.cat(each), one) for each, one in zip(parts, batch, strict=True))
 
 
-def test_stopped_in_the_middle_of_an_epoch(tmp_path, monkeypatch):
+def test_stopped_in_the_middle_of_an_epoch(tmp_path):
     """The run goes on with the image that would have been next: the same bits."""
-    monkeypatch.setattr(loop, "STEPS_BETWEEN_CLOCK_CHECKS", 1)
-    monkeypatch.setattr(loop, "SECONDS_BETWEEN_CHECKPOINTS", -1)
-    patterns, step = write_shards(tmp_path), Trainer.step
+    patterns = write_shards(tmp_path)
     command = ["imagenette/resnet18", "--data", patterns[0], "--test-data", patterns[1], "--act", "relu", "--epochs", 1]
     command += ["--pixels", 32, "--width", 0.125, "--batch", 4, "--workers", 0, "--runs"]
-
-    def stopped(trainer, number, batches):
-        if number == 2:
-            raise KeyboardInterrupt
-        return step(trainer, number, batches)
-
     assert train(*command, tmp_path / "whole") == 0
-    with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "step", stopped)
-        assert train(*command, tmp_path / "parts") == 130
+    train_until(2, *command, tmp_path / "parts", checkpoints=True)
     (whole,), (parts,) = ((tmp_path / name).iterdir() for name in ("whole", "parts"))
     assert RunFolder(parts).checkpoints()[-1].name.startswith("step-00000002-")
     assert train("--resume", parts) == 0
@@ -224,10 +212,7 @@ def broken(path, how):
         ("twice", r"a\.tar has two images named a\. Give each image a different name"),
         ("empty", r"a\.tar: no images\. Expected NAME\.jpg and NAME\.cls in each tar file"),
         ("cut", r"a\.tar cannot be read as a tar file without compression: "),
-        (
-            "cut between images",
-            r"a\.tar cannot be read .*: it ends at byte 2,560, without the zeros that end a tar file\. Copy",
-        ),
+        ("cut between images", r"cannot be read .*: it ends at byte 2,560, without the zeros that end a tar file\. Copy"),
         ("cut in a header", r"a\.tar cannot be read .*: it ends at byte 2,700, without the zeros that end a tar file\. Copy"),
         ("header", r"a\.tar cannot be read .*: the header at byte 2,560 is damaged\. Copy it again"),
         ("compressed", r"a\.tar cannot be read as a tar file without compression: .*\. Unpack it with gunzip"),
@@ -288,11 +273,7 @@ def test_bad_arguments(tmp_path):
         (folder, patterns[1], 0): f"--test-data is for shards, but --data {folder} is a folder",
         (patterns[0].replace("002", "004"), None, 3): "2 of 5 shards do not exist, the first is ",
         (patterns[0].replace("000..002", "2..0"), None, 3): "{2..0} of shards must begin with the smaller number. Write {0..2}",
-        (
-            patterns[0].replace("{000..002}", "*"),
-            None,
-            3,
-        ): "shards are named by a range of numbers, such as NAME-{000",
+        (patterns[0].replace("{000..002}", "*"), None, 3): "shards are named by a range of numbers, such as NAME-{000",
     }
     for (data, test_data, holdout), text in expected.items():
         with pytest.raises(UserError) as raised:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from lab_helpers import NAME, SHORT, assert_same_run, train
+from lab_helpers import NAME, SHORT, assert_same_run, train, train_until_report
 
 import pwlu
 from pwlu.lab.recipes.catalog import settings
@@ -20,18 +20,8 @@ def finished(digits_run):
 
 
 @pytest.fixture
-def stopped(tmp_path, monkeypatch):
-    """A run that was not allowed to write its report, so that it is not finished."""
-    write = RunFolder.write
-
-    def fail(folder, name, content):
-        if name == "report.md":
-            raise KeyboardInterrupt
-        write(folder, name, content)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "write", fail)
-        assert train(*SHORT, "--runs", tmp_path / "runs") == 130
+def stopped(tmp_path):
+    train_until_report(*SHORT, "--runs", tmp_path / "runs")
     (path,) = (tmp_path / "runs").iterdir()
     return RunFolder(path)
 
@@ -80,10 +70,7 @@ def changed(**changes):
         (None, "is not a run folder: it has no config.json"),
         ("{", f"line 1 column 2 (char 1). {AGAIN}"),
         ("[1, 2]", f"config.json is damaged: expected {{...}}, not [1, 2]. {AGAIN}"),
-        (
-            '{"recipe": "digits", "colour": 3}',
-            f"settings of a run: colour is not a setting of pwlu {pwlu.__version__}. {AGAIN}",
-        ),
+        ('{"recipe": "digits", "colour": 3}', f"of a run: colour is not a setting of pwlu {pwlu.__version__}. {AGAIN}"),
         ('{"recipe": "nope"}', f"does not hold the settings of a run: it does not say epochs, batch, lr, {MORE}. {AGAIN}"),
         ('{"epochs": 3}', "it does not say recipe, batch, "),
         (changed(epochs="three"), f"does not hold the settings of a run: epochs must be an integer, not 'three'. {AGAIN}"),

@@ -55,12 +55,6 @@ def test_functions_of_seed_0(tmp_path):
     assert ([run.path for run in runs], complaints) == ([kept], [])
 
 
-def test_held_out_runs_have_another_name(tmp_path):
-    example_run(tmp_path / "a", 70.0, holdout=5000)
-    kept = keep(read_run(tmp_path / "a"), tmp_path / "results")
-    assert kept == tmp_path / "results" / "cifar100" / "resnet18" / "pwlu-holdout-5000-seed0"
-
-
 def test_a_full_disk_leaves_the_other_lines(tmp_path, monkeypatch):
     for seed in (1, 2):
         example_run(tmp_path / "runs" / str(seed), 70.0, seed=seed)
@@ -158,6 +152,7 @@ def test_missing_settings_get_the_value_of_the_recipe(tmp_path):
 
 
 def test_half_written_folders_are_named(tmp_path):
+    """Each is named with what is wrong; folders of other kinds are passed over."""
     assert find_runs(tmp_path / "nowhere") == find_runs(tmp_path) == ([], [])
     example_run(tmp_path / "good", 70.0)
     example_run(tmp_path / ".partial-x" / "run", 70.0)

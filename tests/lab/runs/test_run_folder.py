@@ -1,13 +1,13 @@
 """A run on disk: what is in its folder, and that no other run writes into it."""
 
-import dataclasses
 import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from lab_helpers import SHORT, STEPS_AN_EPOCH, short_run, train
+from example_runs import every_setting_changed
+from lab_helpers import SHORT, STEPS_AN_EPOCH, same_state, short_run, train
 from safetensors.torch import load_file
 
 from pwlu import reference
@@ -140,20 +140,11 @@ def test_every_setting_survives(tmp_path):
     for name in RECIPES:
         folder.write_json("config.json", settings(name).as_dict())
         assert folder.settings() == settings(name)
-    plain = settings("digits")
-    values = {"recipe": "digits", "activation": "prelu", "augmentation": "none", "granularity": "layer", "norm": "group"}
-    values |= {"precision": "bf16", "init": "silu", "data": "/data", "device": "cpu", "fuse_norms": "off", "rule": "shared"}
-    values |= {"test_data": "b.tar"}
-    kinds = {int: 9, float: 0.123456789012345, bool: True}
-    changed = {f.name: values.get(f.name, kinds.get(f.type)) for f in dataclasses.fields(plain)}
-    changed |= {"channels_last": False}
-    other = plain.replace(**changed)
-    assert all(getattr(other, name) != getattr(plain, name) for name in changed if name != "recipe")
-    folder.write_json("config.json", other.as_dict())
-    assert folder.settings() == other
-    assert {name: type(value) for name, value in folder.settings().as_dict().items()} == {
-        k: type(v) for k, v in changed.items()
-    }
+    changed = every_setting_changed()
+    folder.write_json("config.json", changed.as_dict())
+    assert folder.settings() == changed
+    types = [{name: type(value) for name, value in each.as_dict().items()} for each in (folder.settings(), changed)]
+    assert types[0] == types[1]
 
 
 def test_a_run_without_a_rule_is_by_that_of_the_paper(tmp_path):
@@ -169,8 +160,6 @@ def test_a_run_without_a_rule_is_by_that_of_the_paper(tmp_path):
 
 # Half written, or damaged.
 
-AGAIN = "Copy it again from where it was trained, or train again"
-
 
 @pytest.mark.parametrize("line", ["5", "null", '{"foo": 1}', '{"step": "one"}', '{"step": 0}', '{"step": 7, "loss": "low"}'])
 def test_metrics_of_another_kind(tmp_path, line):
@@ -184,16 +173,6 @@ def test_metrics_of_another_kind(tmp_path, line):
         RunFolder(tmp_path).metrics()
     path.write_text('{"step": 4, "loss": null}\n{"step": 8, "lo')
     assert RunFolder(tmp_path).metrics() == [{"step": 4, "loss": None}]
-
-
-@pytest.mark.parametrize("content", ["3", "[1, 2]", '"text"', "null"])
-def test_json_of_another_kind(tmp_path, content):
-    (tmp_path / "environment.json").write_text(content)
-    expected = f"{tmp_path / 'environment.json'} is damaged: expected {{...}}, not {content}. {AGAIN}"
-    with pytest.raises(UserError, match=re.escape(expected)):
-        RunFolder(tmp_path).json("environment.json")
-    with pytest.raises(UserError, match=r"environment\.json is not a run folder: it has no config\.json"):
-        RunFolder(tmp_path / "environment.json").json("config.json")
 
 
 def test_runs_nearby_are_suggested(tmp_path):
@@ -233,18 +212,6 @@ def test_a_second_run_has_a_folder_of_its_own(tmp_path):
         (path / "file").touch()
 
 
-def test_by_the_command(tmp_path):
-    for again in ((), ("--again",)):
-        assert train(*SHORT, "--act", "relu", "--runs", tmp_path, *again) == 0
-    first, second = (RunFolder(path) for path in sorted(tmp_path.iterdir()))
-    names = ("digits-relu-epochs-3-batch-128-seed0", "digits-relu-epochs-3-batch-128-seed0-2")
-    assert (first.path.name, second.path.name) == names
-    assert not (first.path / "functions.png").exists()
-    assert not (first.path / "snapshots").exists()
-    states = [load_file(folder.path / "model.safetensors") for folder in (first, second)]
-    assert torch.equal(states[0]["0.weight"], states[1]["0.weight"])
-
-
 def test_the_same_command_twice(tmp_path, capsys):
     """Says that there is such a run and how to go on; other settings, or another seed, are another run."""
     command = (*SHORT, "--act", "relu", "--runs", tmp_path)
@@ -260,7 +227,11 @@ def test_the_same_command_twice(tmp_path, capsys):
     assert train(*command, "--seed", "1") == 0
     (path / "config.json").write_text("{")  # what cannot be read is in nobody's way
     assert train(*command) == 0
-    assert len(list(tmp_path.iterdir())) == 3
+    assert train(*command, "--again") == 0
+    name = "digits-relu-epochs-3-batch-128-seed"
+    assert {folder.name for folder in tmp_path.iterdir()} == {f"{name}0", f"{name}0-2", f"{name}0-3", f"{name}1"}
+    assert not list(tmp_path.glob("*/functions.png")) + list(tmp_path.glob("*/snapshots"))
+    assert same_state(load_file(path / "model.safetensors"), load_file(tmp_path / f"{name}0-2" / "model.safetensors"))
 
 
 def test_a_name_is_never_too_long():

@@ -64,11 +64,7 @@ def test_masks_without_boxes(three, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "mask",
-    [
-        [[0, 0, 25, 0, 25, 25, 0, 25]],
-        {"size": list(WIDE), "counts": [0, *([25, 39] * 24), 25, 39 + 64 * 71]},
-    ],
+    "mask", [[[0, 0, 25, 0, 25, 25, 0, 25]], {"size": list(WIDE), "counts": [0, *([25, 39] * 24), 25, 39 + 64 * 71]}]
 )
 def test_masks_of_other_forms(three, tmp_path, capsys, mask):
     """A polygon, and run lengths that are not compressed; numbers may be text."""
@@ -125,13 +121,10 @@ def test_a_damaged_detection_is_named(three, tmp_path, capsys, changes, text):
         ("{", "does not contain detections in COCO's results format: "),
         ("{}", "does not contain detections in COCO's results format: expected a list of detections"),
         ("[5]", "does not contain detections in COCO's results format: expected a list of detections"),
-        (
-            '[{"image_id": 101}]',
-            "does not contain detections in COCO's results format: in detection 1 of 1, category_id is missing",
-        ),
+        ('[{"image_id": 101}]', "in COCO's results format: in detection 1 of 1, category_id is missing"),
         (
             '[{"image_id": 7, "category_id": 3, "bbox": [0, 0, 1, 1], "score": 1}]',
-            "has a detection of category 3 in image 7, which the annotations do not have. Write --data DIR with the data set",
+            "has a detection of category 3 in image 7",
         ),
     ],
 )

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from detection_helpers import MASK, RETINA, WIDE, square, task_of, write_objects, write_part
-from lab_helpers import assert_same_run, one_thread, take_steps, train, trainer_of
+from lab_helpers import assert_same_run, one_thread, take_steps, train, train_until, trainer_of
 from networks import of_units, same, values
 from torch import nn
 
@@ -17,7 +17,7 @@ from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.divergence import STATUS
 from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.lab.training import loop
-from pwlu.lab.training.trainer import Trainer, _schedule
+from pwlu.lab.training.trainer import _schedule
 
 # Places with an activation: the body of the ResNet; then proposals, boxes, masks, or P7 and two heads of four.
 BODY = {"resnet18": 17, "resnet50": 49}
@@ -128,26 +128,10 @@ def uninterrupted(objects, tmp_path_factory):
     return RunFolder(path)
 
 
-class Stop(Exception):
-    """What tests stop a run with, in the middle."""
-
-
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on(objects, uninterrupted, tmp_path, monkeypatch):
     """In the middle of the second epoch: to the bit, though proposals are drawn by lot."""
-    monkeypatch.setattr(loop, "STEPS_BETWEEN_CLOCK_CHECKS", 1)
-    monkeypatch.setattr(loop, "SECONDS_BETWEEN_CHECKPOINTS", -1)
-    step = Trainer.step
-
-    def mortal(trainer, number, batches):
-        if number == 3:
-            raise Stop
-        return step(trainer, number, batches)
-
-    monkeypatch.setattr(Trainer, "step", mortal)
-    with pytest.raises(Stop):
-        train(MASK, "--data", objects, *SHORT, "--runs", tmp_path)
-    monkeypatch.setattr(Trainer, "step", step)
+    train_until(3, MASK, "--data", objects, *SHORT, "--runs", tmp_path, checkpoints=True)
     (path,) = tmp_path.iterdir()
     assert RunFolder(path).checkpoints()[-1].name.startswith("step-00000003-")
     monkeypatch.setattr(loop, "write_report", lambda *_, **__: None)  # it takes long, and is compared with nothing

@@ -4,20 +4,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch.distributed as dist
-from imported import MOST_SECONDS, SOURCES
+from imported import MOST_SECONDS, plain_environment, wait_for
 from lab_helpers import rank_of, write_images
 
 from pwlu.lab.runs.results import find_runs
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"),
-]
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo")]
 SMALL = ("--pixels", "32", "--width", "0.125", "--batch", "4", "--epochs", "1", "--workers", "0")
 
 
@@ -29,7 +24,7 @@ def test_a_rank_that_cannot_read_an_image(tmp_path, launcher):
     broken.write_bytes(broken.read_bytes()[:100])
     command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node=2", "-m", "pwlu", "train"]
     command += ["imagenette/resnet18", "--data", str(data), "--act", "relu", *SMALL]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=MOST_SECONDS)
+    done = subprocess.run(command, cwd=tmp_path, env=plain_environment(), capture_output=True, text=True, timeout=MOST_SECONDS)
     message = f"UserError: the image {broken} cannot be read: "
     if launcher == "torch.distributed.run":
         assert done.returncode == 1
@@ -46,12 +41,8 @@ def test_a_rank_that_is_killed(tmp_path):
     command = [sys.executable, "-m", "pwlu", "compare", "digits", "--acts", "pwlu", "--seeds", "1", "--epochs", "6"]
     command += ["--realign-epochs", "1", "--processes-per-run", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, **pipes) as process:
-        deadline = time.monotonic() + MOST_SECONDS
-        while not any(path.stat().st_size for path in tmp_path.glob("runs/*/metrics.jsonl")):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+    with subprocess.Popen(command, cwd=tmp_path, env=plain_environment(), **pipes) as process:
+        wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("runs/*/metrics.jsonl")), process)
         os.kill(rank_of(str(tmp_path), "1"), signal.SIGKILL)
         out, err = process.communicate(timeout=MOST_SECONDS)
     assert process.returncode == 0, out + err

@@ -57,8 +57,7 @@ def test_processes_share_every_batch(accumulate):
 
 
 @pytest.mark.parametrize(
-    ("count", "device", "expected"),
-    [(2, "cuda", nn.SyncBatchNorm), (1, "cuda", nn.BatchNorm2d), (2, "cpu", nn.BatchNorm2d)],
+    ("count", "device", "expected"), [(2, "cuda", nn.SyncBatchNorm), (1, "cuda", nn.BatchNorm2d), (2, "cpu", nn.BatchNorm2d)]
 )
 def test_batch_norm_is_over_all_gpus(monkeypatch, count, device, expected):
     """That of FReLU too, and of the average. No GPU is needed to see it: nothing is moved there, nothing computed."""

@@ -4,7 +4,19 @@ import json
 import signal
 
 import pytest
-from lab_helpers import NAME, SHORT, STEPS_AN_EPOCH, assert_same_run, short_run, start, train, write_images
+from lab_helpers import (
+    NAME,
+    SHORT,
+    STEPS_AN_EPOCH,
+    assert_same_run,
+    short_run,
+    start,
+    stopped_run,
+    train,
+    train_until,
+    train_until_report,
+    write_images,
+)
 
 from pwlu.lab.runs.divergence import STATUS
 from pwlu.lab.runs.run_folder import RunFolder
@@ -46,46 +58,21 @@ def test_killed(tmp_path, uninterrupted, with_average):
     assert not list(tmp_path.rglob("*.partial"))
 
 
-class Stop(Exception):
-    """What tests stop a run with, in the middle."""
-
-
-@pytest.fixture
-def stop_before(monkeypatch):
-    """Stops the run before the step of a number."""
-    step = Trainer.step
-
-    def at(number, error=Stop):
-        def mortal(trainer, n, batches):
-            if n == number:
-                raise error
-            return step(trainer, n, batches)
-
-        monkeypatch.setattr(Trainer, "step", mortal)
-
-    return at
-
-
 @pytest.mark.parametrize("stopped", [[1], [3, 6], [7, 8, 20]])
-def test_checkpoints_in_the_middle_of_an_epoch(tmp_path, monkeypatch, stop_before, uninterrupted, stopped):
+def test_checkpoints_in_the_middle_of_an_epoch(tmp_path, uninterrupted, stopped):
     """The sums of the epoch go on too: its training loss and accuracy are those of the whole."""
-    monkeypatch.setattr(loop, "STEPS_BETWEEN_CLOCK_CHECKS", 1)
-    monkeypatch.setattr(loop, "SECONDS_BETWEEN_CHECKPOINTS", -1)
     command = [*SHORT, "--runs", tmp_path]
-    for number in stopped:
-        stop_before(number)
-        with pytest.raises(Stop):
-            train(*command)
+    for step in stopped:
+        train_until(step, *command, checkpoints=True)
         (path,) = tmp_path.iterdir()
-        assert RunFolder(path).checkpoints()[-1].name.startswith(f"step-{number:08d}-")
+        assert RunFolder(path).checkpoints()[-1].name.startswith(f"step-{step:08d}-")
         command = ["--resume", path]
-    stop_before(None)
     assert train(*command) == 0
     assert_same_run(RunFolder(path), uninterrupted)
 
 
 @pytest.mark.parametrize("begun", ["on", "off"])
-def test_whether_norms_are_fused_is_decided_once(tmp_path, monkeypatch, stop_before, begun):
+def test_whether_norms_are_fused_is_decided_once(tmp_path, monkeypatch, begun):
     """What auto came to is kept, although the machine that goes on would choose otherwise; the command line is obeyed."""
     found, begin = [], Trainer.__init__
 
@@ -99,23 +86,16 @@ def test_whether_norms_are_fused_is_decided_once(tmp_path, monkeypatch, stop_bef
         (STEPS_AN_EPOCH + 2, begun != "on", None),
         (STEPS_AN_EPOCH + 3, begun == "on", ["--fuse-norms", "off" if begun == "on" else "on"]),
     ):
-        stop_before(number)
         monkeypatch.setattr("pwlu.lab.training.trainer.warm_up", lambda device, pays=pays: int(pays))
         path = next(tmp_path.iterdir(), None)
-        with pytest.raises(Stop):
-            train(*(arguments if path is None else ["--resume", path, *(arguments or [])]))
+        train_until(number, *(arguments if path is None else ["--resume", path, *(arguments or [])]))
     assert found == [begun, begun, "off" if begun == "on" else "on"]
     assert RunFolder(path).json("environment.json")["fuse_norms"] == begun
 
 
-def test_on_any_device(tmp_path, device, stop_before, uninterrupted):
+def test_on_any_device(tmp_path, device, uninterrupted):
     """A GPU repeats no bits, but a run that is stopped and goes on there learns what one on a CPU does."""
-    arguments = [*SHORT, "--runs", tmp_path, "--device", device]
-    stop_before(STEPS_AN_EPOCH + 1)
-    with pytest.raises(Stop):
-        train(*arguments)
-    (path,) = tmp_path.iterdir()
-    stop_before(None)
+    path = stopped_run(tmp_path, STEPS_AN_EPOCH + 1, "--device", device)
     assert train("--resume", path, "--device", device) == 0
     rounding = 3 * STEPS_AN_EPOCH * 2**-11  # of every step: convolutions on a GPU may compute with 11 bits
     for row, other in zip(RunFolder(path).metrics(), uninterrupted.metrics(), strict=True):
@@ -123,35 +103,18 @@ def test_on_any_device(tmp_path, device, stop_before, uninterrupted):
         assert row["test_loss"] == pytest.approx(other["test_loss"], rel=rounding)
 
 
-def test_no_checkpoint_before_it_is_time(tmp_path, monkeypatch, stop_before):
+def test_no_checkpoint_before_it_is_time(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "STEPS_BETWEEN_CLOCK_CHECKS", 1)
-    stop_before(6)
-    with pytest.raises(Stop):
-        train(*SHORT, "--runs", tmp_path)
-    (path,) = tmp_path.iterdir()
-    assert not RunFolder(path).checkpoints()
+    assert not RunFolder(stopped_run(tmp_path, 6)).checkpoints()
 
 
-def test_interrupted_from_the_keyboard(tmp_path, stop_before, uninterrupted, capsys):
-    stop_before(STEPS_AN_EPOCH + 1, KeyboardInterrupt)
-    assert train(*SHORT, "--runs", tmp_path) == 130
-    (path,) = tmp_path.iterdir()
-    assert f"stopped. To continue: pwlu train --resume {path}" in capsys.readouterr().err
-    stop_before(None)
-    assert train("--resume", path) == 0
-    assert_same_run(RunFolder(path), uninterrupted)
-
-
-def test_another_number_of_processes(tmp_path, stop_before, capsys):
+def test_another_number_of_processes(tmp_path, capsys):
     """What stays the same is said, and nothing if the number is the same."""
-    stop_before(STEPS_AN_EPOCH + 1, KeyboardInterrupt)
-    assert train(*SHORT, "--runs", tmp_path) == 130
-    (path,) = tmp_path.iterdir()
+    path = stopped_run(tmp_path, STEPS_AN_EPOCH + 1)
     folder = RunFolder(path)
-    assert train("--resume", path) == 130
+    train_until(STEPS_AN_EPOCH + 1, "--resume", path)
     assert "started with" not in capsys.readouterr().out
     folder.write_json("environment.json", folder.environment() | {"processes": 4})
-    stop_before(None)
     assert train("--resume", path) == 0
     said = capsys.readouterr().out
     assert "started with 4 processes, now 1. Unchanged: the images of every step, their augmentation, the batch" in said
@@ -167,32 +130,19 @@ def test_what_is_finished_is_not_done_again(uninterrupted, capsys):
     assert files == {p: p.stat().st_mtime_ns for p in uninterrupted.path.rglob("*")}
 
 
-def test_metrics_after_the_checkpoint_are_taken_back(tmp_path, stop_before, uninterrupted):
-    """And a line that was cut off by the end of the program."""
-    stop_before(STEPS_AN_EPOCH + 1)
-    with pytest.raises(Stop):
-        train(*SHORT, "--runs", tmp_path)
-    (path,) = tmp_path.iterdir()
+def test_interrupted_from_the_keyboard(tmp_path, uninterrupted, capsys):
+    """Metrics after the checkpoint are taken back, and a line that was cut off by the end of the program."""
+    path = stopped_run(tmp_path, STEPS_AN_EPOCH + 1)
+    assert f"stopped. To continue: pwlu train --resume {path}" in capsys.readouterr().err
     with (path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"epoch": 2, "step": 2 * STEPS_AN_EPOCH, "loss": 99.0}) + '\n{"epoch": 3, "st')
-    stop_before(None)
     assert train("--resume", path) == 0
     assert_same_run(RunFolder(path), uninterrupted)
 
 
-def test_a_run_that_diverged_is_over(tmp_path, monkeypatch, capsys):
+def test_a_run_that_diverged_is_over(tmp_path, capsys):
     """Also when it was stopped before it could write its result: it does not go on training."""
-    write = RunFolder.write
-
-    def fail(folder, name, content):
-        if name == "report.md":
-            raise Stop
-        write(folder, name, content)
-
-    monkeypatch.setattr(RunFolder, "write", fail)
-    with pytest.raises(Stop):
-        train(*SHORT, "--lr", "1e30", "--act", "relu", "--runs", tmp_path)
-    monkeypatch.setattr(RunFolder, "write", write)
+    train_until_report(*SHORT, "--lr", "1e30", "--act", "relu", "--runs", tmp_path)
     (path,) = tmp_path.iterdir()
     before = RunFolder(path).metrics()
     assert before[-1]["loss"] is None
@@ -206,14 +156,11 @@ def test_a_run_that_diverged_is_over(tmp_path, monkeypatch, capsys):
     assert "NaN" not in (path / "metrics.jsonl").read_text()
 
 
-def test_images_that_went_missing(tmp_path, stop_before, capsys):
+def test_images_that_went_missing(tmp_path, capsys):
     """With one step less per epoch, it would end too early and count as finished."""
     data, runs = write_images(tmp_path / "data"), tmp_path / "runs"
     sizes = ("--pixels", 32, "--width", 0.125, "--batch", 4, "--epochs", 2, "--act", "relu", "--workers", 0)
-    stop_before(4)
-    with pytest.raises(Stop):
-        train("imagenette/resnet18", "--data", data, "--runs", runs, *sizes)
-    stop_before(None)
+    train_until(4, "imagenette/resnet18", "--data", data, "--runs", runs, *sizes)
     (path,) = runs.iterdir()
     image = data / "train/cat/0.jpg"
     content = image.read_bytes()
@@ -224,13 +171,10 @@ def test_images_that_went_missing(tmp_path, stop_before, capsys):
     assert train("--resume", path) == 0
 
 
-def test_what_may_change_when_a_run_goes_on(tmp_path, stop_before, capsys):
+def test_what_may_change_when_a_run_goes_on(tmp_path, capsys):
     """The device and the speed may change, not the results."""
-    stop_before(STEPS_AN_EPOCH + 1)
-    with pytest.raises(Stop):
-        train(*SHORT, "--runs", tmp_path, "--norm", "group")
-    (path,) = tmp_path.iterdir()
-    stop_before(None)
+    path = stopped_run(tmp_path, STEPS_AN_EPOCH + 1, "--norm", "group")
+    capsys.readouterr()
     for arguments, named in (
         (["digits"], "leave out digits, or"),
         (["--lr", 1], "leave out --lr, or"),

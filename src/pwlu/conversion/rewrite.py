@@ -41,13 +41,16 @@ class Edit(NamedTuple):
     digest: str  # hash of the method's source, to notice later edits
 
 
-def plan(cls: type, code: CodeType, end: tuple[int, int] | None, child: str, on_tensor: bool) -> Edit:
-    """Return the edit of the call that ends there, in a method of `cls`. Raise CannotRewrite if that is not possible."""
+def plan(cls: type, code: CodeType, end: tuple[int, int] | None, on_tensor: bool) -> Edit:
+    """Return the edit of the call that ends there, in a method of `cls`, without the name of the child.
+
+    Raise CannotRewrite if that is not possible.
+    """
     if end is None:
         raise CannotRewrite("Python runs without code positions: start it without -X no_debug_ranges")
     name, function = _find_method(cls, code)
     tree = definition(function)
-    edit = Edit(name, (end[0] - function.__code__.co_firstlineno, end[1]), child, on_tensor, _digest(tree))
+    edit = Edit(name, (end[0] - function.__code__.co_firstlineno, end[1]), "", on_tensor, _digest(tree))
     rewritten_class(original_class(cls), (edit,))  # raises now if the edit fails, before anything is changed
     return edit
 

@@ -23,12 +23,9 @@ class Candidate:
     site: Site
     calls: list[Call]
     modes: Counter[Run]  # number of calls per run
-    owner: str = ""  # the module that gets the new child
-    key: str = ""  # name of the child
-    edit: Edit | None = None
-    module: nn.Module | None = None
+    edit: Edit | None = None  # the call to rewrite; None if the new activation replaces a registered module
+    module: nn.Module | None = None  # the new activation
     inputs: tuple[float, float] | None = None  # the range of the inputs on the sample, for bounds='sample'
-    alone: bool = True  # whether no other site is at the same place in the source; in a loop, several can be
 
     @property
     def selected(self) -> bool:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from pwlu.conversion import gates
 from pwlu.conversion.dataflow import Dataflow
 from pwlu.conversion.kinds import Activation, Recognised, recognise
-from pwlu.conversion.nodes import Node, node_of
+from pwlu.conversion.nodes import SAMPLE, Node, node_of
 from pwlu.conversion.source import Location, call_location
 from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction
 from pwlu.units.module import PWLU
@@ -57,6 +57,11 @@ class Recorder(TorchFunctionMode):
         self.names, self.calls, self.dataflow = names, list[Call](), Dataflow()
         self.written: dict[int, list[tuple[Call, Tensor]]] = {}  # inputs of in-place activations, by storage
         self.used_again: list[tuple[Call, Tensor, Tensor]] = []
+
+    def note_sample(self, _: nn.Module, *inputs: Any) -> None:
+        """Note the tensors of the sample. This is a forward pre-hook of the model."""
+        for leaf in tree_leaves(inputs):
+            self.dataflow.record(SAMPLE, (), {}, leaf)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -7,7 +7,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -62,7 +62,7 @@ class UnitAlignment:
     nonfinite: list[int]
     low: list[float] = field(default_factory=list, repr=False)
     high: list[float] = field(default_factory=list, repr=False)
-    histogram: list[list[int]] = field(default_factory=list, repr=False)
+    histogram: list[list[float]] = field(default_factory=list, repr=False)
 
     @property
     def channels(self) -> int:
@@ -201,6 +201,36 @@ def alignment(model: nn.Module, batches: Iterable[Any], *, limit: int | None = N
 def without_histograms(aligned: Alignment) -> Alignment:
     """Return the alignment without histograms, which take three quarters of its space."""
     return replace(aligned, units=[replace(unit, low=[], high=[], histogram=[]) for unit in aligned])
+
+
+def pooled(unit: UnitAlignment) -> UnitAlignment:
+    """Return the inputs of all channels as those of one channel, for a function that all channels share.
+
+    The quantiles are the smallest p5 and the largest p95, the IOU is the median, and the histogram is the mean of all.
+    """
+    count = torch.tensor(unit.count, device="cpu")
+    numbers = (unit.p5, unit.p95, unit.iou, unit.outside, *((unit.low, unit.high) if unit.histogram else ()))
+    columns = [torch.tensor(values, dtype=torch.float64, device="cpu")[count > 0] for values in numbers]
+    if not len(columns[0]):
+        return replace(unit, **{f.name: getattr(unit, f.name)[:1] for f in fields(unit) if f.name != "name"})
+    p5, p95, iou, outside, *ends = columns
+    total = int(count.sum())
+    share = float((outside * count[count > 0]).sum() / total)
+    one = UnitAlignment(
+        *(unit.name, unit.left[:1], unit.right[:1], [float(p5.min())], [float(p95.max())]),
+        *([float(iou.median())], [share], [total], [sum(unit.nonfinite)]),
+    )
+    if ends:
+        low, high = ends
+        one.low, one.high = [float(low.min())], [float(high.max())]
+        edges = torch.linspace(one.low[0], one.high[0], BARS + 1, dtype=torch.float64, device="cpu")
+        bars = torch.tensor(unit.histogram, dtype=torch.float64, device="cpu")[count > 0]
+        below = torch.nn.functional.pad(bars.cumsum(1), (1, 0))
+        place = ((edges - low[:, None]) / (high - low).clamp(min=1e-30)[:, None]).clamp(0, 1) * BARS
+        bar = place.long().clamp(max=BARS - 1)
+        cumulated = torch.lerp(below.gather(1, bar), below.gather(1, bar + 1), place - bar)
+        one.histogram = [cumulated.mean(0).diff().tolist()]
+    return one
 
 
 def iou(left: Tensor, right: Tensor, low: Tensor, high: Tensor) -> Tensor:

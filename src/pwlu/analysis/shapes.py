@@ -286,16 +286,10 @@ def _inputs(curves: Curves, seen: UnitAlignment | None) -> _Inputs:
     p5, p95, outside, count = (
         torch.tensor(values, dtype=torch.float64, device="cpu") for values in (seen.p5, seen.p95, seen.outside, seen.count)
     )
-    full = _intervals_with_inputs(curves, seen) if seen.histogram else None
-    if curves.channels < seen.channels:  # layer-wise: one function for all channels
-        has_inputs = count > 0
-        p5 = p5.masked_fill(~has_inputs, torch.inf).amin(0, keepdim=True)
-        p95 = p95.masked_fill(~has_inputs, -torch.inf).amax(0, keepdim=True)
-        outside = (outside.nan_to_num() * count).sum(0, keepdim=True) / count.sum()
-        full = None if full is None else full.any(0, keepdim=True)
-        count = count.sum(0, keepdim=True)
-    known = (count > 0) & (curves.right - curves.left).isfinite()
-    empty = unknown if full is None else torch.where(known, 1 - full.double().mean(1), torch.nan)
+    empty = unknown
+    if seen.histogram:
+        known = (count > 0) & (curves.right - curves.left).isfinite()
+        empty = torch.where(known, 1 - _intervals_with_inputs(curves, seen).double().mean(1), torch.nan)
     return _Inputs(p5, p95, outside, empty)
 
 

@@ -1,6 +1,5 @@
 """Draw learned functions. Matplotlib is imported only when a figure is drawn."""
 
-import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -157,7 +156,7 @@ def _draw_unit(
         axis.plot(bounds.tolist(), dots.tolist(), "o", color=colour, markersize=4.5, label="_bounds", zorder=3)
         drawn.append(y)
         if inputs:
-            _draw_inputs(axis, inputs, channel if curves.channels > 1 else None, colour)
+            _draw_inputs(axis, inputs, channel, colour)
     axis.set_xlim(low, high)
     return _finite_range(torch.cat(drawn), otherwise=(0.0, 1.0), margin=0.06)
 
@@ -179,8 +178,7 @@ def _input_range(curves: Curves, channels: list[int], inputs: UnitAlignment | No
     """Return the range of inputs to show: the bounds and 90 % of the inputs of these channels, with a margin."""
     values = [curves.left[channels], curves.right[channels]]
     if inputs:
-        seen = channels if curves.channels > 1 else range(inputs.channels)
-        values += [curves.left.new_tensor([side[c] for c in seen]) for side in (inputs.p5, inputs.p95)]
+        values += [curves.left.new_tensor(side)[channels] for side in (inputs.p5, inputs.p95)]
     return _finite_range(torch.cat(values), otherwise=(-3.0, 3.0), margin=0.15)
 
 
@@ -192,20 +190,13 @@ def _finite_range(values: Tensor, otherwise: tuple[float, float], margin: float)
     return low - more, high + more
 
 
-def _draw_inputs(axis: "Axes", inputs: UnitAlignment, channel: int | None, colour: str) -> None:
-    """Draw the distribution of the inputs of one channel; without a channel, the mean over all channels."""
-    import numpy as np
-
-    chosen = [c for c in (range(inputs.channels) if channel is None else [channel]) if not math.isnan(inputs.low[c])]
-    if not chosen:
+def _draw_inputs(axis: "Axes", inputs: UnitAlignment, channel: int, colour: str) -> None:
+    """Draw the distribution of the inputs of one channel."""
+    if not inputs.count[channel]:
         return
-    bars = len(inputs.histogram[0])
-    edges = np.linspace(min(inputs.low[c] for c in chosen), max(inputs.high[c] for c in chosen), bars + 1)
-    shares = np.zeros(bars)
-    for c in chosen:
-        below = np.concatenate([[0], np.cumsum(inputs.histogram[c])])
-        shares += np.diff(np.interp(edges, np.linspace(inputs.low[c], inputs.high[c], bars + 1), below))
+    low, high, bars = inputs.low[channel], inputs.high[channel], inputs.histogram[channel]
     # Draw in axes coordinates along the lower edge, where there are no functions at any scale of the output.
-    heights, lower_edge = 0.2 * shares / shares.max(), axis.get_xaxis_transform()
+    heights, lower_edge = [0.2 * bar / max(bars) for bar in bars], axis.get_xaxis_transform()
+    edges = [low + (high - low) * number / len(bars) for number in range(len(bars) + 1)]
     axis.stairs(heights, edges, fill=True, color=colour, alpha=0.12, transform=lower_edge, zorder=0.5)
     axis.stairs(heights, edges, color=colour, linewidth=0.8, alpha=0.8, transform=lower_edge, zorder=0.5)

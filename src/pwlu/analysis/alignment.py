@@ -108,7 +108,7 @@ class Alignment:
 
     def to_json(self) -> str:
         """Return JSON with 6 digits per number and null for non-finite ones: 50 bytes per channel, 140 for its histogram."""
-        return json.dumps(_round_floats(asdict(self)), separators=(",", ":"), allow_nan=False)
+        return to_json(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Alignment":
@@ -127,12 +127,13 @@ class Alignment:
     def __str__(self) -> str:
         head = ("unit", "channels", "median IOU", "inputs outside", "not finite")
         rows = [
-            (u.name or "the model", str(u.channels), _median(u.iou), _outside([u]), f"{sum(u.nonfinite):,}") for u in self.units
+            (u.name or "the model", str(u.channels), _median(u.iou), share_outside([u]), f"{sum(u.nonfinite):,}")
+            for u in self.units
         ]
         lines = columns(head, rows, numbers=True)
         lines.append(
             f"{self.model}, {counted(self.batches, 'batch', 'batches')}: median IOU {_median(self.iou)} over "
-            f"{counted(len(self.iou), 'channel')}; {_outside(self.units)} of inputs outside of the bounds"
+            f"{counted(len(self.iou), 'channel')}; {share_outside(self.units)} of inputs outside of the bounds"
         )
         if self.unreached:
             lines.append(f"Never reached: {', '.join(name or 'the model' for name in self.unreached)}")
@@ -331,6 +332,11 @@ def _to_device(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.to(device) if tensor.device.type == "cpu" else tensor
 
 
+def to_json(content: Any) -> str:
+    """Return compact JSON with 6 digits per number and null for non-finite ones."""
+    return json.dumps(_round_floats(content), separators=(",", ":"), allow_nan=False)
+
+
 def _round_floats(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _round_floats(entry) for key, entry in value.items()}
@@ -361,6 +367,7 @@ def _median(values: Iterable[float]) -> str:
     return f"{statistics.median(known):.2f}" if known else "-"
 
 
-def _outside(units: Iterable[UnitAlignment]) -> str:
+def share_outside(units: Iterable[UnitAlignment]) -> str:
+    """Return the percentage of all inputs of these units that lie outside the bounds."""
     seen = [(share, n) for unit in units for share, n in zip(unit.outside, unit.count, strict=True) if n]
     return f"{100 * sum(share * n for share, n in seen) / sum(n for _, n in seen):.2f} %" if seen else "-"

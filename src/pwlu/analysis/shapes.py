@@ -1,6 +1,5 @@
 """Classify the learned function of each channel by its shape."""
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pwlu import reference
-from pwlu.analysis.alignment import Alignment, UnitAlignment
+from pwlu.analysis.alignment import Alignment, UnitAlignment, to_json
 from pwlu.analysis.curves import Curves, curves_of, inputs_of
 from pwlu.common.text import columns
 from pwlu.initial_functions import initial_parameters
@@ -19,14 +18,6 @@ from pwlu.units.constraints import satisfies
 from pwlu.units.sharding import full_values
 
 STEPS = 256
-# Thresholds of the classes, which UnitShapes documents.
-LINEAR = 0.05
-RELU_LIKE = 0.1
-V_SHAPED = 0.2
-NON_MONOTONE = 0.1
-FLAT = 0.1
-MOVED = 0.1
-COLLAPSED = 0.05
 
 
 class ShapeClass(NamedTuple):
@@ -37,15 +28,15 @@ class ShapeClass(NamedTuple):
     has: Callable[[float], bool]
 
 
-CLASSES = {
-    "linear": ShapeClass("linear", "bend", lambda number: number <= LINEAR),
-    "relu_like": ShapeClass("ReLU-like", "relu_distance", lambda number: number <= RELU_LIKE),
-    "v_shaped": ShapeClass("V-shaped", "v", lambda number: number >= V_SHAPED),
-    "non_monotone": ShapeClass("not monotone", "back", lambda number: number >= NON_MONOTONE),
-    "flat_left": ShapeClass("flat left", "left_end", lambda number: number <= FLAT),
-    "flat_right": ShapeClass("flat right", "right_end", lambda number: number <= FLAT),
-    "moved": ShapeClass("moved", "movement", lambda number: number >= MOVED),
-    "collapsed": ShapeClass("collapsed", "width", lambda number: number < COLLAPSED),
+CLASSES = {  # UnitShapes documents the thresholds
+    "linear": ShapeClass("linear", "bend", lambda number: number <= 0.05),
+    "relu_like": ShapeClass("ReLU-like", "relu_distance", lambda number: number <= 0.1),
+    "v_shaped": ShapeClass("V-shaped", "v", lambda number: number >= 0.2),
+    "non_monotone": ShapeClass("not monotone", "back", lambda number: number >= 0.1),
+    "flat_left": ShapeClass("flat left", "left_end", lambda number: number <= 0.1),
+    "flat_right": ShapeClass("flat right", "right_end", lambda number: number <= 0.1),
+    "moved": ShapeClass("moved", "movement", lambda number: number >= 0.1),
+    "collapsed": ShapeClass("collapsed", "width", lambda number: number < 0.05),
 }
 _COLUMNS = ("bend", "relu_distance", "v", "back", "left_end", "right_end", "movement", "width", "outside", "empty")
 
@@ -155,17 +146,7 @@ class Shapes:
 
     def to_json(self) -> str:
         """Return the units with numbers and classes as JSON, with 6 digits per number and null for non-finite ones."""
-        units = []
-        for unit in self.units:
-            columns = {
-                name: [float(f"{number:.6g}") if math.isfinite(number) else None for number in values]
-                for name, values in asdict(unit).items()
-                if name not in ("name", "constraint")
-            }
-            units.append(
-                {"name": unit.name, "constraint": unit.constraint} | columns | {shape: unit.members(shape) for shape in CLASSES}
-            )
-        return json.dumps(units, separators=(",", ":"), allow_nan=False)
+        return to_json([asdict(unit) | {shape: unit.members(shape) for shape in CLASSES} for unit in self.units])
 
     def __str__(self) -> str:
         head = ("unit", "channels", *(shape.words for shape in CLASSES.values()), "inputs outside", "empty intervals")

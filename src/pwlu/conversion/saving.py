@@ -92,7 +92,11 @@ def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
             f"load_into: {path} does not say how its model was converted, so pwlu.save did not write it. Convert the model in "
             "the same way as before, then write model.load_state_dict(safetensors.torch.load_file(path))"
         )
-    units = _units("load_into", model, conversion := _parsed("load_into", written))
+    try:
+        conversion = _checked("load_into", json.loads(written))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"load_into: the conversion in the file is damaged: {error!r}") from error
+    units = _units("load_into", model, conversion)
     state |= {key: state[other] for key, other in conversion.get("tied", {}).items() if other in state}
     _check_shapes(model, units, {key: tuple(value.shape) for key, value in state.items()})
     insert_(model, units)
@@ -184,14 +188,6 @@ class _Lines:
             block.to(x.device).repeat(repeats, *[1] * (block.ndim - 1)) for block in self.blocks
         )
         return reference.forward(x, left, right, heights, left_slope, right_slope, channel_dim=0)
-
-
-def _parsed(caller: str, written: str) -> dict[str, Any]:
-    try:
-        conversion = json.loads(written)
-    except ValueError as error:
-        raise ValueError(f"{caller}: the conversion in the file is damaged: {error!r}") from error
-    return _checked(caller, conversion)
 
 
 def _checked(caller: str, conversion: Any) -> dict[str, Any]:

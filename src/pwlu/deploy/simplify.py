@@ -272,9 +272,13 @@ def _fit_knots(unit: NonUniformPWLU, tolerance: float) -> Fit:
 def _fit(unit: PWLU, tolerance: float, replace: bool) -> Fit:
     if isinstance(unit, NonUniformPWLU):
         return _fit_knots(unit, tolerance)
-    left, right, heights, left_slope, right_slope = (p.detach().to("cpu", torch.float64) for p in unit.blocks())
-    parameters = left, right, heights, left_slope, right_slope
-    return fit(parameters, unit.weight.dtype, tolerance, replace, unit.constraint)
+    return fit(
+        reference.Blocks(*(p.detach().to("cpu", torch.float64) for p in unit.blocks())),
+        unit.weight.dtype,
+        tolerance,
+        replace,
+        unit.constraint,
+    )
 
 
 def _apply_fit(name: str, unit: PWLU, plan: Fit) -> Simplified:

@@ -12,6 +12,7 @@ import builtins
 import copy
 import functools
 import hashlib
+import inspect
 import linecache
 import types
 from collections.abc import Iterator, Sequence
@@ -122,11 +123,6 @@ def _rebuild(cls: type, edits: Sequence[Sequence[Any]]) -> nn.Module:
 # Methods and their source.
 
 
-def _raw_attribute(cls: type, name: str) -> Any:
-    """Return the raw attribute `name` of the class, without binding descriptors."""
-    return next(vars(klass)[name] for klass in cls.__mro__ if name in vars(klass))
-
-
 def _original_attribute(cls: type, name: str) -> Any:
     """Return the raw attribute before any edit. Torch's parametrizations may have subclassed a rewritten class."""
     return next(vars(klass)[name] for klass in cls.__mro__ if name in vars(klass) and original_class(klass) is klass)
@@ -141,7 +137,7 @@ def _find_method(cls: type, code: CodeType) -> tuple[str, FunctionType]:
         for name, value in vars(klass).items():
             function = undecorated(value)
             if isinstance(function, FunctionType) and function.__code__ is code:
-                if _raw_attribute(cls, name) is not value:
+                if inspect.getattr_static(cls, name) is not value:
                     raise CannotRewrite(
                         f"it is in {klass.__name__}.{name}, which {cls.__name__} overrides and calls through super()"
                     )
@@ -295,13 +291,9 @@ def _replace_inner(outer: Any, inner: FunctionType, new: FunctionType) -> Any:
 
 def _copy_metadata(new: FunctionType, old: FunctionType) -> FunctionType:
     """Copy name, docstring, annotations and attributes of the old function."""
-    for name in ("__kwdefaults__", "__doc__", "__module__", "__qualname__", "__type_params__"):
-        if hasattr(old, name):
-            setattr(new, name, getattr(old, name))
-    lazily = hasattr(old, "__annotate__")  # since Python 3.14, a function returns the annotations
-    name = "__annotate__" if lazily else "__annotations__"
-    setattr(new, name, getattr(old, name))
-    new.__dict__.update(old.__dict__)
+    functools.update_wrapper(new, old)
+    del new.__wrapped__  # type: ignore[attr-defined]
+    new.__kwdefaults__ = old.__kwdefaults__
     return new
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from pwlu.conversion.source import nested_code, undecorated
+from pwlu.conversion.source import nested_code
 
 _FUTURES = functools.reduce(
     lambda flags, name: flags | getattr(__future__, name).compiler_flag, __future__.all_feature_names, 0
@@ -80,7 +80,7 @@ def rewritten_class(cls: type, edits: tuple[Edit, ...]) -> type:
     }
     for name in dict.fromkeys(edit.method for edit in edits):
         outer = _original_attribute(cls, name)
-        inner = undecorated(outer)
+        inner = inspect.unwrap(outer)
         method_edits = [edit for edit in edits if edit.method == name]
         tree = copy.deepcopy(definition(inner))
         if any(edit.digest != _digest(tree) for edit in method_edits):
@@ -106,7 +106,7 @@ class _SkipInitSubclass(nn.Module):
 def rewritten_places(cls: type) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield file and end of the calls that were rewritten in this class."""
     for edit in getattr(cls, "_pwlu_edits", ()):
-        code = undecorated(_original_attribute(cls, edit.method)).__code__
+        code = inspect.unwrap(_original_attribute(cls, edit.method)).__code__
         yield code.co_filename, (edit.end[0] + code.co_firstlineno, edit.end[1])
 
 
@@ -135,13 +135,13 @@ def _attribute_names(cls: type) -> list[str]:
 def _find_method(cls: type, code: CodeType) -> tuple[str, FunctionType]:
     for klass in cls.__mro__:
         for name, value in vars(klass).items():
-            function = undecorated(value)
+            function = inspect.unwrap(value)
             if isinstance(function, FunctionType) and function.__code__ is code:
                 if inspect.getattr_static(cls, name) is not value:
                     raise CannotRewrite(
                         f"it is in {klass.__name__}.{name}, which {cls.__name__} overrides and calls through super()"
                     )
-                return name, undecorated(_original_attribute(klass, name))
+                return name, inspect.unwrap(_original_attribute(klass, name))
     raise CannotRewrite(f"it is in {code.co_qualname}, which is not a method of {cls.__name__}")
 
 
@@ -299,6 +299,6 @@ def _copy_metadata(new: FunctionType, old: FunctionType) -> FunctionType:
 
 def _cell_holds(cell: CellType, inner: FunctionType) -> bool:
     try:
-        return undecorated(cell.cell_contents) is inner
+        return inspect.unwrap(cell.cell_contents) is inner
     except ValueError:  # the cell is empty
         return False

@@ -119,8 +119,7 @@ def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
             classes[name] = cls if issubclass(cls, DeferredNorm) else deferring(cls)
         except ValueError as error:
             sites[name].reason = str(error)
-    for name, site in _recorded(model, sample, classes).items():
-        sites[name] = site
+    sites |= _recorded(model, sample, classes)
     modules = dict(model.named_modules())
     for site in sites.values():
         _check(site, modules)

@@ -26,15 +26,7 @@ def plan(model: nn.Module, candidates: Sequence[Candidate]) -> None:
             continue
         selected = [candidate for candidate in places if candidate.selected]
         edits = [_plan_edit(model, candidate, crowds[candidate.calls[0].location] == 1) for candidate in selected]
-        stays = None  # the place where the registered module is replaced; every other place gets its own child
-        if replaceable:
-            fixed = [candidate for candidate, edit in zip(selected, edits, strict=True) if isinstance(edit, CannotRewrite)]
-            if len({(each.site.channels, each.site.channel_dim) for each in fixed}) <= 1:
-                stays = (fixed or selected)[0]
-                for other in fixed[1:]:
-                    stays.modes.update(other.modes)
-                    why = f"shares {stays.site.name}, because the calls cannot be rewritten separately"
-                    other.site.action, other.site.reason = "skipped", why
+        stays = _place_that_stays(selected, edits) if replaceable else None
         for candidate, edit in zip(selected, edits, strict=True):
             if candidate is stays or not candidate.selected:
                 continue
@@ -46,6 +38,22 @@ def plan(model: nn.Module, candidates: Sequence[Candidate]) -> None:
             child = _free_name(model.get_submodule(owner), owner, preferred, taken)
             candidate.edit, candidate.site.name = edit._replace(child=child), full_name(owner, child)
             taken.add(candidate.site.name)
+
+
+def _place_that_stays(places: list[Candidate], edits: list[rewrite.Edit | CannotRewrite]) -> Candidate | None:
+    """Return the place where the registered module is replaced. None: every place gets its own child.
+
+    It is a place that cannot be rewritten, if there is one. Others like it share its new activation.
+    """
+    fixed = [candidate for candidate, edit in zip(places, edits, strict=True) if isinstance(edit, CannotRewrite)]
+    if len({(each.site.channels, each.site.channel_dim) for each in fixed}) > 1:
+        return None
+    stays = (fixed or places)[0]
+    for other in fixed[1:]:
+        stays.modes.update(other.modes)
+        why = f"shares {stays.site.name}, because the calls cannot be rewritten separately"
+        other.site.action, other.site.reason = "skipped", why
+    return stays
 
 
 def _plan_edit(model: nn.Module, candidate: Candidate, alone: bool) -> rewrite.Edit | CannotRewrite:

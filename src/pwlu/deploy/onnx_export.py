@@ -179,12 +179,12 @@ def export(
         terms = max((units[name].terms for name in alone.units), default=2)
         found = agreement(plain, _runner(runtime, file, inputs), inputs, dynamic_batch, terms, tolerance)
         for each, what in ((alone, f"of the PWLU {alone.unit!r}, on inputs of every segment,"), (found, "of the model")):
-            if not each.difference <= each.tolerance:
+            if not each.closest.allowed:
                 allowed = "the tolerance allows" if each is found and tolerance is not None else "rounding explains"
                 other = f" Try another form: form={' or '.join(repr(f) for f in FORMS if f != form)}." if units else ""
                 raise RuntimeError(
-                    f"export_onnx: the result {what} in ONNX Runtime differs from PyTorch's by {each.difference:.3g}, but "
-                    f"{allowed} only {each.tolerance:.3g}. Nothing was written to {target}.{other}"
+                    f"export_onnx: the result {what} in ONNX Runtime differs from PyTorch's by {each.closest.difference:.3g}, "
+                    f"but {allowed} only {each.closest.tolerance:.3g}. Nothing was written to {target}.{other}"
                 )
         size = sum(finished.stat().st_size for finished in file.parent.iterdir())
     unreached = [name for name in units if name not in alone.units]
@@ -262,7 +262,8 @@ def _check_units_alone(
 ) -> UnitsCheck:
     """Compare every PWLU of the file separately with that of the model, except dynamic and non-uniform PWLUs."""
     if not forms:
-        return UnitsCheck(0.0, 0.0, "", Difference(0.0, 0.0, 0.0), [], 0.0)
+        nothing = Difference(0.0, 0.0, 0.0)
+        return UnitsCheck(nothing, "", nothing, [], 0.0)
     inputs = sample.random(sample.large_batch if dynamic_batch else None, 1.0, torch.Generator().manual_seed(0))
     calls = calls_of(model, inputs)
     if not calls:

@@ -93,9 +93,9 @@ def _compared(network: nn.Module, run: Callable[[Tensor], Any], sample: Tensor) 
     """Run both on random batches of several sizes; raise an error if rounding does not explain the difference."""
     inputs = Inputs.of(sample)
     found = agreement(network, lambda drawn: tree_leaves(run(*drawn.tensors)), inputs, any_batch=True, terms=2, tolerance=None)
-    if not found.difference <= found.tolerance:
+    if not found.closest.allowed:
         raise RuntimeError(
-            f"the exported network differs from the original by {found.difference:.3g}, but rounding explains only "
-            f"{found.tolerance:.3g}. Nothing was written"
+            f"the exported network differs from the original by {found.closest.difference:.3g}, but rounding explains only "
+            f"{found.closest.tolerance:.3g}. Nothing was written"
         )
     return f"on random batches of {', '.join(map(str, found.batches))}: {found.largest}"

@@ -116,12 +116,12 @@ def _columns(values: Tensor) -> Tensor:
 
 
 def _numbers(unit: UnitShapes, inputs: UnitAlignment | None) -> list[bytes]:
-    """Encode per function: its classes as bits; movement, width, p5 and p95 of the inputs; IOU, shares outside and empty."""
+    """Encode per function: its classes as bits; movement, p5 and p95 of the inputs; IOU, shares outside and empty."""
     memberships = zip(*(unit.members(shape) for shape in CLASSES), strict=True)
     bits = [sum(member << place for place, member in enumerate(members)) for members in memberships]
     known = torch.tensor([share == share for share in unit.outside], device="cpu")  # if not, low and high are the bounds
     iou = [math.nan] * unit.channels if inputs is None else inputs.iou
-    as_float16 = [unit.movement, unit.width, *(torch.where(known, _tensor(v), torch.nan) for v in (unit.low, unit.high))]
+    as_float16 = [unit.movement, *(torch.where(known, _tensor(v), torch.nan) for v in (unit.low, unit.high))]
     return [
         bytes(bits),
         *(encode_float16(_tensor(values)) for values in as_float16),

@@ -7,7 +7,8 @@ from torch import fx, nn
 
 from pwlu.conversion import rewrite
 from pwlu.conversion.rewrite import CannotRewrite
-from pwlu.conversion.sites import Candidate, full_name
+from pwlu.conversion.sites import Candidate
+from pwlu.conversion.tracing import full_name
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

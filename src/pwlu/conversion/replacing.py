@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from pwlu.conversion import rewrite
-from pwlu.conversion.tracing import Call, stateless_leaf, unshare
+from pwlu.conversion.tracing import Call, full_name, stateless_leaf, unshare
 
 _REPLACED = "_pwlu_replaced"  # in the owner's __dict__: the original activation by child name; None for a function call
 _SHARED = "_pwlu_shared"  # in the parent's __dict__: the original by child name, for a module registered in several places
@@ -55,7 +55,7 @@ def insert_(model: nn.Module, new: Mapping[str, tuple[nn.Module, rewrite.Edit | 
 def inserted_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that :func:`convert_` inserted into the model, by name."""
     return {
-        f"{name}.{key}" if name else key: owner._modules[key]
+        full_name(name, key): owner._modules[key]
         for name, owner in model.named_modules()
         for key in owner.__dict__.get(_REPLACED, {})
         if owner._modules.get(key) is not None
@@ -110,7 +110,7 @@ def restore_(model: nn.Module) -> list[str]:
             if key not in module._modules:  # an attribute, not a child
                 setattr(module, key, old)
                 continue
-            removed.append(f"{name}.{key}" if name else key)
+            removed.append(full_name(name, key))
             if old is None:
                 delattr(module, key)
             else:

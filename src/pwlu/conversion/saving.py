@@ -19,6 +19,7 @@ from pwlu.conversion import rewrite
 from pwlu.conversion.convert import check_unwrapped
 from pwlu.conversion.replacing import insert_, inserted_modules
 from pwlu.conversion.safetensors_file import read_file, require_safetensors, tensors_to_bytes
+from pwlu.conversion.tracing import full_name
 from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction, find_initial_function
 from pwlu.learning.constraining import check_constraint
 from pwlu.units.constraints import Constraint, keep_constrained
@@ -116,7 +117,7 @@ def conversion_of(model: nn.Module) -> dict[str, Any]:
             "and convert with the same to= before loading it"
         )
     edits = {
-        f"{name}.{edit.child}" if name else edit.child: edit
+        full_name(name, edit.child): edit
         for name, module in model.named_modules()
         for edit in getattr(type(module), "_pwlu_edits", ())
     }

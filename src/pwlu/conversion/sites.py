@@ -13,7 +13,7 @@ from pwlu.conversion.conversion_report import Site
 from pwlu.conversion.nodes import SPLIT_CHANNELS
 from pwlu.conversion.rewrite import Edit
 from pwlu.conversion.sample_runs import Recorded, Run
-from pwlu.conversion.tracing import Call
+from pwlu.conversion.tracing import Call, full_name
 
 
 @dataclass
@@ -78,11 +78,6 @@ def _site(calls: list[Call], modes: tuple[str, ...]) -> Site:
     return Site(
         name, was, first.kind, first.shape, modes=modes, calls=len(calls), source=str(first.location), start=first.start
     )
-
-
-def full_name(prefix: str, name: str) -> str:
-    """Return the full name of a child."""
-    return f"{prefix}.{name}" if prefix else name
 
 
 def _find_channel_dims(site: Site, calls: list[Call]) -> None:

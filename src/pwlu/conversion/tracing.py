@@ -188,10 +188,15 @@ def stateless_leaf(module: nn.Module) -> bool:
     return not (module._modules or module._parameters or module._buffers)
 
 
+def full_name(prefix: str, name: str) -> str:
+    """Return the full name of a child."""
+    return f"{prefix}.{name}" if prefix else name
+
+
 def registrations(model: nn.Module) -> dict[str, tuple[nn.Module, str, nn.Module]]:
     """Return parent, key and module of every registered module by full name. Children of a shared parent appear once."""
     return {
-        f"{prefix}.{key}" if prefix else key: (parent, key, module)
+        full_name(prefix, key): (parent, key, module)
         for prefix, parent in model.named_modules()
         for key, module in parent._modules.items()
         if module is not None

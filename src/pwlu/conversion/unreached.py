@@ -12,8 +12,8 @@ from pwlu.conversion.kinds import ARGUMENTS, recognise_module
 from pwlu.conversion.probing import stateless
 from pwlu.conversion.rewrite import CannotRewrite, definition, original_class, rewritten_places
 from pwlu.conversion.sample_runs import Recorded
-from pwlu.conversion.sites import Rules, full_name
-from pwlu.conversion.tracing import Call, registrations, stateless_leaf
+from pwlu.conversion.sites import Rules
+from pwlu.conversion.tracing import Call, full_name, registrations, stateless_leaf
 
 _REASON = "the sample does not reach it, in training or in evaluation mode"
 _LIBRARIES = frozenset({"F", "functional", "torch"})

@@ -126,13 +126,18 @@ def _check_kinds(kinds: Iterable[str | type[nn.Module]]) -> tuple[str | type[nn.
     return kinds
 
 
-def check_unwrapped(caller: str, model: nn.Module, verb: str = "Convert") -> None:
-    """Raise ValueError if the model is wrapped for training. The error names the public function and what it does."""
+def wrapper_of(model: nn.Module) -> str | None:
+    """Return the class of the first module that wraps another for training or compilation; None if there is none."""
     from torch._dynamo.eval_frame import OptimizedModule
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel, FSDPModule, FullyShardedDataParallel, OptimizedModule)
-    if wrapper := next((type(module).__name__ for module in model.modules() if isinstance(module, wrappers)), None):
+    return next((type(module).__name__ for module in model.modules() if isinstance(module, wrappers)), None)
+
+
+def check_unwrapped(caller: str, model: nn.Module, verb: str = "Convert") -> None:
+    """Raise ValueError if the model is wrapped for training. The error names the public function and what it does."""
+    if wrapper := wrapper_of(model):
         raise ValueError(
             f"{caller}: the model is already wrapped by {wrapper}. {verb} it first with pwlu.{caller}(model, ...), then wrap it"
         )

@@ -198,27 +198,18 @@ def _constraint(unit: Any) -> str:
     return f"{unit.constraint}" + (f" (violated by {violating} of {len(rows)} functions)" if violating else "")
 
 
-class _Inputs(NamedTuple):
-    """Per function (C,): p5 and p95 of the inputs, share outside the bounds, share of empty intervals; NaN if unknown."""
-
-    p5: Tensor
-    p95: Tensor
-    outside: Tensor
-    empty: Tensor
-
-
 def _describe_unit(name: str, curves: Curves, seen: UnitAlignment | None) -> UnitShapes:
-    inputs = _inputs(curves, seen)
-    has_spread = inputs.p95 > inputs.p5  # if not, there are no inputs, or all are equal
-    low, high = torch.where(has_spread, inputs.p5, curves.left), torch.where(has_spread, inputs.p95, curves.right)
+    p5, p95, outside, empty = _inputs(curves, seen)
+    has_spread = p95 > p5  # if not, there are no inputs, or all are equal
+    low, high = torch.where(has_spread, p5, curves.left), torch.where(has_spread, p95, curves.right)
     between = curves.right - curves.left
-    input_width = torch.where(has_spread, inputs.p95 - inputs.p5, between.abs().nanmedian())
+    input_width = torch.where(has_spread, p95 - p5, between.abs().nanmedian())
     width = torch.where(between == 0, between, between / input_width)
     shares = torch.linspace(0, 1, STEPS + 1, dtype=torch.float64, device="cpu")
     x = low[:, None] + (high - low)[:, None] * shares
     y = reference.forward(x, *curves[:5], channel_dim=0)
     numbers = [torch.where(high > low, number, torch.nan) for number in _numbers(shares, y)]
-    columns = (low, high, *numbers, _movement(curves), width, inputs.outside, inputs.empty)
+    columns = (low, high, *numbers, _movement(curves), width, outside, empty)
     return UnitShapes(name, *(column.tolist() for column in columns))
 
 
@@ -260,10 +251,11 @@ def _movement(curves: Curves) -> Tensor:
     return torch.where(distance == 0, 0.0, distance / scale)
 
 
-def _inputs(curves: Curves, seen: UnitAlignment | None) -> _Inputs:
+def _inputs(curves: Curves, seen: UnitAlignment | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return p5 and p95 of the inputs, the share outside the bounds, and the share of empty intervals, (C,); NaN if unknown."""
     unknown = torch.full_like(curves.left, torch.nan)
     if seen is None:
-        return _Inputs(unknown, unknown, unknown, unknown)
+        return unknown, unknown, unknown, unknown
     p5, p95, outside, count = (
         torch.tensor(values, dtype=torch.float64, device="cpu") for values in (seen.p5, seen.p95, seen.outside, seen.count)
     )
@@ -271,7 +263,7 @@ def _inputs(curves: Curves, seen: UnitAlignment | None) -> _Inputs:
     if seen.histogram:
         known = (count > 0) & (curves.right - curves.left).isfinite()
         empty = torch.where(known, 1 - _intervals_with_inputs(curves, seen).double().mean(1), torch.nan)
-    return _Inputs(p5, p95, outside, empty)
+    return p5, p95, outside, empty
 
 
 def _intervals_with_inputs(curves: Curves, seen: UnitAlignment) -> Tensor:

@@ -185,10 +185,8 @@ class _Lines:
 
     def __call__(self, x: Tensor) -> Tensor:
         repeats = len(x) // len(self.blocks[0]) if len(self.blocks[0]) > 1 else 1  # x may hold the inputs of several units
-        left, right, heights, left_slope, right_slope = (
-            block.to(x.device).repeat(repeats, *[1] * (block.ndim - 1)) for block in self.blocks
-        )
-        return reference.forward(x, left, right, heights, left_slope, right_slope, channel_dim=0)
+        blocks = reference.Blocks(*(block.to(x.device).repeat(repeats, *[1] * (block.ndim - 1)) for block in self.blocks))
+        return reference.forward(x, *blocks, channel_dim=0)
 
 
 def _checked(caller: str, conversion: Any) -> dict[str, Any]:

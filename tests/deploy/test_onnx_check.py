@@ -43,11 +43,11 @@ def test_the_largest_difference_is_reported_and_the_closest_judged(worst):
         return [y + shares[inputs.batch] * y.abs().max() for y in outputs]
 
     found = agreement(Two(), run, SAMPLE, True, 2, tolerance=1e-3)
-    assert found.difference / found.tolerance == pytest.approx(worst / 1e-3, rel=1e-9)
-    assert (found.difference <= found.tolerance) == (worst <= 1e-3)
+    assert found.closest.difference / found.closest.tolerance == pytest.approx(worst / 1e-3, rel=1e-9)
+    assert (found.closest.difference <= found.closest.tolerance) == (worst <= 1e-3)
     size = sizes[LARGE]
     assert found.largest == pytest.approx((1e-4 * size, 1e-4, 1e-3 * size), rel=1e-9)
-    assert found.largest.difference > 2 * found.difference
+    assert found.largest.difference > 2 * found.closest.difference
     assert found.batches == (1, 3, 2, LARGE)
     text = f"largest difference {found.largest.difference:.2g} (0.0001 of the largest output), tolerance {1e-3 * size:.2g}"
     assert str(found.largest) == text
@@ -60,7 +60,7 @@ def test_outputs_of_zero():
         run = lambda inputs, error=error: [torch.full_like(x, error) for x in inputs.tensors]  # noqa: E731
         found = agreement(zero, run, SAMPLE, True, 2, tolerance=1e-3)
         assert found.largest == (error, share, 0.0)
-        assert (found.difference <= found.tolerance) == (error == 0)
+        assert (found.closest.difference <= found.closest.tolerance) == (error == 0)
 
 
 def test_units_likewise():
@@ -82,11 +82,11 @@ def test_units_likewise():
     with torch.no_grad():
         found = check_units(model, set_form_(written, "elements"), calls, run)
     assert (found.unit, found.units, found.reached) == ("0", ["0", "1"], 1.0)  # the third is never called
-    assert found.difference == pytest.approx(1e-6, rel=1e-6)
-    assert 1e-7 < found.tolerance < 1e-4
+    assert found.closest.difference == pytest.approx(1e-6, rel=1e-6)
+    assert 1e-7 < found.closest.tolerance < 1e-4
     assert found.largest.difference == pytest.approx(1e-5, rel=1e-6)
     assert found.largest.share == pytest.approx(1e-5 / max(largest), rel=1e-6)
-    assert found.largest.tolerance > 10 * found.tolerance
+    assert found.largest.tolerance > 10 * found.closest.tolerance
 
 
 class Beside(nn.Module):

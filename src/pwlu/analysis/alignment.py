@@ -7,7 +7,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -62,7 +62,7 @@ class UnitAlignment:
     nonfinite: list[int]
     low: list[float] = field(default_factory=list, repr=False)
     high: list[float] = field(default_factory=list, repr=False)
-    histogram: list[list[int]] = field(default_factory=list, repr=False)
+    histogram: list[list[float]] = field(default_factory=list, repr=False)
 
     @property
     def channels(self) -> int:
@@ -108,7 +108,7 @@ class Alignment:
 
     def to_json(self) -> str:
         """Return JSON with 6 digits per number and null for non-finite ones: 50 bytes per channel, 140 for its histogram."""
-        return json.dumps(_round_floats(asdict(self)), separators=(",", ":"), allow_nan=False)
+        return to_json(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Alignment":
@@ -127,12 +127,13 @@ class Alignment:
     def __str__(self) -> str:
         head = ("unit", "channels", "median IOU", "inputs outside", "not finite")
         rows = [
-            (u.name or "the model", str(u.channels), _median(u.iou), _outside([u]), f"{sum(u.nonfinite):,}") for u in self.units
+            (u.name or "the model", str(u.channels), _median(u.iou), share_outside([u]), f"{sum(u.nonfinite):,}")
+            for u in self.units
         ]
         lines = columns(head, rows, numbers=True)
         lines.append(
             f"{self.model}, {counted(self.batches, 'batch', 'batches')}: median IOU {_median(self.iou)} over "
-            f"{counted(len(self.iou), 'channel')}; {_outside(self.units)} of inputs outside of the bounds"
+            f"{counted(len(self.iou), 'channel')}; {share_outside(self.units)} of inputs outside of the bounds"
         )
         if self.unreached:
             lines.append(f"Never reached: {', '.join(name or 'the model' for name in self.unreached)}")
@@ -201,6 +202,36 @@ def alignment(model: nn.Module, batches: Iterable[Any], *, limit: int | None = N
 def without_histograms(aligned: Alignment) -> Alignment:
     """Return the alignment without histograms, which take three quarters of its space."""
     return replace(aligned, units=[replace(unit, low=[], high=[], histogram=[]) for unit in aligned])
+
+
+def pooled(unit: UnitAlignment) -> UnitAlignment:
+    """Return the inputs of all channels as those of one channel, for a function that all channels share.
+
+    The quantiles are the smallest p5 and the largest p95, the IOU is the median, and the histogram is the mean of all.
+    """
+    count = torch.tensor(unit.count, device="cpu")
+    numbers = (unit.p5, unit.p95, unit.iou, unit.outside, *((unit.low, unit.high) if unit.histogram else ()))
+    columns = [torch.tensor(values, dtype=torch.float64, device="cpu")[count > 0] for values in numbers]
+    if not len(columns[0]):
+        return replace(unit, **{f.name: getattr(unit, f.name)[:1] for f in fields(unit) if f.name != "name"})
+    p5, p95, iou, outside, *ends = columns
+    total = int(count.sum())
+    share = float((outside * count[count > 0]).sum() / total)
+    one = UnitAlignment(
+        *(unit.name, unit.left[:1], unit.right[:1], [float(p5.min())], [float(p95.max())]),
+        *([float(iou.median())], [share], [total], [sum(unit.nonfinite)]),
+    )
+    if ends:
+        low, high = ends
+        one.low, one.high = [float(low.min())], [float(high.max())]
+        edges = torch.linspace(one.low[0], one.high[0], BARS + 1, dtype=torch.float64, device="cpu")
+        bars = torch.tensor(unit.histogram, dtype=torch.float64, device="cpu")[count > 0]
+        below = torch.nn.functional.pad(bars.cumsum(1), (1, 0))
+        place = ((edges - low[:, None]) / (high - low).clamp(min=1e-30)[:, None]).clamp(0, 1) * BARS
+        bar = place.long().clamp(max=BARS - 1)
+        cumulated = torch.lerp(below.gather(1, bar), below.gather(1, bar + 1), place - bar)
+        one.histogram = [cumulated.mean(0).diff().tolist()]
+    return one
 
 
 def iou(left: Tensor, right: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -301,6 +332,11 @@ def _to_device(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.to(device) if tensor.device.type == "cpu" else tensor
 
 
+def to_json(content: Any) -> str:
+    """Return compact JSON with 6 digits per number and null for non-finite ones."""
+    return json.dumps(_round_floats(content), separators=(",", ":"), allow_nan=False)
+
+
 def _round_floats(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _round_floats(entry) for key, entry in value.items()}
@@ -331,6 +367,7 @@ def _median(values: Iterable[float]) -> str:
     return f"{statistics.median(known):.2f}" if known else "-"
 
 
-def _outside(units: Iterable[UnitAlignment]) -> str:
+def share_outside(units: Iterable[UnitAlignment]) -> str:
+    """Return the percentage of all inputs of these units that lie outside the bounds."""
     seen = [(share, n) for unit in units for share, n in zip(unit.outside, unit.count, strict=True) if n]
     return f"{100 * sum(share * n for share, n in seen) / sum(n for _, n in seen):.2f} %" if seen else "-"

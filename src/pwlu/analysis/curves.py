@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pwlu import functional, reference
-from pwlu.analysis.alignment import Alignment, UnitAlignment
+from pwlu.analysis.alignment import Alignment, UnitAlignment, pooled
 from pwlu.initial_functions import InitialFunction, find_initial_function
 from pwlu.units.module import require_units
 from pwlu.units.nonuniform import blocks_to_show
@@ -72,8 +72,11 @@ def curves_of(model: Any, caller: str) -> dict[str, Curves]:
     }
 
 
-def inputs_of(units: Mapping[str, Curves], alignment: Alignment | None, caller: str) -> dict[str, UnitAlignment]:
-    """Return the measured inputs of these units by name; empty without an alignment. Units without inputs are left out."""
+def inputs_of(units: Mapping[str, Any], alignment: Alignment | None, caller: str) -> dict[str, UnitAlignment]:
+    """Return the measured inputs by name, one entry per function. Leave out units without inputs.
+
+    `units`: objects with the number of functions as ``channels``, by name.
+    """
     if alignment is None:
         return {}
     if not isinstance(alignment, Alignment):
@@ -96,7 +99,7 @@ def inputs_of(units: Mapping[str, Curves], alignment: Alignment | None, caller: 
             raise ValueError(
                 f"{caller}: {name!r} has {count} channels, but {unit.channels} in the alignment. Is it of another model?"
             )
-    return inputs
+    return {name: pooled(unit) if units[name].channels < unit.channels else unit for name, unit in inputs.items()}
 
 
 def _to_curves(parameters: Iterable[Tensor], start: InitialFunction | None) -> Curves:

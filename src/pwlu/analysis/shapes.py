@@ -1,6 +1,5 @@
 """Classify the learned function of each channel by its shape."""
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pwlu import reference
-from pwlu.analysis.alignment import Alignment, UnitAlignment
+from pwlu.analysis.alignment import Alignment, UnitAlignment, to_json
 from pwlu.analysis.curves import Curves, curves_of, inputs_of
 from pwlu.common.text import columns
 from pwlu.initial_functions import initial_parameters
@@ -19,14 +18,6 @@ from pwlu.units.constraints import satisfies
 from pwlu.units.sharding import full_values
 
 STEPS = 256
-# Thresholds of the classes, which UnitShapes documents.
-LINEAR = 0.05
-RELU_LIKE = 0.1
-V_SHAPED = 0.2
-NON_MONOTONE = 0.1
-FLAT = 0.1
-MOVED = 0.1
-COLLAPSED = 0.05
 
 
 class ShapeClass(NamedTuple):
@@ -37,15 +28,15 @@ class ShapeClass(NamedTuple):
     has: Callable[[float], bool]
 
 
-CLASSES = {
-    "linear": ShapeClass("linear", "bend", lambda number: number <= LINEAR),
-    "relu_like": ShapeClass("ReLU-like", "relu_distance", lambda number: number <= RELU_LIKE),
-    "v_shaped": ShapeClass("V-shaped", "v", lambda number: number >= V_SHAPED),
-    "non_monotone": ShapeClass("not monotone", "back", lambda number: number >= NON_MONOTONE),
-    "flat_left": ShapeClass("flat left", "left_end", lambda number: number <= FLAT),
-    "flat_right": ShapeClass("flat right", "right_end", lambda number: number <= FLAT),
-    "moved": ShapeClass("moved", "movement", lambda number: number >= MOVED),
-    "collapsed": ShapeClass("collapsed", "width", lambda number: number < COLLAPSED),
+CLASSES = {  # UnitShapes documents the thresholds
+    "linear": ShapeClass("linear", "bend", lambda number: number <= 0.05),
+    "relu_like": ShapeClass("ReLU-like", "relu_distance", lambda number: number <= 0.1),
+    "v_shaped": ShapeClass("V-shaped", "v", lambda number: number >= 0.2),
+    "non_monotone": ShapeClass("not monotone", "back", lambda number: number >= 0.1),
+    "flat_left": ShapeClass("flat left", "left_end", lambda number: number <= 0.1),
+    "flat_right": ShapeClass("flat right", "right_end", lambda number: number <= 0.1),
+    "moved": ShapeClass("moved", "movement", lambda number: number >= 0.1),
+    "collapsed": ShapeClass("collapsed", "width", lambda number: number < 0.05),
 }
 _COLUMNS = ("bend", "relu_distance", "v", "back", "left_end", "right_end", "movement", "width", "outside", "empty")
 
@@ -155,17 +146,7 @@ class Shapes:
 
     def to_json(self) -> str:
         """Return the units with numbers and classes as JSON, with 6 digits per number and null for non-finite ones."""
-        units = []
-        for unit in self.units:
-            columns = {
-                name: [float(f"{number:.6g}") if math.isfinite(number) else None for number in values]
-                for name, values in asdict(unit).items()
-                if name not in ("name", "constraint")
-            }
-            units.append(
-                {"name": unit.name, "constraint": unit.constraint} | columns | {shape: unit.members(shape) for shape in CLASSES}
-            )
-        return json.dumps(units, separators=(",", ":"), allow_nan=False)
+        return to_json([asdict(unit) | {shape: unit.members(shape) for shape in CLASSES} for unit in self.units])
 
     def __str__(self) -> str:
         head = ("unit", "channels", *(shape.words for shape in CLASSES.values()), "inputs outside", "empty intervals")
@@ -217,27 +198,18 @@ def _constraint(unit: Any) -> str:
     return f"{unit.constraint}" + (f" (violated by {violating} of {len(rows)} functions)" if violating else "")
 
 
-class _Inputs(NamedTuple):
-    """Per function (C,): p5 and p95 of the inputs, share outside the bounds, share of empty intervals; NaN if unknown."""
-
-    p5: Tensor
-    p95: Tensor
-    outside: Tensor
-    empty: Tensor
-
-
 def _describe_unit(name: str, curves: Curves, seen: UnitAlignment | None) -> UnitShapes:
-    inputs = _inputs(curves, seen)
-    has_spread = inputs.p95 > inputs.p5  # if not, there are no inputs, or all are equal
-    low, high = torch.where(has_spread, inputs.p5, curves.left), torch.where(has_spread, inputs.p95, curves.right)
+    p5, p95, outside, empty = _inputs(curves, seen)
+    has_spread = p95 > p5  # if not, there are no inputs, or all are equal
+    low, high = torch.where(has_spread, p5, curves.left), torch.where(has_spread, p95, curves.right)
     between = curves.right - curves.left
-    input_width = torch.where(has_spread, inputs.p95 - inputs.p5, between.abs().nanmedian())
+    input_width = torch.where(has_spread, p95 - p5, between.abs().nanmedian())
     width = torch.where(between == 0, between, between / input_width)
     shares = torch.linspace(0, 1, STEPS + 1, dtype=torch.float64, device="cpu")
     x = low[:, None] + (high - low)[:, None] * shares
     y = reference.forward(x, *curves[:5], channel_dim=0)
     numbers = [torch.where(high > low, number, torch.nan) for number in _numbers(shares, y)]
-    columns = (low, high, *numbers, _movement(curves), width, inputs.outside, inputs.empty)
+    columns = (low, high, *numbers, _movement(curves), width, outside, empty)
     return UnitShapes(name, *(column.tolist() for column in columns))
 
 
@@ -279,24 +251,19 @@ def _movement(curves: Curves) -> Tensor:
     return torch.where(distance == 0, 0.0, distance / scale)
 
 
-def _inputs(curves: Curves, seen: UnitAlignment | None) -> _Inputs:
+def _inputs(curves: Curves, seen: UnitAlignment | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return p5 and p95 of the inputs, the share outside the bounds, and the share of empty intervals, (C,); NaN if unknown."""
     unknown = torch.full_like(curves.left, torch.nan)
     if seen is None:
-        return _Inputs(unknown, unknown, unknown, unknown)
+        return unknown, unknown, unknown, unknown
     p5, p95, outside, count = (
         torch.tensor(values, dtype=torch.float64, device="cpu") for values in (seen.p5, seen.p95, seen.outside, seen.count)
     )
-    full = _intervals_with_inputs(curves, seen) if seen.histogram else None
-    if curves.channels < seen.channels:  # layer-wise: one function for all channels
-        has_inputs = count > 0
-        p5 = p5.masked_fill(~has_inputs, torch.inf).amin(0, keepdim=True)
-        p95 = p95.masked_fill(~has_inputs, -torch.inf).amax(0, keepdim=True)
-        outside = (outside.nan_to_num() * count).sum(0, keepdim=True) / count.sum()
-        full = None if full is None else full.any(0, keepdim=True)
-        count = count.sum(0, keepdim=True)
-    known = (count > 0) & (curves.right - curves.left).isfinite()
-    empty = unknown if full is None else torch.where(known, 1 - full.double().mean(1), torch.nan)
-    return _Inputs(p5, p95, outside, empty)
+    empty = unknown
+    if seen.histogram:
+        known = (count > 0) & (curves.right - curves.left).isfinite()
+        empty = torch.where(known, 1 - _intervals_with_inputs(curves, seen).double().mean(1), torch.nan)
+    return p5, p95, outside, empty
 
 
 def _intervals_with_inputs(curves: Curves, seen: UnitAlignment) -> Tensor:

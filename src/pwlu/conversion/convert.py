@@ -13,7 +13,7 @@ from pwlu.conversion.conversion_report import EXACT, Change, Report, Site
 from pwlu.conversion.kinds import ARGUMENTS, DEFAULT_KINDS
 from pwlu.conversion.making import UNITS, Factory, activation_maker
 from pwlu.conversion.planning import plan
-from pwlu.conversion.replacing import apply
+from pwlu.conversion.replacing import OriginalActivation, insert_
 from pwlu.conversion.sample_runs import Run, Runs
 from pwlu.conversion.sites import Candidate, Rules, decide, find_sites
 from pwlu.conversion.tracing import stateless_leaf
@@ -106,7 +106,7 @@ def convert_(
     _warn_if_far(report, tolerance)
     measured = any(site.error is None or site.error > EXACT for site in report.converted)
     before = runs.outputs() if measured else None
-    apply(model, candidates)
+    insert_(model, {each.site.name: (each.module, each.edit) for each in candidates if each.selected and each.module})
     if before is not None:
         _record_change(report, before, runs.outputs())
     return report
@@ -126,13 +126,18 @@ def _check_kinds(kinds: Iterable[str | type[nn.Module]]) -> tuple[str | type[nn.
     return kinds
 
 
-def check_unwrapped(caller: str, model: nn.Module, verb: str = "Convert") -> None:
-    """Raise ValueError if the model is wrapped for training. The error names the public function and what it does."""
+def wrapper_of(model: nn.Module) -> str | None:
+    """Return the class of the first module that wraps another for training or compilation; None if there is none."""
     from torch._dynamo.eval_frame import OptimizedModule
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel, FSDPModule, FullyShardedDataParallel, OptimizedModule)
-    if wrapper := next((type(module).__name__ for module in model.modules() if isinstance(module, wrappers)), None):
+    return next((type(module).__name__ for module in model.modules() if isinstance(module, wrappers)), None)
+
+
+def check_unwrapped(caller: str, model: nn.Module, verb: str = "Convert") -> None:
+    """Raise ValueError if the model is wrapped for training. The error names the public function and what it does."""
+    if wrapper := wrapper_of(model):
         raise ValueError(
             f"{caller}: the model is already wrapped by {wrapper}. {verb} it first with pwlu.{caller}(model, ...), then wrap it"
         )
@@ -160,10 +165,16 @@ _TRIAL_FAILURES = {  # keys: (a call is rewritten, the new activation is called 
 }
 
 
+def _convert_for_trial(candidates: Sequence[Candidate], model: nn.Module) -> None:
+    """Put the original activations into the places of the new ones."""
+    selected = [candidate for candidate in candidates if candidate.selected]
+    insert_(model, {each.site.name: (OriginalActivation(model, each.calls[0]), each.edit) for each in selected})
+
+
 def _trial_run(runs: Runs, candidates: Sequence[Candidate]) -> None:
     """Convert a copy and run it. Reject new activations that are never called, or that also replace other calls."""
     while expected := {candidate.site.name: candidate.modes for candidate in candidates if candidate.selected}:
-        wrong = runs.check(partial(apply, candidates=candidates, trial=True), expected)
+        wrong = runs.check(partial(_convert_for_trial, candidates), expected)
         if not wrong:
             return
         for candidate in candidates:
@@ -176,7 +187,7 @@ def _trial_run(runs: Runs, candidates: Sequence[Candidate]) -> None:
 def _calibrate(runs: Runs, candidates: Sequence[Candidate]) -> None:
     """Record the range of the inputs of every site."""
     selected = {candidate.site.name: candidate for candidate in candidates if candidate.selected}
-    for name, (low, high) in runs.input_ranges(partial(apply, candidates=candidates, trial=True), selected).items():
+    for name, (low, high) in runs.input_ranges(partial(_convert_for_trial, candidates), selected).items():
         width = high - low
         selected[name].inputs = (low, high) if width > 1e-3 else (low - 0.5, high + 0.5)
 

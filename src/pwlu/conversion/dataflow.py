@@ -45,10 +45,6 @@ class Dataflow:
             setattr(output, ATTRIBUTE, node)
         return self.nodes[first] if outputs else None
 
-    def gated_linear_units(self, activations: set[Node]) -> set[Node]:
-        """Return the activations whose output is multiplied with a parallel path."""
-        return gates.gated_linear_units((node for node in self.nodes if node.factors), activations)
-
     def feeding_gates(self, outputs: Any) -> tuple[set[Node], set[Node]]:
         """Return the nodes that are gates, and the nodes that reach the outputs of the model only through a gate."""
         products = [node for node in self.nodes if node.factors and node not in self.written_out]

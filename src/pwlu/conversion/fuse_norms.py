@@ -1,7 +1,6 @@
 """Fuse batch norms with the PWLUs after them: norm, addition and PWLU take one pass over memory in training."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pwlu.common.text import columns, counted
 from pwlu.conversion.convert import check_unwrapped
-from pwlu.conversion.quiet import quiet
-from pwlu.conversion.sample_runs import Runs
+from pwlu.conversion.sample_runs import Run, Runs
 from pwlu.units.deferred_norm import Deferred, DeferredNorm, deferring, has_hooks
 from pwlu.units.module import PWLU, require_model, require_units
 
@@ -121,8 +119,7 @@ def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
             classes[name] = cls if issubclass(cls, DeferredNorm) else deferring(cls)
         except ValueError as error:
             sites[name].reason = str(error)
-    for name, site in _recorded(model, sample, classes).items():
-        sites[name] = site
+    sites |= _recorded(model, sample, classes)
     modules = dict(model.named_modules())
     for site in sites.values():
         _check(site, modules)
@@ -141,25 +138,22 @@ def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
 
 def _recorded(model: nn.Module, sample: Any, classes: dict[str, type]) -> dict[str, NormSite]:
     """Run a copy of the model in which all norms defer their outputs, and return a site for each norm."""
-    runs, failure = Runs(model, sample), None
-    for real in (False, True):
-        try:
-            copy, args, kwargs, fake = runs.copy(0, real, hooks=False)
-            recorder = _Recorder(copy)
-            for name, cls in classes.items():
-                norm: Any = copy.get_submodule(name)
-                norm.__class__, norm.recorder, norm.units = cls, recorder, ()
-            copy.train()
-            with quiet(), fake or nullcontext():
-                copy(*args, **kwargs)
-            break
-        except Exception as error:
-            failure = error
-    else:
+    recorder: _Recorder
+
+    def prepare(copy: nn.Module) -> None:
+        nonlocal recorder
+        recorder = _Recorder(copy)
+        for name, cls in classes.items():
+            norm: Any = copy.get_submodule(name)
+            norm.__class__, norm.recorder, norm.units = cls, recorder, ()
+
+    try:
+        Runs(model, sample).run_if_possible(Run("train", 0), prepare)
+    except Exception as error:
         raise RuntimeError(
-            f"fuse_norms_: the model could not be run on the sample in training mode: {type(failure).__name__}: {failure}\n"
+            f"fuse_norms_: the model could not be run on the sample in training mode: {type(error).__name__}: {error}\n"
             "The sample must be an input of the model: a tensor, a tuple of arguments, or a dictionary of keyword arguments."
-        ) from failure
+        ) from error
     return {name: recorder.sites.get(name, NormSite(name, reason="the sample did not reach it")) for name in classes}
 
 

@@ -1,6 +1,7 @@
 """Nodes of the dataflow of a model. Each tensor that a torch function returns has a node, linked to the nodes of its inputs."""
 
 import math
+import operator
 from typing import Any
 
 from torch import Tensor
@@ -31,6 +32,8 @@ _RANGES: dict[str, Range] = {
     **dict.fromkeys(("tanh", "softsign", "erf", "special_erf"), (-1.0, 1.0)),
     **dict.fromkeys(("exp", "softplus", "abs", "square"), (0.0, math.inf)),
 }
+_OPERATIONS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
+_UNARY = {"neg": ("sub", 0.0), "reciprocal": ("div", 1.0)}  # as an operation on a number and the input
 _LIMITS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0), "hardtanh": (-1.0, 1.0), "clamp": ANYTHING, "clip": ANYTHING}
 _RANGE_OF_INPUT = KEEPS_VALUES | {
     *("mean", "amax", "amin", "cat", "concat", "stack", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d")
@@ -86,20 +89,10 @@ def range_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Range:
         return (min(low for low, _ in found), max(high for _, high in found)) if found else ANYTHING
     if name in ("rsub", "rtruediv", "rdiv"):
         name, values = name[1:].replace("truediv", "div"), values[::-1]
-    if name == "neg" and values:
-        return -values[0][1], -values[0][0]
-    if name == "reciprocal" and values:
-        return _divide_ranges((1.0, 1.0), values[0])
-    if len(values) < 2 or kwargs:
-        return ANYTHING
-    (a, b), (c, d) = values
-    if name == "add":
-        return a + c, b + d
-    if name == "sub":
-        return a - d, b - c
-    if name == "mul":
-        return _multiply_ranges((a, b), (c, d))
-    return _divide_ranges((a, b), (c, d)) if name == "div" else ANYTHING
+    elif name in _UNARY:
+        name, first = _UNARY[name]
+        values = [(first, first), *values]
+    return _combine(name, *values) if name in _OPERATIONS and len(values) == 2 and not kwargs else ANYTHING
 
 
 def _range(value: Any) -> Range:
@@ -124,11 +117,9 @@ def _clamp_range(values: Range, low: Any, high: Any) -> Range:
     return max(values[0], low), min(values[1], high)
 
 
-def _multiply_ranges(one: Range, other: Range) -> Range:
-    products = [a * b if a and b else 0.0 for a in one for b in other]  # values are finite, so 0 times an infinite bound is 0
-    return min(products), max(products)
-
-
-def _divide_ranges(one: Range, other: Range) -> Range:
-    low, high = other
-    return _multiply_ranges(one, (1 / high, 1 / low)) if low > 0 or high < 0 else ANYTHING
+def _combine(name: str, one: Range, other: Range) -> Range:
+    if name == "div" and other[0] <= 0 <= other[1]:
+        return ANYTHING
+    ends = [_OPERATIONS[name](a, b) for a in one for b in other]
+    ends = [end for end in ends if not math.isnan(end)] or [0.0]  # values are finite, so 0 times an infinite bound is 0
+    return min(ends), max(ends)

@@ -1,4 +1,4 @@
-"""Plan the conversion of sites: which module gets which child, and which calls must be rewritten."""
+"""Plan the conversion of sites: the name of each new activation, and which calls must be rewritten."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,88 +6,76 @@ from collections.abc import Sequence
 from torch import fx, nn
 
 from pwlu.conversion import rewrite
-from pwlu.conversion.sites import Candidate, full_name
+from pwlu.conversion.rewrite import CannotRewrite
+from pwlu.conversion.sites import Candidate
+from pwlu.conversion.tracing import full_name
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def plan(model: nn.Module, candidates: Sequence[Candidate]) -> None:
-    """Choose the owner and the name of each new activation, and the call to rewrite for it."""
-    taken: set[str] = set()
-    by_module: dict[str, list[Candidate]] = {}
+    """Decide which new activations replace a registered module. Choose the name of the others, and the call to rewrite."""
     crowds = Counter(candidate.calls[0].location for candidate in candidates)
+    by_module: dict[str | None, list[Candidate]] = {None: []}  # None: calls of functions
     for candidate in candidates:
-        candidate.alone = crowds[candidate.calls[0].location] == 1
-        name = candidate.calls[0].module
-        if name is not None:
-            by_module.setdefault(name, []).append(candidate)
-        elif candidate.selected:
-            _plan_rewrite(model, candidate, candidate.site.kind, taken)
+        by_module.setdefault(candidate.calls[0].module, []).append(candidate)
+    taken: set[str] = set()
     for name, places in by_module.items():
-        key = name.rpartition(".")[2]
-        # The registered module is replaced for one place. Every other place gets its own child.
-        everywhere = all(candidate.selected and not any(call.by_keyword for call in candidate.calls) for candidate in places)
-        if everywhere and (len(places) == 1 or _keep_one_place(model, places, key, taken)):
+        by_keyword = any(call.by_keyword for candidate in places for call in candidate.calls)
+        replaceable = name is not None and not by_keyword and all(candidate.selected for candidate in places)
+        if replaceable and len(places) == 1:
             continue
-        for candidate in places:
-            if candidate.selected:
-                _plan_rewrite(model, candidate, key, taken)
-    for candidate in candidates:
-        if candidate.selected and not candidate.key:
-            candidate.owner, _, candidate.key = candidate.site.name.rpartition(".")
+        selected = [candidate for candidate in places if candidate.selected]
+        edits = [_plan_edit(model, candidate, crowds[candidate.calls[0].location] == 1) for candidate in selected]
+        stays = _place_that_stays(selected, edits) if replaceable else None
+        for candidate, edit in zip(selected, edits, strict=True):
+            if candidate is stays or not candidate.selected:
+                continue
+            if isinstance(edit, CannotRewrite):
+                candidate.site.action, candidate.site.reason = "impossible", str(edit)
+                continue
+            owner = candidate.calls[0].location.owner or ""
+            preferred = name.rpartition(".")[2] if name is not None else candidate.site.kind
+            child = _free_name(model.get_submodule(owner), owner, preferred, taken)
+            candidate.edit, candidate.site.name = edit._replace(child=child), full_name(owner, child)
+            taken.add(candidate.site.name)
 
 
-def _keep_one_place(model: nn.Module, places: Sequence[Candidate], key: str, taken: set[str]) -> bool:
-    """Rewrite all places but one, which keeps the module's name. Keep a place that cannot be rewritten, else the first."""
-    fixed = []
-    for candidate in places:
-        try:
-            _plan_edit(model, candidate, key)
-        except rewrite.CannotRewrite:
-            fixed.append(candidate)
-    if len(fixed) > 1:
-        if len({(f.site.channels, f.site.channel_dim) for f in fixed}) > 1:
-            return False
-        for other in fixed[1:]:
-            fixed[0].modes.update(other.modes)
-            why = f"shares {fixed[0].site.name}, because the calls cannot be rewritten separately"
-            other.site.action, other.site.reason = "skipped", why
+def _place_that_stays(places: list[Candidate], edits: list[rewrite.Edit | CannotRewrite]) -> Candidate | None:
+    """Return the place where the registered module is replaced. None: every place gets its own child.
+
+    It is a place that cannot be rewritten, if there is one. Others like it share its new activation.
+    """
+    fixed = [candidate for candidate, edit in zip(places, edits, strict=True) if isinstance(edit, CannotRewrite)]
+    if len({(each.site.channels, each.site.channel_dim) for each in fixed}) > 1:
+        return None
     stays = (fixed or places)[0]
-    for candidate in places:
-        if candidate is not stays and candidate not in fixed:
-            _plan_rewrite(model, candidate, key, taken)
-    return True
+    for other in fixed[1:]:
+        stays.modes.update(other.modes)
+        why = f"shares {stays.site.name}, because the calls cannot be rewritten separately"
+        other.site.action, other.site.reason = "skipped", why
+    return stays
 
 
-def _plan_edit(model: nn.Module, candidate: Candidate, child: str) -> rewrite.Edit:
+def _plan_edit(model: nn.Module, candidate: Candidate, alone: bool) -> rewrite.Edit | CannotRewrite:
+    """Return how to rewrite the call of a site, or why that is not possible. `alone`: no other site is at the same place."""
     call = candidate.calls[0]
     location = call.location
     if location.owner is None:
-        raise rewrite.CannotRewrite(
-            f"it is called in {location.code.co_qualname} ({location}), which is not a method of a module"
-        )
+        return CannotRewrite(f"it is called in {location.code.co_qualname} ({location}), which is not a method of a module")
     owner = model.get_submodule(location.owner)
     if isinstance(owner, fx.GraphModule):
-        raise rewrite.CannotRewrite("its call is in a torch.fx graph: convert the model before tracing it")
+        return CannotRewrite("its call is in a torch.fx graph: convert the model before tracing it")
     if isinstance(owner, _CONTAINERS):
-        raise rewrite.CannotRewrite(f"it is called by {type(owner).__name__}, which would run a new child as one more layer")
-    if not candidate.alone:
-        raise rewrite.CannotRewrite(f"the same place in the code ({location}) also calls other activations")
-    return rewrite.plan(type(owner), location.code, location.end, child, call.method)
-
-
-def _plan_rewrite(model: nn.Module, candidate: Candidate, preferred: str, taken: set[str]) -> None:
-    """Plan a new child of the module that makes the call, with the preferred name or this name and a number."""
-    owner = candidate.calls[0].location.owner
+        return CannotRewrite(f"it is called by {type(owner).__name__}, which would run a new child as one more layer")
+    if not alone:  # in a loop, several sites can be at the same place
+        return CannotRewrite(f"the same place in the code ({location}) also calls other activations")
     try:
-        _plan_edit(model, candidate, preferred)
-    except rewrite.CannotRewrite as why:
-        candidate.site.action, candidate.site.reason = "impossible", str(why)
-        return
-    assert owner is not None
-    module = model.get_submodule(owner)
-    names = [preferred, *(f"{preferred}_{n}" for n in range(2, 10_000))]
-    child = next(n for n in names if not hasattr(module, n) and full_name(owner, n) not in taken)
-    taken.add(full_name(owner, child))
-    candidate.owner, candidate.key, candidate.edit = owner, child, _plan_edit(model, candidate, child)
-    candidate.site.name = full_name(owner, child)
+        return rewrite.plan(type(owner), location.code, location.end, call.method)
+    except CannotRewrite as why:
+        return why
+
+
+def _free_name(module: nn.Module, path: str, preferred: str, taken: set[str]) -> str:
+    names = (preferred, *(f"{preferred}_{number}" for number in range(2, 10_000)))
+    return next(name for name in names if not hasattr(module, name) and full_name(path, name) not in taken)

@@ -1,14 +1,11 @@
 """Insert new modules in place of activations, and restore the original activations."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
 from pwlu.conversion import rewrite
-from pwlu.conversion.conversion_report import Site
-from pwlu.conversion.sites import Candidate
-from pwlu.conversion.tracing import Call, stateless_leaf, unshare
+from pwlu.conversion.tracing import Call, full_name, stateless_leaf, unshare
 
 _REPLACED = "_pwlu_replaced"  # in the owner's __dict__: the original activation by child name; None for a function call
 _SHARED = "_pwlu_shared"  # in the parent's __dict__: the original by child name, for a module registered in several places
@@ -24,7 +21,7 @@ _HOOKS = (
 )
 
 
-class _OriginalActivation(nn.Module):
+class OriginalActivation(nn.Module):
     """Computes the original activation in a trial run. The values must be right, because control flow may depend on them."""
 
     def __init__(self, model: nn.Module, call: Call) -> None:
@@ -32,48 +29,37 @@ class _OriginalActivation(nn.Module):
         self.function = call.start.function if call.module is None else model.get_submodule(call.module)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the original activation of x."""
         return self.function(x)
 
 
-def apply(model: nn.Module, candidates: Sequence[Candidate], trial: bool = False) -> None:
-    """Insert the new activations and rewrite the calls. `trial`: insert the original activations instead."""
-    selected = [candidate for candidate in candidates if candidate.selected]
-    rewritten = {model.get_submodule(candidate.owner) for candidate in selected if candidate.edit is not None}
+def insert_(model: nn.Module, new: Mapping[str, tuple[nn.Module, rewrite.Edit | None]]) -> None:
+    """Insert modules by name. With an edit, a rewritten call uses the module; without one, it replaces a registered module."""
+    places = {name: name.rpartition(".") for name in new}
+    rewritten = {model.get_submodule(places[name][0]) for name, (_, edit) in new.items() if edit is not None}
     for parent, key, shared in unshare(model, lambda module: module in rewritten and stateless_leaf(module)):
         parent.__dict__.setdefault(_SHARED, {}).setdefault(key, shared)
-    new_modules = [
-        _OriginalActivation(model, candidate.calls[0]) if trial or candidate.module is None else candidate.module
-        for candidate in selected
-    ]
-    for candidate, new in zip(selected, new_modules, strict=True):
-        owner = model.get_submodule(candidate.owner)
-        old = owner._modules.get(candidate.key)
-        if old is not None and not trial:  # keep its hooks, so that their handles still remove them
-            new.__dict__.update({key: old.__dict__[key] for key in _HOOKS if key in old.__dict__})
-        owner.__dict__.setdefault(_REPLACED, {}).setdefault(candidate.key, old)
-        owner._modules[candidate.key] = new.train(owner.training)
-        if candidate.edit is not None:
-            rewrite.rewrite_(owner, candidate.edit)
-        _disable_fast_path(model, candidate.owner)
+    for name, (module, edit) in new.items():
+        path, _, key = places[name]
+        owner = model.get_submodule(path)
+        old = owner._modules.get(key)
+        if old is not None and not isinstance(module, OriginalActivation):  # keep its hooks: their handles still remove them
+            module.__dict__.update({key: old.__dict__[key] for key in _HOOKS if key in old.__dict__})
+        owner.__dict__.setdefault(_REPLACED, {}).setdefault(key, old)
+        owner._modules[key] = module.train(owner.training)
+        if edit is not None:
+            rewrite.rewrite_(owner, edit)
+        _disable_fast_path(model, path)
 
 
 def inserted_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that :func:`convert_` inserted into the model, by name."""
     return {
-        f"{name}.{key}" if name else key: owner._modules[key]
+        full_name(name, key): owner._modules[key]
         for name, owner in model.named_modules()
         for key in owner.__dict__.get(_REPLACED, {})
         if owner._modules.get(key) is not None
     }
-
-
-def insert_(model: nn.Module, new: Mapping[str, tuple[nn.Module, rewrite.Edit | None]]) -> None:
-    """Insert modules by name and rewrite their calls, to repeat the conversion of another model."""
-    candidates = []
-    for name, (module, edit) in new.items():
-        owner, _, key = name.rpartition(".")
-        candidates.append(Candidate(Site(name, "", "", action="converted"), [], Counter(), owner, key, edit, module))
-    apply(model, candidates)
 
 
 def _disable_fast_path(model: nn.Module, name: str) -> None:
@@ -124,7 +110,7 @@ def restore_(model: nn.Module) -> list[str]:
             if key not in module._modules:  # an attribute, not a child
                 setattr(module, key, old)
                 continue
-            removed.append(f"{name}.{key}" if name else key)
+            removed.append(full_name(name, key))
             if old is None:
                 delattr(module, key)
             else:

@@ -12,6 +12,7 @@ import builtins
 import copy
 import functools
 import hashlib
+import inspect
 import linecache
 import types
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from pwlu.conversion.source import nested_code, undecorated
+from pwlu.conversion.source import nested_code
 
 _FUTURES = functools.reduce(
     lambda flags, name: flags | getattr(__future__, name).compiler_flag, __future__.all_feature_names, 0
@@ -41,13 +42,16 @@ class Edit(NamedTuple):
     digest: str  # hash of the method's source, to notice later edits
 
 
-def plan(cls: type, code: CodeType, end: tuple[int, int] | None, child: str, on_tensor: bool) -> Edit:
-    """Return the edit of the call that ends there, in a method of `cls`. Raise CannotRewrite if that is not possible."""
+def plan(cls: type, code: CodeType, end: tuple[int, int] | None, on_tensor: bool) -> Edit:
+    """Return the edit of the call that ends there, in a method of `cls`, without the name of the child.
+
+    Raise CannotRewrite if that is not possible.
+    """
     if end is None:
         raise CannotRewrite("Python runs without code positions: start it without -X no_debug_ranges")
     name, function = _find_method(cls, code)
     tree = definition(function)
-    edit = Edit(name, (end[0] - function.__code__.co_firstlineno, end[1]), child, on_tensor, _digest(tree))
+    edit = Edit(name, (end[0] - function.__code__.co_firstlineno, end[1]), "", on_tensor, _digest(tree))
     rewritten_class(original_class(cls), (edit,))  # raises now if the edit fails, before anything is changed
     return edit
 
@@ -76,7 +80,7 @@ def rewritten_class(cls: type, edits: tuple[Edit, ...]) -> type:
     }
     for name in dict.fromkeys(edit.method for edit in edits):
         outer = _original_attribute(cls, name)
-        inner = undecorated(outer)
+        inner = inspect.unwrap(outer)
         method_edits = [edit for edit in edits if edit.method == name]
         tree = copy.deepcopy(definition(inner))
         if any(edit.digest != _digest(tree) for edit in method_edits):
@@ -102,7 +106,7 @@ class _SkipInitSubclass(nn.Module):
 def rewritten_places(cls: type) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield file and end of the calls that were rewritten in this class."""
     for edit in getattr(cls, "_pwlu_edits", ()):
-        code = undecorated(_original_attribute(cls, edit.method)).__code__
+        code = inspect.unwrap(_original_attribute(cls, edit.method)).__code__
         yield code.co_filename, (edit.end[0] + code.co_firstlineno, edit.end[1])
 
 
@@ -119,11 +123,6 @@ def _rebuild(cls: type, edits: Sequence[Sequence[Any]]) -> nn.Module:
 # Methods and their source.
 
 
-def _raw_attribute(cls: type, name: str) -> Any:
-    """Return the raw attribute `name` of the class, without binding descriptors."""
-    return next(vars(klass)[name] for klass in cls.__mro__ if name in vars(klass))
-
-
 def _original_attribute(cls: type, name: str) -> Any:
     """Return the raw attribute before any edit. Torch's parametrizations may have subclassed a rewritten class."""
     return next(vars(klass)[name] for klass in cls.__mro__ if name in vars(klass) and original_class(klass) is klass)
@@ -136,13 +135,13 @@ def _attribute_names(cls: type) -> list[str]:
 def _find_method(cls: type, code: CodeType) -> tuple[str, FunctionType]:
     for klass in cls.__mro__:
         for name, value in vars(klass).items():
-            function = undecorated(value)
+            function = inspect.unwrap(value)
             if isinstance(function, FunctionType) and function.__code__ is code:
-                if _raw_attribute(cls, name) is not value:
+                if inspect.getattr_static(cls, name) is not value:
                     raise CannotRewrite(
                         f"it is in {klass.__name__}.{name}, which {cls.__name__} overrides and calls through super()"
                     )
-                return name, undecorated(_original_attribute(klass, name))
+                return name, inspect.unwrap(_original_attribute(klass, name))
     raise CannotRewrite(f"it is in {code.co_qualname}, which is not a method of {cls.__name__}")
 
 
@@ -292,18 +291,14 @@ def _replace_inner(outer: Any, inner: FunctionType, new: FunctionType) -> Any:
 
 def _copy_metadata(new: FunctionType, old: FunctionType) -> FunctionType:
     """Copy name, docstring, annotations and attributes of the old function."""
-    for name in ("__kwdefaults__", "__doc__", "__module__", "__qualname__", "__type_params__"):
-        if hasattr(old, name):
-            setattr(new, name, getattr(old, name))
-    lazily = hasattr(old, "__annotate__")  # since Python 3.14, a function returns the annotations
-    name = "__annotate__" if lazily else "__annotations__"
-    setattr(new, name, getattr(old, name))
-    new.__dict__.update(old.__dict__)
+    functools.update_wrapper(new, old)
+    del new.__wrapped__  # type: ignore[attr-defined]
+    new.__kwdefaults__ = old.__kwdefaults__
     return new
 
 
 def _cell_holds(cell: CellType, inner: FunctionType) -> bool:
     try:
-        return undecorated(cell.cell_contents) is inner
+        return inspect.unwrap(cell.cell_contents) is inner
     except ValueError:  # the cell is empty
         return False

@@ -3,13 +3,14 @@
 The conversion is JSON in the file's metadata: every PWLU by name, and the calls that were rewritten. No pickle is used.
 """
 
+import copy
 import json
 import os
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from pwlu import reference
 from pwlu.common import checks, files
@@ -18,6 +19,7 @@ from pwlu.conversion import rewrite
 from pwlu.conversion.convert import check_unwrapped
 from pwlu.conversion.replacing import insert_, inserted_modules
 from pwlu.conversion.safetensors_file import read_file, require_safetensors, tensors_to_bytes
+from pwlu.conversion.tracing import full_name
 from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction, find_initial_function
 from pwlu.learning.constraining import check_constraint
 from pwlu.units.constraints import Constraint, keep_constrained
@@ -91,12 +93,16 @@ def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
             f"load_into: {path} does not say how its model was converted, so pwlu.save did not write it. Convert the model in "
             "the same way as before, then write model.load_state_dict(safetensors.torch.load_file(path))"
         )
-    units = _units("load_into", model, conversion := _parsed("load_into", written))
+    try:
+        conversion = _checked("load_into", json.loads(written))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"load_into: the conversion in the file is damaged: {error!r}") from error
+    units = _units("load_into", model, conversion)
     state |= {key: state[other] for key, other in conversion.get("tied", {}).items() if other in state}
-    _check_shapes(model, {unit.name: unit.module for unit in units}, {key: tuple(value.shape) for key, value in state.items()})
-    _insert_units(model, units)
+    _check_shapes(model, units, {key: tuple(value.shape) for key, value in state.items()})
+    insert_(model, units)
     model.load_state_dict(state, assign=any(value.is_meta for value in model.state_dict().values()))
-    return [unit.name for unit in units]
+    return list(units)
 
 
 def conversion_of(model: nn.Module) -> dict[str, Any]:
@@ -111,7 +117,7 @@ def conversion_of(model: nn.Module) -> dict[str, Any]:
             "and convert with the same to= before loading it"
         )
     edits = {
-        f"{name}.{edit.child}" if name else edit.child: edit
+        full_name(name, edit.child): edit
         for name, module in model.named_modules()
         for edit in getattr(type(module), "_pwlu_edits", ())
     }
@@ -128,18 +134,13 @@ def convert_as_(model: nn.Module, conversion: dict[str, Any]) -> list[str]:
         conversion: the result of :func:`conversion_of` for the other model.
     """
     units = _units("convert_as_", model, _checked("convert_as_", conversion))
-    _insert_units(model, units)
-    return [unit.name for unit in units]
+    insert_(model, units)
+    return list(units)
 
 
+_Units = dict[str, tuple[PWLU, rewrite.Edit | None]]  # by name, with the calls to rewrite
 _KINDS = (PWLU, DynamicPWLU, NonUniformPWLU)
 _DYNAMIC = ("directions", "reduction", "mixing", "features")
-
-
-class _Unit(NamedTuple):
-    name: str
-    module: PWLU
-    edit: rewrite.Edit | None
 
 
 def _describe_unit(name: str, unit: PWLU, edit: rewrite.Edit | None) -> dict[str, Any]:
@@ -184,18 +185,8 @@ class _Lines:
 
     def __call__(self, x: Tensor) -> Tensor:
         repeats = len(x) // len(self.blocks[0]) if len(self.blocks[0]) > 1 else 1  # x may hold the inputs of several units
-        left, right, heights, left_slope, right_slope = (
-            block.to(x.device).repeat(repeats, *[1] * (block.ndim - 1)) for block in self.blocks
-        )
-        return reference.forward(x, left, right, heights, left_slope, right_slope, channel_dim=0)
-
-
-def _parsed(caller: str, written: str) -> dict[str, Any]:
-    try:
-        conversion = json.loads(written)
-    except ValueError as error:
-        raise ValueError(f"{caller}: the conversion in the file is damaged: {error!r}") from error
-    return _checked(caller, conversion)
+        blocks = reference.Blocks(*(block.to(x.device).repeat(repeats, *[1] * (block.ndim - 1)) for block in self.blocks))
+        return reference.forward(x, *blocks, channel_dim=0)
 
 
 def _checked(caller: str, conversion: Any) -> dict[str, Any]:
@@ -209,31 +200,35 @@ def _checked(caller: str, conversion: Any) -> dict[str, Any]:
     return conversion
 
 
-def _units(caller: str, model: nn.Module, conversion: dict[str, Any]) -> list[_Unit]:
+def _units(caller: str, model: nn.Module, conversion: dict[str, Any]) -> _Units:
     """Return the PWLUs to insert into the model. Raise ValueError, before anything is changed, if they do not fit."""
     check_unwrapped(caller, model)
     there = units_of(model)
     try:
-        made = [_make_unit(row, model, row["name"] in there) for row in conversion["units"] if not _has_unit(row, there)]
+        made = {
+            str(row["name"]): _make_unit(row, model, row["name"] in there)
+            for row in conversion["units"]
+            if not _has_unit(row, there)
+        }
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{caller}: the conversion in the file is damaged: {error!r}") from error
-    for unit in made:
-        owner, _, key = unit.name.rpartition(".")
+    for name, (_, edit) in made.items():
+        owner, _, key = name.rpartition(".")
         try:
             module = model.get_submodule(owner)
         except AttributeError:
             module = None
-        if module is None or (unit.edit is None) != (key in module._modules):
+        if module is None or (edit is None) != (key in module._modules):
             raise ValueError(
-                f"{caller}: {type(model).__name__} has no place for {unit.name}. The file holds a {conversion.get('model')}: "
+                f"{caller}: {type(model).__name__} has no place for {name}. The file holds a {conversion.get('model')}: "
                 "create the model as it was before its conversion"
             )
-        if unit.edit is not None:
-            edits = sorted(other.edit for other in made if other.edit and other.name.rpartition(".")[0] == owner)
+        if edit is not None:
+            edits = sorted(other for place, (_, other) in made.items() if other and place.rpartition(".")[0] == owner)
             try:
                 rewrite.rewritten_class(rewrite.original_class(type(module)), tuple(edits))
             except rewrite.CannotRewrite as error:
-                raise ValueError(f"{caller}: {unit.name} cannot be put into {type(module).__name__}: {error}") from error
+                raise ValueError(f"{caller}: {name} cannot be put into {type(module).__name__}: {error}") from error
     return made
 
 
@@ -242,7 +237,7 @@ def _has_unit(row: dict[str, Any], units: dict[str, PWLU]) -> bool:
     return unit is not None and _describe_unit(row["name"], unit, None) == {**row, "edit": None}
 
 
-def _make_unit(row: dict[str, Any], model: nn.Module, again: bool) -> _Unit:
+def _make_unit(row: dict[str, Any], model: nn.Module, again: bool) -> tuple[PWLU, rewrite.Edit | None]:
     tensor = next(model.parameters(), next(model.buffers(), None))
     dtype = getattr(torch, row["dtype"])
     if dtype not in checks.FLOATS:
@@ -272,24 +267,16 @@ def _make_unit(row: dict[str, Any], model: nn.Module, again: bool) -> _Unit:
         expected = row["name"].rpartition(".")[2]
         if not child.isidentifier() or child != expected:
             raise ValueError(f"the edit of {row['name']!r} must name the child {expected!r}, not {child!r}")
-    return _Unit(str(row["name"]), unit, edit)
+    return unit, edit
 
 
-def _insert_units(model: nn.Module, units: Sequence[_Unit]) -> None:
-    insert_(model, {unit.name: (unit.module, unit.edit) for unit in units})
-
-
-def _check_shapes(model: nn.Module, new: dict[str, PWLU], found: dict[str, tuple[int, ...]]) -> None:
-    everywhere: dict[str, PWLU] = {}  # the new PWLUs by all of their names, because a shared parent has several
-    names = list(model.named_modules(remove_duplicate=False))
-    for name, unit in new.items():
-        owner, _, key = name.rpartition(".")
-        owning = model.get_submodule(owner)
-        everywhere |= {f"{alias}.{key}" if alias else key: unit for alias, module in names if module is owning}
-    old = model.state_dict().items()
-    parts = {key: value for key, value in old if not any(key.startswith(f"{name}.") for name in everywhere)}
-    parts |= {f"{name}.{key}": value for name, unit in everywhere.items() for key, value in unit.state_dict().items()}
-    expected = {key: tuple(value.shape) if isinstance(value, Tensor) else None for key, value in parts.items()}
+def _check_shapes(model: nn.Module, units: _Units, found: dict[str, tuple[int, ...]]) -> None:
+    """Raise ValueError if the file does not have the tensors that the converted model needs."""
+    with FakeCopyMode(FakeTensorMode(allow_non_fake_inputs=True)):  # the copy has shapes, but no values
+        converted = copy.deepcopy(model)
+    insert_(converted, units)
+    state = converted.state_dict().items()
+    expected = {key: tuple(value.shape) if isinstance(value, Tensor) else None for key, value in state}
     wrong = [f"{key} is missing" for key in expected if key not in found]
     wrong += [f"{key} is not in the model" for key in found if key not in expected]
     wrong += [

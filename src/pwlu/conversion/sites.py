@@ -13,7 +13,7 @@ from pwlu.conversion.conversion_report import Site
 from pwlu.conversion.nodes import SPLIT_CHANNELS
 from pwlu.conversion.rewrite import Edit
 from pwlu.conversion.sample_runs import Recorded, Run
-from pwlu.conversion.tracing import Call
+from pwlu.conversion.tracing import Call, full_name
 
 
 @dataclass
@@ -23,12 +23,9 @@ class Candidate:
     site: Site
     calls: list[Call]
     modes: Counter[Run]  # number of calls per run
-    owner: str = ""  # the module that gets the new child
-    key: str = ""  # name of the child
-    edit: Edit | None = None
-    module: nn.Module | None = None
+    edit: Edit | None = None  # the call to rewrite; None if the new activation replaces a registered module
+    module: nn.Module | None = None  # the new activation
     inputs: tuple[float, float] | None = None  # the range of the inputs on the sample, for bounds='sample'
-    alone: bool = True  # whether no other site is at the same place in the source; in a loop, several can be
 
     @property
     def selected(self) -> bool:
@@ -83,11 +80,6 @@ def _site(calls: list[Call], modes: tuple[str, ...]) -> Site:
     )
 
 
-def full_name(prefix: str, name: str) -> str:
-    """Return the full name of a child."""
-    return f"{prefix}.{name}" if prefix else name
-
-
 def _find_channel_dims(site: Site, calls: list[Call]) -> None:
     """Set ``dim``, the channel dimension of every call.
 
@@ -132,46 +124,56 @@ def decide(candidate: Candidate, rules: Rules) -> None:
     dims = {call.dim for call in calls if call.shape}
     if len({len(call.shape) for call in calls}) == 1 and len({dim % len(calls[0].shape) for dim in dims}) == 1:
         dims = {max(dims)}  # 1 and -1 are the same dimension of a matrix
-    starts = sorted({call.start.name for call in calls})
     sizes = {call.shape[call.dim] for call in calls if call.shape and site.layout != "several"}
     site.channel_dim = next(iter(dims), 1)
     positions = [p for call in calls if site.layout != "several" and (p := _positions(call, call.dim)) is not None]
     site.positions = max(positions, default=None)
     site.channels = next(iter(sizes), 1)
     site.glu = any(call.glu for call in calls) and not any(call.is_gate for call in calls)
-    reused = any(call.reused for call in calls)
-    if not any(rules.includes(call.kind) for call in calls):
-        site.reason = f"{site.kind} is not in kinds"
-    elif len(starts) > 1:
-        site.action, site.reason = "impossible", f"the same place applies {' and '.join(starts)}"
-    elif not all(call.dtype.is_floating_point for call in calls):
-        site.reason = f"its input is {calls[0].dtype}"
-    elif all(call.is_gate for call in calls):
-        site.reason = "it is a gate"
-    elif all(call.feeds_gate for call in calls):
-        site.reason = "it feeds a gate"
-    elif site.positions is not None and site.positions < rules.min_positions:
-        site.reason = f"feature maps of {counted(site.positions, 'position')}"
-    elif rules.where is not None and not rules.where(site):
-        site.reason = "where returned False"
-    elif any(call.written_out for call in calls):
-        site.action = "impossible"
-        site.reason = (
-            f"it is written as a formula: call F.{site.kind}, or pass the class of its module in kinds if it computes only that"
-        )
-    elif any(call.kind == "prelu" and call.module is None for call in calls):
-        site.action, site.reason = "impossible", "it is F.prelu, whose slopes belong to no module: use nn.PReLU"
-    elif any(call.arguments > 1 for call in calls):
-        site.action, site.reason = "impossible", "it is called with more than one argument"
-    elif reused:
-        site.action, site.reason = "impossible", "it works in place, and its input is used again: set inplace=False"
-    elif rules.granularity == "channel" and len(sizes) > 1:
-        widths = ", ".join(map(str, sorted(sizes)))
-        site.action, site.reason = "impossible", f"the same place is called with {widths} channels: pass granularity='layer'"
-    elif rules.granularity == "channel" and len(dims) > 1 and site.layout != "several":
-        places = ", ".join(map(str, sorted(dims)))
-        site.action, site.reason = "impossible", f"the same place is called with channels in dimensions {places}"
+    if why := _why_skipped(site, calls, rules):
+        site.action, site.reason = "skipped", why
+    elif why := _why_impossible(site, calls, rules, sizes, dims):
+        site.action, site.reason = "impossible", why
     else:
         site.action = "converted"
     if rules.granularity == "layer":
         site.layout = ""  # one function does not depend on the channels
+
+
+def _why_skipped(site: Site, calls: list[Call], rules: Rules) -> str:
+    """Return why the rules leave the site out; empty if they do not."""
+    if not any(rules.includes(call.kind) for call in calls):
+        return f"{site.kind} is not in kinds"
+    if not all(call.dtype.is_floating_point for call in calls):
+        return f"its input is {calls[0].dtype}"
+    if all(call.is_gate for call in calls):
+        return "it is a gate"
+    if all(call.feeds_gate for call in calls):
+        return "it feeds a gate"
+    if site.positions is not None and site.positions < rules.min_positions:
+        return f"feature maps of {counted(site.positions, 'position')}"
+    return "where returned False" if rules.where is not None and not rules.where(site) else ""
+
+
+def _why_impossible(site: Site, calls: list[Call], rules: Rules, sizes: set[int], dims: set[int]) -> str:
+    """Return why the site cannot be converted; empty if it can.
+
+    `sizes`, `dims`: the numbers of channels of its calls, and their dimensions.
+    """
+    if len(starts := sorted({call.start.name for call in calls})) > 1:
+        return f"the same place applies {' and '.join(starts)}"
+    if any(call.written_out for call in calls):
+        return (
+            f"it is written as a formula: call F.{site.kind}, or pass the class of its module in kinds if it computes only that"
+        )
+    if any(call.kind == "prelu" and call.module is None for call in calls):
+        return "it is F.prelu, whose slopes belong to no module: use nn.PReLU"
+    if any(call.arguments > 1 for call in calls):
+        return "it is called with more than one argument"
+    if any(call.reused for call in calls):
+        return "it works in place, and its input is used again: set inplace=False"
+    if rules.granularity == "channel" and len(sizes) > 1:
+        return f"the same place is called with {', '.join(map(str, sorted(sizes)))} channels: pass granularity='layer'"
+    if rules.granularity == "channel" and len(dims) > 1 and site.layout != "several":
+        return f"the same place is called with channels in dimensions {', '.join(map(str, sorted(dims)))}"
+    return ""

@@ -1,6 +1,7 @@
 """Locate a call in the source: the module that makes it, the method, the position."""
 
 import functools
+import inspect
 import os
 from collections.abc import Iterator, Mapping
 from types import CodeType, FrameType
@@ -79,15 +80,8 @@ def _method_owner(frame: FrameType) -> nn.Module | None:
 
 @functools.cache
 def _has_method(cls: type, code: CodeType) -> bool:
-    values = (undecorated(value) for klass in cls.__mro__ for value in vars(klass).values())
+    values = (inspect.unwrap(value) for klass in cls.__mro__ for value in vars(klass).values())
     return any(getattr(value.fget if isinstance(value, property) else value, "__code__", None) is code for value in values)
-
-
-def undecorated(function: Any) -> Any:
-    """Return the function inside its decorators."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
 
 
 def nested_code(code: CodeType) -> Iterator[CodeType]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from pwlu.conversion import gates
 from pwlu.conversion.dataflow import Dataflow
 from pwlu.conversion.kinds import Activation, Recognised, recognise
-from pwlu.conversion.nodes import Node, node_of
+from pwlu.conversion.nodes import SAMPLE, Node, node_of
 from pwlu.conversion.source import Location, call_location
 from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction
 from pwlu.units.module import PWLU
@@ -58,6 +58,11 @@ class Recorder(TorchFunctionMode):
         self.written: dict[int, list[tuple[Call, Tensor]]] = {}  # inputs of in-place activations, by storage
         self.used_again: list[tuple[Call, Tensor, Tensor]] = []
 
+    def note_sample(self, _: nn.Module, *inputs: Any) -> None:
+        """Note the tensors of the sample. This is a forward pre-hook of the model."""
+        for leaf in tree_leaves(inputs):
+            self.dataflow.record(SAMPLE, (), {}, leaf)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         activation = recognise(func, args, kwargs)
@@ -65,12 +70,11 @@ class Recorder(TorchFunctionMode):
             activation = None
         result = func(*args, **kwargs) if activation is None else activation.apply()
         name = getattr(func, "__name__", "")
-        before = node_of(activation.x) if activation else None
         node = self.dataflow.record(name, args, kwargs, result)
         if node is not None:
             self._note_use((args, kwargs))
         if activation is not None:
-            call = self._call(activation.kind, activation.start, name, activation.x, before, node, result)
+            call = self._call(activation.kind, activation.start, name, activation.x, node_of(activation.x), result)
             call.method = not hasattr(func, "__module__") or func.__module__ is None  # x.relu(), not F.relu(x)
             if activation.in_place:  # here, the result is a new tensor: note the input, because a later use expects the result
                 self.written.setdefault(_storage(activation.x), []).append((call, activation.x))
@@ -93,7 +97,7 @@ class Recorder(TorchFunctionMode):
             kind, parts = found
             self.dataflow.written_out.add(node)
             self.calls = [call for call in self.calls if call.node not in parts]
-            call = self._call(kind, INITIAL_FUNCTIONS[kind], kind, x, node_of(x), node, y)
+            call = self._call(kind, INITIAL_FUNCTIONS[kind], kind, x, node_of(x), y)
             call.written_out = True
 
     def _note_use(self, values: Any) -> None:
@@ -101,16 +105,13 @@ class Recorder(TorchFunctionMode):
             if self.written and isinstance(tensor, Tensor):
                 self.used_again += [(call, x, tensor) for call, x in self.written.get(_storage(tensor), ())]
 
-    def _call(
-        self, kind: str, start: InitialFunction, was: str, x: Tensor, before: Node | None, node: Node | None, y: Tensor
-    ) -> Call:
+    def _call(self, kind: str, start: InitialFunction, was: str, x: Tensor, before: Node | None, y: Tensor) -> Call:
+        """Record a call with the input x, whose node was `before`, and the output y."""
         channel_dim = before.channel_dim if before is not None else None
         location = call_location(sys._getframe(2), self.names)
-        call = Call(
-            kind, start, was, None, location, False, tuple(x.shape), x.dtype, x.device, channel_dim, node, output=y, x=x
-        )
-        self.calls.append(call)
-        return call
+        like = tuple(x.shape), x.dtype, x.device
+        self.calls.append(Call(kind, start, was, None, location, False, *like, channel_dim, node_of(y), output=y, x=x))
+        return self.calls[-1]
 
     def module_called(
         self, name: str, module: nn.Module, forward: Any, by_class: Any, known: Any, *args: Any, **kwargs: Any
@@ -139,7 +140,7 @@ class Recorder(TorchFunctionMode):
                 call.kind, call.start = known
         elif recognised is not None and given and isinstance(given[0], Tensor) and isinstance(y, Tensor):
             self.calls = [call for call in self.calls if id(call) in before]
-            call = self._call(*recognised, "", given[0], before_node, node_of(y), y)
+            call = self._call(*recognised, "", given[0], before_node, y)
             if recognised[1].channels > 1:
                 call.channel_dim = getattr(module, "channel_dim", 1)
         else:
@@ -157,7 +158,8 @@ class Recorder(TorchFunctionMode):
         for call, x, tensor in self.used_again:
             call.reused = call.reused or _overlap(x, tensor)
         found, feeding = self.dataflow.feeding_gates(outputs)
-        multiplied = self.dataflow.gated_linear_units({call.node for call in self.calls if call.node is not None})
+        products = [node for node in self.dataflow.nodes if node.factors]
+        multiplied = gates.gated_linear_units(products, {call.node for call in self.calls if call.node is not None})
         for call in self.calls:
             call.is_gate, call.feeds_gate, call.glu = (call.node in nodes for nodes in (found, feeding, multiplied))
             call.node = call.output = call.x = None
@@ -186,10 +188,15 @@ def stateless_leaf(module: nn.Module) -> bool:
     return not (module._modules or module._parameters or module._buffers)
 
 
+def full_name(prefix: str, name: str) -> str:
+    """Return the full name of a child."""
+    return f"{prefix}.{name}" if prefix else name
+
+
 def registrations(model: nn.Module) -> dict[str, tuple[nn.Module, str, nn.Module]]:
     """Return parent, key and module of every registered module by full name. Children of a shared parent appear once."""
     return {
-        f"{prefix}.{key}" if prefix else key: (parent, key, module)
+        full_name(prefix, key): (parent, key, module)
         for prefix, parent in model.named_modules()
         for key, module in parent._modules.items()
         if module is not None

@@ -1,6 +1,7 @@
 """Find activations that the sample did not reach: modules that were not called, and calls in the source that did not run."""
 
 import ast
+import inspect
 from collections.abc import Iterator
 from types import FunctionType
 
@@ -11,9 +12,8 @@ from pwlu.conversion.kinds import ARGUMENTS, recognise_module
 from pwlu.conversion.probing import stateless
 from pwlu.conversion.rewrite import CannotRewrite, definition, original_class, rewritten_places
 from pwlu.conversion.sample_runs import Recorded
-from pwlu.conversion.sites import Rules, full_name
-from pwlu.conversion.source import undecorated
-from pwlu.conversion.tracing import Call, registrations, stateless_leaf
+from pwlu.conversion.sites import Rules
+from pwlu.conversion.tracing import Call, full_name, registrations, stateless_leaf
 
 _REASON = "the sample does not reach it, in training or in evaluation mode"
 _LIBRARIES = frozenset({"F", "functional", "torch"})
@@ -57,7 +57,7 @@ def _unreached_calls(model: nn.Module, calls: list[Call], rules: Rules) -> Itera
 def _methods(cls: type) -> Iterator[FunctionType]:
     for klass in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         for value in vars(klass).values():
-            if isinstance(function := undecorated(value), FunctionType):
+            if isinstance(function := inspect.unwrap(value), FunctionType):
                 yield function
 
 

@@ -7,8 +7,6 @@ functions, the result has the fewest knots. Among those with this number of knot
 All computations run in float64 on the CPU. A unit needs at least two knots.
 """
 
-import itertools
-
 import torch
 from torch import Tensor
 
@@ -43,65 +41,52 @@ def dropped_errors(functions: Knots) -> Tensor:
     return errors
 
 
-def least_errors(functions: Knots) -> tuple[Tensor, Tensor]:
-    """Return the least errors (C, J + 1) with exactly k of J knots, and the predecessors of kept knots (J + 1, C, J + 2).
+def least_errors(functions: Knots) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the least errors (C, J + 1) with exactly k of J knots, infinite for k < 2, and the knots that give them.
 
-    The error is infinite for k < 2.
+    These are the last kept knots (C, J + 1), and the predecessors (J + 1, C, J + 2): the k-th maps the (k + 1)-th kept knot to
+    the one before.
     """
     cost = dropped_errors(functions)
     channels, count = functions.knots.shape
     best = torch.full((channels, count + 2), torch.inf, dtype=torch.float64)
     best[:, 0] = 0
-    least, before = [], []
-    for k in range(count + 1):
-        found, _ = torch.maximum(best, cost[:, :, -1]).min(1)
-        least.append(found if k >= 2 else torch.full_like(found, torch.inf))
+    least, last, before = [], [], []
+    for _ in range(count + 1):
+        found, index = torch.maximum(best, cost[:, :, -1]).min(1)
+        least.append(found)
+        last.append(index)
         best, chosen = torch.maximum(best[:, :, None], cost).min(1)  # for each index, as the last kept knot
         best[:, -1] = torch.inf
         before.append(chosen)
-    # before[k] maps the (k + 1)-th kept knot to the k-th
-    return torch.stack(least, 1), torch.stack(before)
+    return torch.stack(least, 1).index_fill_(1, torch.arange(2), torch.inf), torch.stack(last, 1), torch.stack(before)
 
 
 def fewest_knots(functions: Knots, allowed: Tensor) -> Tensor:
     """Return the least number of knots (C,) with an error of at most `allowed` (C,) in each channel."""
-    least, _ = least_errors(functions)
+    least, *_ = least_errors(functions)
     return (least <= allowed[:, None]).int().argmax(1)
 
 
 def keep_fewest_knots(functions: Knots, allowed: Tensor) -> Knots:
-    """Return functions with the smallest number of knots that suffices for every channel.
+    """Return functions with the smallest number of knots that suffices for an error of `allowed` (C,) in every channel.
 
     A channel that needs fewer knots gets those that give its smallest error with at most this number. Knots on its own lines,
     which do not change the function, are added to reach the number.
     """
-    least, before = least_errors(functions)
+    least, last, before = least_errors(functions)
     knots, heights, left_slope, right_slope = functions
     most = int((least <= allowed[:, None]).int().argmax(1).max())
     if most == knots.shape[1]:
         return functions
-    numbers = least[:, : most + 1].argmin(1)
-    cost = dropped_errors(functions)
-    rows = []
-    for c, number in enumerate(numbers.tolist()):
-        rows.append(_trace_back(cost[c], before[:, c], number, float(least[c, number])))
-    new = [_add_knots(knots[c][kept], heights[c][kept], most) for c, kept in enumerate(rows)]
-    return Knots(torch.stack([k for k, _ in new]), torch.stack([y for _, y in new]), left_slope, right_slope)
-
-
-def _trace_back(cost: Tensor, before: Tensor, number: int, error: float) -> Tensor:
-    """Return the kept knots of one channel, in order."""
-    # Follow `before` back from every possible last knot, and take one that reaches the least error.
-    for last in range(1, len(cost) - 1):
-        path = [last]
+    new = []
+    for c, number in enumerate(least[:, : most + 1].argmin(1).tolist()):
+        path = [int(last[c, number])]
         for k in range(number - 1, 0, -1):
-            path.append(int(before[k, path[-1]]))
-        path.reverse()
-        ends = [0, *path, len(cost) - 1]
-        made = max(float(cost[i, j]) for i, j in itertools.pairwise(ends))
-        if made <= error:
-            return torch.tensor(path) - 1
-    raise AssertionError("no path has the least error")
+            path.append(int(before[k, c, path[-1]]))
+        kept = torch.tensor(path[::-1]) - 1
+        new.append(_add_knots(knots[c][kept], heights[c][kept], most))
+    return Knots(torch.stack([k for k, _ in new]), torch.stack([y for _, y in new]), left_slope, right_slope)
 
 
 def _add_knots(knots: Tensor, heights: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -130,9 +130,13 @@ def tabulate_(model: fx.GraphModule) -> Tables:
     report = Tables(type(model).__name__, entries)
     if not report.tabulated:
         raise ValueError(f"tabulate_: no PWLU has an 8-bit input. To quantize it, use {_FLOW}\n{report}")
-    for plan in plans:
-        if isinstance(plan, _Plan):
-            _apply_plan(model, plan)
+    made = [plan for plan in plans if isinstance(plan, _Plan)]
+    owners = {_owner(plan.call) for plan in made}
+    for plan in made:
+        _apply_plan(model, plan)
+    model.graph.eliminate_dead_code()
+    for owner in owners:
+        _remove_unused(model, owner)
     model.graph.lint()
     model.recompile()
     return report
@@ -236,17 +240,6 @@ def _apply_plan(model: fx.GraphModule, plan: _Plan) -> None:
     look_up.meta = dict(plan.replaced[0].meta)
     for node in plan.replaced:
         node.replace_all_uses_with(look_up)
-        _erase(graph, node)
-    _remove_unused(model, owner)
-
-
-def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase the node and the nodes that only it used."""
-    inputs = node.all_input_nodes
-    graph.erase_node(node)
-    for each in inputs:
-        if not each.users:
-            _erase(graph, each)
 
 
 def _constant(model: fx.GraphModule, owner: str, what: str, value: Tensor) -> fx.Node:
@@ -266,12 +259,8 @@ def _owner(call: fx.Node) -> str:
 def _remove_unused(model: fx.GraphModule, owner: str) -> None:
     """Remove parameters and buffers of a PWLU that nothing uses any more."""
     module = model.get_submodule(owner)
-    names = {f"{owner}.{name}".removeprefix("."): name for name in dict([*module.named_parameters(), *module.named_buffers()])}
-    nodes = [node for node in model.graph.nodes if node.op == "get_attr" and node.target in names]
-    used = {names[node.target] for node in nodes if node.users}
-    for node in nodes:
-        if not node.users:
-            model.graph.erase_node(node)
-    for name in set(names.values()) - used:
-        holder, _, last = name.rpartition(".")
-        delattr(module.get_submodule(holder), last)
+    used = {node.target for node in model.graph.nodes if node.op == "get_attr"}
+    for name in dict([*module.named_parameters(), *module.named_buffers()]):
+        if f"{owner}.{name}".removeprefix(".") not in used:
+            holder, _, last = name.rpartition(".")
+            delattr(module.get_submodule(holder), last)

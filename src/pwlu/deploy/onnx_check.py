@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 _BATCHES_AND_SPREADS = ((1, 1.0), (3, 4.0), (2, 0.25), (None, 16.0))  # batch size (None: large), multiple of sample's spread
+_Outputs = tuple[list[Tensor], list[Tensor], list[Tensor]]  # of PyTorch, of PyTorch in float64, of the other implementation
 _ELEMENTS, _LARGEST_BATCH = 2**16, 128  # the large batch has about this many elements, and at most this many samples
 
 
@@ -91,36 +92,33 @@ class Difference(NamedTuple):
     share: float
     tolerance: float
 
+    @property
+    def allowed(self) -> bool:
+        """Return whether the difference is within the tolerance; False for NaN."""
+        return self.difference <= self.tolerance
+
+    @property
+    def closeness(self) -> float:
+        """Return the difference divided by the tolerance."""
+        return ratio(self.difference, self.tolerance)
+
     def __str__(self) -> str:
         difference, share, tolerance = (f"{number:.2g}" for number in self)
         return f"largest difference {difference} ({share} of the largest output), tolerance {tolerance}"
 
 
-@dataclass
-class Agreement:
-    """The result of a comparison.
-
-    The comparison passes if ``difference`` <= ``tolerance``.
+class Agreement(NamedTuple):
+    """The result of a comparison. It passes if ``closest.allowed``.
 
     Attributes:
-        difference: the difference of the output that is closest to its tolerance.
-        tolerance: the tolerance of that output.
+        closest: the difference of the output that is closest to its tolerance.
         largest: the largest difference of all outputs, for reports.
         batches: the batch sizes of the random inputs.
     """
 
-    difference: float
-    tolerance: float
+    closest: Difference
     largest: Difference
     batches: tuple[int, ...]
-
-
-@dataclass
-class _Run:
-    batch: int
-    actual: list[Tensor]
-    expected: list[Tensor]
-    exact: list[Tensor]
 
 
 def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
@@ -148,16 +146,16 @@ def agreement(
         tolerance: the largest difference, as a share of the largest output. None: derive it from the rounding errors.
     """
     exact = None if tolerance is not None else _in_float64(model, sample)
-    runs = []
+    runs, batches = [], []
     generator = torch.Generator().manual_seed(0)
     for batch, spread in _BATCHES_AND_SPREADS:
         inputs = sample.random((batch or sample.large_batch) if any_batch else None, spread, generator)
         expected = outputs(model, inputs)
         wide = outputs(exact, inputs.map(_double)) if exact else expected
-        runs.append(_Run(inputs.batch, run(inputs), expected, wide))
+        runs.append((expected, wide, run(inputs)))
+        batches.append(inputs.batch)
     compared = _compare(runs, 1 + 3 * math.sqrt(terms / 2), tolerance)
-    closest = max(compared, key=lambda each: ratio(each.difference, each.tolerance))
-    return Agreement(closest.difference, closest.tolerance, max(compared), tuple(run.batch for run in runs))
+    return Agreement(max(compared, key=lambda each: each.closeness), max(compared), tuple(batches))
 
 
 def ratio(difference: float, size: float) -> float:
@@ -165,13 +163,13 @@ def ratio(difference: float, size: float) -> float:
     return difference / size if size else math.inf if difference else 0.0
 
 
-def _compare(runs: list[_Run], factor: float, tolerance: float | None) -> list[Difference]:
+def _compare(runs: list[_Outputs], factor: float, tolerance: float | None) -> list[Difference]:
     """Return the largest difference of every output of every run. Skip elements where PyTorch's result is not finite."""
     compared = []
-    for place in range(len(runs[0].expected)):
+    for place in range(len(runs[0][0])):
         sizes, errors, found = [], [], []
         for run in runs:
-            expected, exact, actual = (each[place].double() for each in (run.expected, run.exact, run.actual))
+            expected, exact, actual = (outputs[place].double() for outputs in run)
             if actual.shape != expected.shape:
                 raise RuntimeError(
                     f"output {place} has the shape {tuple(actual.shape)}, but PyTorch's has {tuple(expected.shape)}"
@@ -183,7 +181,7 @@ def _compare(runs: list[_Run], factor: float, tolerance: float | None) -> list[D
             errors.append(float((expected - exact)[finite].abs().max()))
             distance = (actual - expected)[finite].abs()
             found.append(float(distance.nan_to_num(nan=math.inf).max()))
-        dtype = runs[0].expected[place].dtype
+        dtype = runs[0][0][place].dtype
         eps = torch.finfo(dtype if dtype.is_floating_point else torch.float32).eps
         # Take the largest error over all runs, because PyTorch may be exact by chance in a run with few elements.
         share = max((error / size for error, size in zip(errors, sizes, strict=True) if size), default=0.0)

@@ -73,7 +73,7 @@ class OnnxReport:
 
     def __str__(self) -> str:
         batch = "any batch size" if self.any_batch else f"batches of {self.batches[0]}"
-        units = f"{counted(len(self.units), 'PWLU')} as {self.form}"
+        units = f"{counted(len(self.units), 'PWLU') if self.units else 'no PWLUs'} as {self.form}"
         lines = [
             f"{self.path}: {self.size / 1e6:.2f} MB, opset {self.opset}, {batch}, {units}",
             "operators: " + ", ".join(f"{name} {count}" for name, count in self.operators.items()),
@@ -135,8 +135,29 @@ def export_onnx(
         ['1']
     """
     require_model("export_onnx", model)
-    target = _check_arguments(model, path, form, opset)
-    onnx, runtime = packages("export_onnx")
+    fused = (FusedPWLU, FusedNonUniformPWLU)
+    if not units_of(model) and not any(isinstance(module, fused) for module in model.modules()):
+        kinds = Counter(type(module).__name__ for module in model.modules() if not list(module.children()))
+        raise ValueError(
+            f"export_onnx: {type(model).__name__} has no PWLU, only {', '.join(f'{n} {kind}' for kind, n in kinds.items())}. "
+            "Export it without pwlu: torch.onnx.export(model, args, path)"
+        )
+    return export(model, sample, Path(path), form, opset, dynamic_batch, tolerance, metadata)
+
+
+def export(
+    model: nn.Module,
+    sample: Any,
+    target: Path,
+    form: str = FASTEST,
+    opset: int = _OLDEST_OPSET,
+    dynamic_batch: bool = True,
+    tolerance: float | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> OnnxReport:
+    """Do what :func:`export_onnx` does, also for a model without PWLUs."""
+    _check_arguments(model, target, form, opset)
+    onnx, runtime = _packages()
     inputs = Inputs.of(sample).map(lambda t: t.detach().cpu())
     plain = copy.deepcopy(model).to("cpu")
     inputs = _in_declared_order(plain, inputs)
@@ -152,18 +173,18 @@ def export_onnx(
         fuse_(written)
     units = set_form_(written, form)
     with files.atomic_write(target) as file:
-        write(written, inputs, file, opset, dynamic_batch)
+        _write(written, inputs, file, opset, dynamic_batch)
         alone = _check_units_alone(onnx, runtime, file, plain, units, inputs, dynamic_batch)
         operators = finish(onnx, file, opset, metadata or {})
         terms = max((units[name].terms for name in alone.units), default=2)
         found = agreement(plain, _runner(runtime, file, inputs), inputs, dynamic_batch, terms, tolerance)
         for each, what in ((alone, f"of the PWLU {alone.unit!r}, on inputs of every segment,"), (found, "of the model")):
-            if not each.difference <= each.tolerance:
+            if not each.closest.allowed:
                 allowed = "the tolerance allows" if each is found and tolerance is not None else "rounding explains"
+                other = f" Try another form: form={' or '.join(repr(f) for f in FORMS if f != form)}." if units else ""
                 raise RuntimeError(
-                    f"export_onnx: the result {what} in ONNX Runtime differs from PyTorch's by {each.difference:.3g}, but "
-                    f"{allowed} only {each.tolerance:.3g}. Nothing was written to {target}. Try another form: "
-                    f"form={' or '.join(repr(f) for f in FORMS if f != form)}."
+                    f"export_onnx: the result {what} in ONNX Runtime differs from PyTorch's by {each.closest.difference:.3g}, "
+                    f"but {allowed} only {each.closest.tolerance:.3g}. Nothing was written to {target}.{other}"
                 )
         size = sum(finished.stat().st_size for finished in file.parent.iterdir())
     unreached = [name for name in units if name not in alone.units]
@@ -171,23 +192,15 @@ def export_onnx(
     return OnnxReport(target, size, opset, form, alone.units, unreached, operators, dynamic_batch, *checked)
 
 
-def _check_arguments(model: nn.Module, path: str | os.PathLike[str], form: str, opset: int) -> Path:
+def _check_arguments(model: nn.Module, target: Path, form: str, opset: int) -> None:
     if form not in FORMS:
         raise ValueError(f"export_onnx: form must be one of {', '.join(map(repr, FORMS))}, not {form!r}")
     if isinstance(opset, bool) or not isinstance(opset, int) or opset < _OLDEST_OPSET:
         raise ValueError(f"export_onnx: opset must be an integer of at least {_OLDEST_OPSET}, not {opset!r}")
-    target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"export_onnx: the folder {target.parent} does not exist: create it first, or write to another")
     if target.is_dir():
         raise IsADirectoryError(f"export_onnx: {target} is a folder. Pass a file in it, such as {target / 'model.onnx'}")
-    fused = (FusedPWLU, FusedNonUniformPWLU)
-    if not units_of(model) and not any(isinstance(module, fused) for module in model.modules()):
-        kinds = Counter(type(module).__name__ for module in model.modules() if not list(module.children()))
-        raise ValueError(
-            f"export_onnx: {type(model).__name__} has no PWLU, only {', '.join(f'{n} {kind}' for kind, n in kinds.items())}. "
-            "Export it without pwlu: torch.onnx.export(model, args, path)"
-        )
     if training := [name for name, module in model.named_modules() if module.training]:
         listed = ", ".join(name or "the model" for name in training[:3]) + (", ..." if len(training) > 3 else "")
         raise ValueError(f"export_onnx: {listed} is in training mode. Call model.eval() first")
@@ -198,16 +211,15 @@ def _check_arguments(model: nn.Module, path: str | os.PathLike[str], form: str, 
             "could not be checked. Export a copy in float32: "
             "pwlu.export_onnx(copy.deepcopy(model).float(), sample.float(), path)"
         )
-    return target
 
 
-def packages(caller: str) -> tuple[Any, Any]:
+def _packages() -> tuple[Any, Any]:
     """Return the modules onnx and onnxruntime. Check onnxscript too, which torch.onnx needs."""
     try:
         importlib.import_module("onnxscript")
         return importlib.import_module("onnx"), importlib.import_module("onnxruntime")
     except ImportError as error:
-        raise ImportError(f"{caller} needs onnx, onnxscript and onnxruntime ({error}): {install('onnx')}") from error
+        raise ImportError(f"export_onnx needs onnx, onnxscript and onnxruntime ({error}): {install('onnx')}") from error
 
 
 def _in_declared_order(model: nn.Module, inputs: Inputs) -> Inputs:
@@ -217,7 +229,7 @@ def _in_declared_order(model: nn.Module, inputs: Inputs) -> Inputs:
     return Inputs(inputs.args, {name: inputs.kwargs[name] for name in kwargs})
 
 
-def write(model: nn.Module, inputs: Inputs, file: Path, opset: int, dynamic_batch: bool) -> None:
+def _write(model: nn.Module, inputs: Inputs, file: Path, opset: int, dynamic_batch: bool) -> None:
     """Write the file that torch makes of a model."""
     if dynamic_batch and inputs.batch == 1:  # torch.export treats a size of 1 as a constant
         inputs = inputs.map(lambda t: torch.cat([t, t]) if inputs.batched(t) else t)
@@ -250,7 +262,8 @@ def _check_units_alone(
 ) -> UnitsCheck:
     """Compare every PWLU of the file separately with that of the model, except dynamic and non-uniform PWLUs."""
     if not forms:
-        return UnitsCheck(0.0, 0.0, "", Difference(0.0, 0.0, 0.0), [], 0.0)
+        nothing = Difference(0.0, 0.0, 0.0)
+        return UnitsCheck(nothing, "", nothing, [], 0.0)
     inputs = sample.random(sample.large_batch if dynamic_batch else None, 1.0, torch.Generator().manual_seed(0))
     calls = calls_of(model, inputs)
     if not calls:

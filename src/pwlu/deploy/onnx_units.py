@@ -28,19 +28,17 @@ class Call(NamedTuple):
 
 
 class UnitsCheck(NamedTuple):
-    """The result of the check. It passes if ``difference`` <= ``tolerance``.
+    """The result of the check. It passes if ``closest.allowed``.
 
     Attributes:
-        difference: the difference of ``unit``.
-        tolerance: the tolerance of ``unit``.
+        closest: the difference of ``unit``.
         unit: the unit that is closest to its tolerance.
         largest: the largest difference of all units, for reports.
         units: the names of the called units.
         reached: the fraction of all segments of these units that the inputs reached.
     """
 
-    difference: float
-    tolerance: float
+    closest: Difference
     unit: str
     largest: Difference
     units: list[str]
@@ -94,9 +92,9 @@ def check_units(
             for at in (int((difference / bound).argmax()), int(difference.argmax())):
                 one = float(difference.flatten()[at])
                 found.append((Difference(one, ratio(one, size), float(bound.flatten()[at])), name))
-    closest, unit = max(found, key=lambda each: ratio(each[0].difference, each[0].tolerance))
+    closest, unit = max(found, key=lambda each: each[0].closeness)
     reached = float(torch.cat(list(hits.values())).double().mean())
-    return UnitsCheck(closest.difference, closest.tolerance, unit, max(found)[0], list(forms), reached)
+    return UnitsCheck(closest, unit, max(found)[0], list(forms), reached)
 
 
 def _inputs_in_all_segments(form: Any, like: Tensor, round_: int, hit: Tensor, generator: torch.Generator) -> Tensor:

@@ -14,14 +14,13 @@ from pwlu.baselines import PReLU
 from pwlu.baselines.arguments import ChannelActivation, Device, DType
 from pwlu.common import checks
 from pwlu.common.text import abbreviate, columns, counted
+from pwlu.conversion.convert import wrapper_of
 from pwlu.deploy.fewest_knots import keep_fewest_knots
 from pwlu.deploy.fitting import SIMPLE, Fit, fit
 from pwlu.initial_functions import find_initial_function, fit_bounds
 from pwlu.reference import nonuniform as nonuniform_reference
 from pwlu.units.module import PWLU, apply_constraint, require_units
 from pwlu.units.nonuniform import NonUniformPWLU
-
-_WRAPPERS = {"DistributedDataParallel", "DataParallel", "FSDPModule", "FullyShardedDataParallel", "OptimizedModule"}
 
 
 class Line(ChannelActivation):
@@ -230,9 +229,8 @@ def refine_(model: nn.Module, intervals: int) -> list[str]:
 
 def _check_model(caller: str, model: nn.Module, kinds: tuple[type[PWLU], ...] = (PWLU,)) -> dict[str, PWLU]:
     units = require_units(caller, model)
-    for module in model.modules():
-        if wrapper := _WRAPPERS.intersection(parent.__name__ for parent in type(module).__mro__):
-            raise ValueError(f"{caller}: the model is wrapped by {min(wrapper)}, which holds its parameters. Unwrap it first")
+    if wrapper := wrapper_of(model):
+        raise ValueError(f"{caller}: the model is wrapped by {wrapper}, which holds its parameters. Unwrap it first")
     if subclassed := [name for name, unit in units.items() if type(unit) not in kinds]:
         raise TypeError(
             f"{caller}: {abbreviate(subclassed)} is an instance of a subclass of PWLU ({type(units[subclassed[0]]).__name__}), "
@@ -272,9 +270,13 @@ def _fit_knots(unit: NonUniformPWLU, tolerance: float) -> Fit:
 def _fit(unit: PWLU, tolerance: float, replace: bool) -> Fit:
     if isinstance(unit, NonUniformPWLU):
         return _fit_knots(unit, tolerance)
-    left, right, heights, left_slope, right_slope = (p.detach().to("cpu", torch.float64) for p in unit.blocks())
-    parameters = left, right, heights, left_slope, right_slope
-    return fit(parameters, unit.weight.dtype, tolerance, replace, unit.constraint)
+    return fit(
+        reference.Blocks(*(p.detach().to("cpu", torch.float64) for p in unit.blocks())),
+        unit.weight.dtype,
+        tolerance,
+        replace,
+        unit.constraint,
+    )
 
 
 def _apply_fit(name: str, unit: PWLU, plan: Fit) -> Simplified:

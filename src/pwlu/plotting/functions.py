@@ -161,7 +161,7 @@ def _draw_unit(
         drawn.append(y)
         if inputs:
             height = 0.2 * (1 - (number + 0.5) / len(channels))  # one line above the other
-            _draw_inputs(axis, inputs, channel if curves.channels > 1 else None, colour, height)
+            _draw_inputs(axis, inputs, channel, colour, height)
     axis.set_xlim(low, high)
     return _finite_range(torch.cat(drawn), otherwise=(0.0, 1.0), margin=0.06)
 
@@ -183,8 +183,7 @@ def _input_range(curves: Curves, channels: list[int], inputs: UnitAlignment | No
     """Return the range of inputs to show: the bounds and 90 % of the inputs of these channels, with a margin."""
     values = [curves.left[channels], curves.right[channels]]
     if inputs:
-        seen = channels if curves.channels > 1 else range(inputs.channels)
-        values += [curves.left.new_tensor([side[c] for c in seen]) for side in (inputs.p5, inputs.p95)]
+        values += [curves.left.new_tensor(side)[channels] for side in (inputs.p5, inputs.p95)]
     return _finite_range(torch.cat(values), otherwise=(-3.0, 3.0), margin=0.15)
 
 
@@ -196,28 +195,20 @@ def _finite_range(values: Tensor, otherwise: tuple[float, float], margin: float)
     return low - more, high + more
 
 
-def _draw_inputs(axis: "Axes", inputs: UnitAlignment, channel: int | None, colour: str, height: float) -> None:
-    """Draw the distribution of the inputs of one channel; without a channel, that of all channels together.
+def _draw_inputs(axis: "Axes", inputs: UnitAlignment, channel: int, colour: str, height: float) -> None:
+    """Draw the distribution of the inputs of one channel.
 
     Without a histogram, draw a line at this height from the 5 % to the 95 % quantile.
     """
-    import numpy as np
-
-    chosen = [c for c in (range(inputs.channels) if channel is None else [channel]) if inputs.count[c]]
-    if not chosen:
+    if not inputs.count[channel]:
         return
     # Draw in axes coordinates along the lower edge, where there are no functions at any scale of the output.
     place: dict[str, Any] = {"color": colour, "transform": axis.get_xaxis_transform(), "zorder": 0.5}
     if not inputs.histogram:
-        ends = [min(inputs.p5[c] for c in chosen), max(inputs.p95[c] for c in chosen)]
-        axis.plot(ends, [height] * 2, linewidth=2, label="_inputs", **place)
+        axis.plot([inputs.p5[channel], inputs.p95[channel]], [height] * 2, linewidth=2, label="_inputs", **place)
         return
-    bars = len(inputs.histogram[0])
-    edges = np.linspace(min(inputs.low[c] for c in chosen), max(inputs.high[c] for c in chosen), bars + 1)
-    shares = np.zeros(bars)
-    for c in chosen:
-        below = np.concatenate([[0], np.cumsum(inputs.histogram[c])])
-        shares += np.diff(np.interp(edges, np.linspace(inputs.low[c], inputs.high[c], bars + 1), below))
-    heights = 0.2 * shares / shares.max()
+    low, high, bars = inputs.low[channel], inputs.high[channel], inputs.histogram[channel]
+    heights = [0.2 * bar / max(bars) for bar in bars]
+    edges = [low + (high - low) * number / len(bars) for number in range(len(bars) + 1)]
     axis.stairs(heights, edges, fill=True, alpha=0.12, **place)
     axis.stairs(heights, edges, linewidth=0.8, alpha=0.8, **place)

@@ -14,7 +14,7 @@ function read(data, buffer) {
       ({ values: read[name], steps: read.steps[name] } = bytes.snapshots(moments, channels, columns));
     }
     read.classes = bytes.bytes(channels);
-    for (const name of ["movement", "width", "p5", "p95"]) read[name] = bytes.float16s(channels);
+    for (const name of ["movement", "p5", "p95"]) read[name] = bytes.float16s(channels);
     for (const name of ["iou", "outside", "empty"]) read[name] = bytes.shares(channels);
     if (data.bars) {
       [read.low, read.high] = [bytes.float16s(channels), bytes.float16s(channels)];

@@ -1,6 +1,7 @@
 """Prepare the data of ``gallery.js``: the functions of all layers in all snapshots, and the distributions of their inputs."""
 
 import base64
+import bisect
 import math
 import zlib
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pwlu.analysis.alignment import UnitAlignment
+from pwlu.analysis.alignment import BARS, UnitAlignment
+from pwlu.analysis.curves import inputs_of
 from pwlu.analysis.shapes import CLASSES, UnitShapes
 from pwlu.initial_functions import INITIAL_FUNCTIONS
 from pwlu.plotting.style import evenly_spaced
@@ -16,7 +18,6 @@ from pwlu.report.encoding import encode_float16, encode_shares, encode_snapshots
 from pwlu.report.run_data import RunData
 
 LIMIT = 4_750_000  # characters, so that the page stays below 5 MB
-BARS = 32
 
 
 def gallery(run: RunData, limit: int = LIMIT) -> dict[str, Any]:
@@ -30,17 +31,13 @@ def gallery(run: RunData, limit: int = LIMIT) -> dict[str, Any]:
     def chosen(most: int) -> list[float]:
         return [every[place] for place in evenly_spaced(len(every), most)]
 
-    inputs = {unit.name: unit for unit in run.alignment or ()}
+    inputs = inputs_of({unit.name: unit for unit in run.shapes or ()}, run.alignment, "report")
     bars = any(unit.histogram for unit in inputs.values())
     fixed = _encode_fixed(run, inputs, bars)
     kept = len(every)
     content = _encode(run, every, fixed)
     if len(content) > limit and kept > 2:
-        kept, most = 2, len(every)  # bisection: `kept` snapshots fit (unless not even 2 do), `most` snapshots do not
-        while most - kept > 1:
-            middle = (kept + most) // 2
-            fits = len(_encode(run, chosen(middle), fixed)) <= limit
-            kept, most = (middle, most) if fits else (kept, middle)
+        kept = 2 + bisect.bisect_right(range(3, kept), limit, key=lambda most: len(_encode(run, chosen(most), fixed)))
         content = _encode(run, chosen(kept), fixed)
     left_out = [] if kept == len(every) else [f"{len(every) - kept} of {len(every)} snapshots"]
     if len(content) > limit and bars:
@@ -119,15 +116,12 @@ def _columns(values: Tensor) -> Tensor:
 
 
 def _numbers(unit: UnitShapes, inputs: UnitAlignment | None) -> list[bytes]:
-    """Encode per function: its classes as bits; movement, width, p5 and p95 of the inputs; IOU, shares outside and empty."""
+    """Encode per function: its classes as bits; movement, p5 and p95 of the inputs; IOU, shares outside and empty."""
     memberships = zip(*(unit.members(shape) for shape in CLASSES), strict=True)
     bits = [sum(member << place for place, member in enumerate(members)) for members in memberships]
     known = torch.tensor([share == share for share in unit.outside], device="cpu")  # if not, low and high are the bounds
-    iou = torch.full((unit.channels,), torch.nan, dtype=torch.float64, device="cpu")
-    if inputs is not None:
-        measured = _tensor(inputs.iou)
-        iou = measured if len(measured) == unit.channels else measured.nanmedian()[None]
-    as_float16 = [unit.movement, unit.width, *(torch.where(known, _tensor(v), torch.nan) for v in (unit.low, unit.high))]
+    iou = [math.nan] * unit.channels if inputs is None else inputs.iou
+    as_float16 = [unit.movement, *(torch.where(known, _tensor(v), torch.nan) for v in (unit.low, unit.high))]
     return [
         bytes(bits),
         *(encode_float16(_tensor(values)) for values in as_float16),
@@ -145,23 +139,5 @@ def _distribution(inputs: UnitAlignment | None, channels: int) -> list[bytes]:
     bars = torch.zeros(channels, BARS, dtype=torch.float64, device="cpu")
     if inputs is not None and inputs.histogram:
         low, high, bars = (_tensor(values) for values in (inputs.low, inputs.high, inputs.histogram))
-        if len(low) != channels:
-            low, high, bars = _pool_channels(low, high, bars)
     heights = bars / bars.amax(1, keepdim=True).clamp(min=1e-9) * 255
     return [encode_float16(low), encode_float16(high), to_bytes(heights.round().to(torch.uint8))]
-
-
-def _pool_channels(low: Tensor, high: Tensor, bars: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean distribution over all channels of the input, for a function that all channels share."""
-    known = ~low.isnan()
-    low, high, bars = low[known], high[known], bars[known]
-    if not len(low):
-        return _tensor([torch.nan]), _tensor([torch.nan]), _tensor([[0.0] * BARS])
-    first, last = low.min(), high.max()
-    edges = first + (last - first) * torch.arange(BARS + 1, device="cpu") / BARS
-    places = ((edges - low[:, None]) / (high - low).clamp(min=1e-30)[:, None]).clamp(0, 1) * bars.shape[1]
-    below = torch.nn.functional.pad(bars.cumsum(1), (1, 0))
-    index = places.floor().long().clamp(max=bars.shape[1] - 1)
-    here, then = below.gather(1, index), below.gather(1, index + 1)
-    cumulated = (here + (then - here) * (places - index)).sum(0)
-    return first[None], last[None], cumulated.diff()[None]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from pwlu.analysis.alignment import HEALTHY, Alignment, UnitAlignment
+from pwlu.analysis.alignment import HEALTHY, Alignment, UnitAlignment, share_outside
 from pwlu.lab.recipes import catalog, experiment
 from pwlu.lab.recipes.metrics import format_metrics
 from pwlu.lab.recipes.settings import UserError
@@ -92,12 +92,10 @@ def alignment(aligned: Alignment, names: Iterable[str]) -> str:
     """Return text and charts on how well bounds fit inputs, over all channels and per layer. `names`: all layers in order."""
     if not aligned.iou:
         return "<p>No input reached any PWLU.</p>"
-    outside = [(s, n) for unit in aligned for s, n in zip(unit.outside, unit.count, strict=True) if n]
-    share = sum(s * n for s, n in outside) / sum(n for _, n in outside)
     words = (
         f"<p>The median IOU of the bounds of a function and the middle 90 % of its inputs is "
-        f"<strong>{statistics.median(aligned.iou):.2f}</strong>. {100 * share:.2f} % of all inputs lie outside the bounds; "
-        "every input counts once, so layers with large feature maps have the most weight. "
+        f"<strong>{statistics.median(aligned.iou):.2f}</strong>. {share_outside(aligned)} of all inputs lie outside the "
+        "bounds; every input counts once, so layers with large feature maps have the most weight. "
         f"The dotted line at {HEALTHY:.2f} is the IOU of normally distributed inputs with the bounds {_REALIGNED}, which "
         "realignment sets.</p>"
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from html import escape
 
 from pwlu.analysis.alignment import Alignment
-from pwlu.analysis.shapes import CLASSES, FLAT, Shapes, UnitShapes
+from pwlu.analysis.shapes import CLASSES, Shapes, UnitShapes
 
 _SATURATING = "saturating"
 _SHAPES = {  # the columns of the table, with explanations
@@ -80,7 +80,7 @@ def _cells(unit: UnitShapes, iou: list[float]) -> str:
 
 def _saturating(unit: UnitShapes) -> float:
     steeper = [max(ends) for ends in zip(unit.left_end, unit.right_end, strict=True) if not math.isnan(sum(ends))]
-    return statistics.fmean(end <= FLAT for end in steeper) if steeper else math.nan
+    return statistics.fmean(map(CLASSES["flat_left"].has, steeper)) if steeper else math.nan
 
 
 def _format(template: str, values: Iterable[float], how: Callable[[list[float]], float]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pwlu.common.text import counted
 from pwlu.lab.compare import presets
+from pwlu.lab.compare.table import join
 from pwlu.lab.recipes import catalog, experiment
 from pwlu.lab.recipes.metrics import TITLES
 from pwlu.lab.recipes.settings import UserError
@@ -147,7 +148,8 @@ def make_comparison(runs: Sequence[RunData], baseline: Sequence[RunData]) -> Com
     shared = _shared([*runs, *baseline])
     groups, bases = _grouped(runs, shared), _grouped(baseline, shared)
     if len(bases) > 1:
-        raise UserError(f"--baseline must be runs of one experiment that differ only in their seeds, not {_join_names(bases)}")
+        names = join(base.name for base in bases)
+        raise UserError(f"--baseline must be runs of one experiment that differ only in their seeds, not {names}")
     if bases and not bases[0].values(metric):
         raise UserError(f"the baseline {bases[0].runs[0].path} is not finished: it has no {metric} to compare with")
     if bases and bases[0].name in [group.name for group in groups]:
@@ -181,10 +183,6 @@ def _name(run: RunData, shared: set[str]) -> str:
     changes = {name: value for name, value in experiment.differences(settings).items() if name not in shared}
     words = [f"{name.replace('_', ' ')} {experiment.format_value(value)}" for name, value in changes.items()]
     return ", ".join([presets.TITLES.get(settings.activation, settings.activation), *words])
-
-
-def _join_names(groups: Iterable[Group]) -> str:
-    return " and ".join(group.name for group in groups)
 
 
 def _mean(group: Group, name: str, words: str) -> str:

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import re
 import signal
 import time
 
@@ -96,16 +95,25 @@ def test_cifar_by_the_command(tmp_path, capsys):
     assert RunFolder(tmp_path / "runs" / "cifar100-resnet18-relu-epochs-1-batch-4-width-0.125-seed0").finished
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x02}", b"no pickle at all", pickle.dumps({"data": 1}), pickle.dumps(3)])
-def test_damaged_cifar(tmp_path, capsys, content):
-    (write_cifar(tmp_path) / "cifar-100-python" / "test").write_bytes(content)
+class Harmful:
+    def __reduce__(self):
+        return os.mkdir, ("harm",)
+
+
+@pytest.mark.parametrize("part", ["train", "test", "meta"])
+@pytest.mark.parametrize("content", [b"", b"no pickle at all", pickle.dumps({"data": Harmful()}, protocol=2)])
+def test_cifar_with_other_files(tmp_path, monkeypatch, capsys, part, content):
+    """They are refused before any of their code is called."""
+    monkeypatch.chdir(tmp_path)
+    (write_cifar(tmp_path) / "cifar-100-python" / part).write_bytes(content)
     text = refused(capsys, "cifar100/resnet18", "--data", tmp_path, "--runs", tmp_path / "runs")
-    assert re.search(r"cifar-100-python/test is damaged \(.+\): download CIFAR-100 again", text)
+    assert f"CIFAR-100 is not at {tmp_path}/cifar-100-python, or its files are damaged" in text
+    assert not (tmp_path / "harm").exists()
 
 
 def test_missing_cifar(tmp_path, capsys):
     text = refused(capsys, "cifar100/resnet18", "--data", tmp_path / "none", "--runs", tmp_path / "runs")
-    assert f"CIFAR-100 is not at {tmp_path}/none/cifar-100-python/train" in text
+    assert f"CIFAR-100 is not at {tmp_path}/none/cifar-100-python" in text
     assert f"torchvision.datasets.CIFAR100('{tmp_path}/none', download=True)" in text
     assert "--data DIR" in text
 

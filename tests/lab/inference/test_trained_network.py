@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from lab_helpers import NAME, one_thread, same_state, short_run, task_of, train, write_cifar, write_images
+from lab_helpers import NAME, one_thread, same_state, short_run, task_of, write_cifar, write_images
 from safetensors.torch import load_file
 from torch import nn
 from trained_helpers import folder_of
@@ -140,18 +140,6 @@ def test_no_weights(copied, name):
 
 def test_a_run_in_results(run, tmp_path):
     assert "has the results of a run but no model.safetensors" in refused(keep(read_run(run), tmp_path))
-
-
-def test_a_run_of_an_earlier_version(run, copied):
-    """What the error says to do brings its network back."""
-    (copied / "network.json").unlink()
-    (copied / "model.safetensors").rename(copied / "model.pt")
-    text = refused(copied)
-    assert text.startswith(f"{copied} was written by an earlier version of pwlu: it has model.pt but no model.safetensors. ")
-    assert f"Remove {copied / 'result.json'}, then write pwlu train --resume {copied}: that saves" in text
-    (copied / "result.json").unlink()
-    assert train("--resume", copied) == 0
-    assert same_state(load(copied).network.state_dict(), load(run).network.state_dict())
 
 
 @pytest.mark.parametrize("flags", [["--fuse-norms", "on"], ["--act", "prelu"], ["--act", "apl"], ["--act", "pau"]])

@@ -1,6 +1,5 @@
 """Complete the runs of comparisons: find finished runs, resume interrupted ones, start missing ones."""
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -47,18 +46,17 @@ def complete_runs_with_torchrun(required: list[Settings], runs: Path, results: P
 
     Any error ends the comparison. To continue, run the same command again.
     """
-    plan: list[tuple[int, str]] = []  # index of a run, and the folder to resume or ""; rank 0 decides
+    plan: list[tuple[Settings, Path | None]] = []  # the missing runs and the folders to resume; rank 0 decides
     if processes.is_main:
         existing = find_existing(runs)
-        for settings in _missing(required, runs, results):
-            stopped = existing.get(settings)
-            plan.append((required.index(settings), str(stopped.path) if stopped else ""))
-    for number, stopped_in in json.loads(processes.broadcast_text(json.dumps(plan)) or ""):
-        path = Path(stopped_in) if stopped_in else create_run(runs, required[number], processes, again=True)
-        result = train(required[number], path, processes)
+        stopped = ((settings, existing.get(settings)) for settings in _missing(required, runs, results))
+        plan = [(settings, run.path if run else None) for settings, run in stopped]
+    for settings, folder in processes.broadcast_object(plan):
+        path = folder or create_run(runs, settings, processes, again=True)
+        result = train(settings, path, processes)
         if processes.is_main:
             keep(read_run(path), results)
-            print(f"{title(required[number])}: {describe(result)}", flush=True)
+            print(f"{title(settings)}: {describe(result)}", flush=True)
 
 
 def _missing(required: list[Settings], runs: Path, results: Path) -> list[Settings]:

@@ -4,10 +4,11 @@ import dataclasses
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pwlu.lab.compare.job import Job, find_existing
-from pwlu.lab.compare.subprocesses import Outcome
+from pwlu.lab.compare.ray_pool import RayPool
+from pwlu.lab.compare.subprocesses import LocalPool, Outcome
 from pwlu.lab.recipes.experiment import label
 from pwlu.lab.recipes.metrics import format_metrics
 from pwlu.lab.recipes.settings import Settings, UserError
@@ -17,28 +18,7 @@ from pwlu.lab.runs.results import Run, keep
 TRIES = 3  # how often to start a run that dies each time before it has finished another epoch
 PATIENCE = 120.0  # seconds in which a file server releases the locks of a machine that died
 
-
-class Pool(Protocol):
-    """Trains runs: in processes of this machine, or in tasks of a Ray cluster.
-
-    Attributes:
-        slots: how many runs to start at the same time.
-    """
-
-    slots: int
-
-    @property
-    def running(self) -> int:
-        """Return how many runs have been started and have not ended."""
-
-    def start(self, job: Job) -> None:
-        """Start a run."""
-
-    def wait(self) -> list[tuple[Job, Outcome]]:
-        """Wait for a fraction of a second, and return the runs that have ended."""
-
-    def close(self) -> None:
-        """End all runs that are still running."""
+Pool = LocalPool | RayPool
 
 
 @dataclass(frozen=True)

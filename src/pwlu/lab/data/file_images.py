@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,25 +19,6 @@ from pwlu.lab.data.workers import requested_batches
 from pwlu.lab.recipes.settings import Settings, UserError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # the usual values for ImageNet
-
-
-class Source(Protocol):
-    """A source of labelled images: a folder or shards.
-
-    Attributes:
-        classes: the names of the classes.
-    """
-
-    classes: list[str]
-
-    def __len__(self) -> int:
-        """Return the number of images."""
-
-    def image(self, number: int) -> tuple[str | BinaryIO, int]:
-        """Return the path of an image or the open file, and its label."""
-
-    def name(self, number: int) -> str:
-        """Return the name of an image for messages."""
 
 
 class Folder:
@@ -66,6 +47,9 @@ class Folder:
     def name(self, number: int) -> str:
         """Return the name of an image for messages."""
         return self.samples[number][0]
+
+
+Source = Folder | Shards
 
 
 class _FileDataset(Dataset):

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,11 +35,6 @@ class Images:
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    def to(self, device: torch.device) -> "Images":
-        """Return a copy on the device."""
-        tensors: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **tensors)
 
     def part(self, indices: Tensor) -> "Images":
         """Return these images only."""
@@ -83,12 +77,12 @@ def in_memory(
     images: Tensor, labels: Tensor, test_images: Tensor, test_labels: Tensor, device: torch.device, padding: int, flip: bool
 ) -> tuple[Images, Images]:
     """Return training and test images on the device, normalized by mean and standard deviation of the training pixels."""
-    mean, std = _pixel_statistics(images)
-    loaded = []
-    for x, y in ((images, labels), (test_images, test_labels)):
-        numbers = torch.arange(len(y))
-        loaded.append(Images(x, y.long(), numbers, mean, std, padding, flip).to(device))
-    return loaded[0], loaded[1]
+    mean, std = (values.to(device) for values in _pixel_statistics(images))
+    train, test = (
+        Images(x.to(device), y.long().to(device), torch.arange(len(y), device=device), mean, std, padding, flip)
+        for x, y in ((images, labels), (test_images, test_labels))
+    )
+    return train, test
 
 
 def _pixel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ training is the same as for a folder: one random order of all images, whatever t
 """
 
 import io
+import itertools
 import re
 import tarfile
 from collections.abc import Iterator
@@ -93,42 +94,60 @@ _open = lru_cache(OPEN_FILES)(_OpenFile)  # keep files open, because opening one
 
 def _read_headers(path: str) -> Iterator[tuple[int, int, int]]:
     """Yield where each image of a shard begins, its size, and its label."""
-    length = Path(path).stat().st_size
-    key, image, label, dotted, advice = "", None, None, "", "Copy it again"
+    advice = "Copy it again"
     try:
         with open(path, "rb") as file:
             if file.read(2) == b"\x1f\x8b":
                 advice = "Unpack it with gunzip"
         with tarfile.open(path, "r:") as tar:
-            while (member := tar.next()) is not None:
-                tar.members.clear()  # type: ignore[attr-defined]  # otherwise, tarfile keeps all headers in memory
-                matched = None if member.isdir() else _NAME.fullmatch(member.name)
-                if matched is None:
-                    continue
-                extension = f".{matched[2].lower()}"
-                if extension in (*IMG_EXTENSIONS, ".cls") and (not member.isfile() or member.issparse()):
-                    kind = "sparse file" if member.issparse() else "link"
-                    raise UserError(f"{path} holds {member.name} as a {kind}. Pack the files themselves, without --sparse")
-                if matched[1] != key:
-                    yield from _check_sample(path, key, image, label, dotted)
-                    key, image, label, dotted = matched[1], None, None, ""
-                if member.offset_data + member.size > length:
-                    raise tarfile.ReadError(f"it ends within {member.name}")
-                if extension in IMG_EXTENSIONS:
-                    if image is not None:
-                        raise UserError(f"{path} has two images named {key}. Give each image a different name")
-                    image = member.offset_data, member.size
-                elif extension == ".cls":
-                    if label is not None:
-                        raise UserError(f"{path} has two classes for {key}. Give each image one file {key}.cls")
-                    content = tar.extractfile(member)
-                    label = b"" if content is None else content.read()
-                elif extension.endswith(IMG_EXTENSIONS):  # such as a mask, NAME.mask.png
-                    dotted = member.name
-            yield from _check_sample(path, key, image, label, dotted)
+            for key, members in itertools.groupby(_members(path, tar), lambda member: member[0]):
+                yield from _sample(path, key, [(extension, member, content) for _, extension, member, content in members])
             _check_end(tar)
     except (tarfile.TarError, OSError) as error:
         raise UserError(f"the shard {path} cannot be read as a tar file without compression: {error}. {advice}") from None
+
+
+def _members(path: str, tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo, bytes]]:
+    """Yield key and extension of each file, which are separated by the first dot, its header, and the content of a class."""
+    length = Path(path).stat().st_size
+    while (member := tar.next()) is not None:
+        tar.members.clear()  # type: ignore[attr-defined]  # otherwise, tarfile keeps all headers in memory
+        matched = None if member.isdir() else _NAME.fullmatch(member.name)
+        if matched is None:
+            continue
+        extension = f".{matched[2].lower()}"
+        if extension in (*IMG_EXTENSIONS, ".cls") and (not member.isfile() or member.issparse()):
+            kind = "sparse file" if member.issparse() else "link"
+            raise UserError(f"{path} holds {member.name} as a {kind}. Pack the files themselves, without --sparse")
+        if member.offset_data + member.size > length:
+            raise tarfile.ReadError(f"it ends within {member.name}")
+        content = tar.extractfile(member) if extension == ".cls" else None
+        yield matched[1], extension, member, b"" if content is None else content.read()
+
+
+def _sample(path: str, key: str, files: list[tuple[str, tarfile.TarInfo, bytes]]) -> Iterator[tuple[int, int, int]]:
+    """Yield the image of a sample, or nothing if it has neither image nor class. Raise UserError if one of them is missing."""
+    images = [(member.offset_data, member.size) for extension, member, _ in files if extension in IMG_EXTENSIONS]
+    labels = [content for extension, _, content in files if extension == ".cls"]
+    if len(images) > 1:
+        raise UserError(f"{path} has two images named {key}. Give each image a different name")
+    if len(labels) > 1:
+        raise UserError(f"{path} has two classes for {key}. Give each image one file {key}.cls")
+    if not images and not labels:
+        if dotted := [member.name for extension, member, _ in files if extension.endswith(IMG_EXTENSIONS)]:
+            raise UserError(
+                f"{path} holds {dotted[-1]}, but the name of a sample ends at the first dot. Write names without other dots: "
+                "NAME.jpg and NAME.cls"
+            )
+        return
+    if not images or not labels:
+        raise UserError(
+            f"{path} has {key}{' without ' + key + '.cls' if images else '.cls without an image'}. Each image needs a "
+            f"file {key}.cls right before or after it, with the number of its class"
+        )
+    if not _CLASS.fullmatch(labels[0].strip()):
+        raise UserError(f"{key}.cls in {path} must hold the number of a class, such as 7, not {labels[0][:20]!r}")
+    yield *images[0], int(labels[0])
 
 
 def _check_end(tar: tarfile.TarFile) -> None:
@@ -142,27 +161,3 @@ def _check_end(tar: tarfile.TarFile) -> None:
         raise tarfile.ReadError(f"the header at byte {tar.offset:,} is damaged")
     if rest.strip(b"\0"):
         raise tarfile.ReadError(f"more data follows the zeros at byte {tar.offset:,} that end a tar file")
-
-
-def _check_sample(
-    path: str, key: str, image: tuple[int, int] | None, label: bytes | None, dotted: str
-) -> Iterator[tuple[int, int, int]]:
-    """Yield the image of a sample, or nothing if it has no files. Raise UserError if image or label is missing.
-
-    `dotted` is the name of an image file with several dots.
-    """
-    if image is None and label is None:
-        if dotted:
-            raise UserError(
-                f"{path} holds {dotted}, but the name of a sample ends at the first dot. Write names without other dots: "
-                "NAME.jpg and NAME.cls"
-            )
-        return
-    if image is None or label is None:
-        raise UserError(
-            f"{path} has {key}{'.cls without an image' if image is None else ' without ' + key + '.cls'}. Each image needs a "
-            f"file {key}.cls right before or after it, with the number of its class"
-        )
-    if not _CLASS.fullmatch(label.strip()):
-        raise UserError(f"{key}.cls in {path} must hold the number of a class, such as 7, not {label[:20]!r}")
-    yield *image, int(label)

@@ -62,7 +62,7 @@ def with_relu(trained: TrainedNetwork) -> nn.Module:
     network = copy.deepcopy(trained.network)
     for name, was in trained.sites.items():
         network.set_submodule(name, nn.ReLU(inplace=not was.startswith("F.")))
-    return network
+    return network.eval()
 
 
 def measure(

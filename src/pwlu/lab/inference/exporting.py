@@ -17,31 +17,23 @@ from torch.utils._pytree import tree_leaves
 from pwlu.common import files
 from pwlu.deploy.fuse import fuse_
 from pwlu.deploy.onnx_check import Inputs, agreement
-from pwlu.deploy.onnx_export import export_onnx, packages, start_session, write
-from pwlu.deploy.onnx_file import finish
-from pwlu.deploy.onnx_forms import FASTEST
+from pwlu.deploy.onnx_export import export, start_session
 from pwlu.units.module import units_of
 
-OPSET = 18  # the oldest opset that torch writes without a conversion
 METADATA = "metadata.json"  # extra file in a .pt2
 _TORCH_2_11_WARNINGS = r"`isinstance\(treespec, LeafSpec\)`|The given buffer is not writable"  # caused by torch itself
 
 
-def write_onnx(
-    network: nn.Module, sample: Tensor, path: Path, metadata: Mapping[str, str], *, opset: int = OPSET, form: str = FASTEST
-) -> str:
+def write_onnx(network: nn.Module, sample: Tensor, path: Path, metadata: Mapping[str, str], **options: Any) -> str:
     """Write a network in evaluation mode with standard ONNX operators, and return a description of the file.
 
     The file takes any batch size. Batch norms are folded into convolutions. The sample must have a batch of at least 2. The
-    other arguments are those of :func:`pwlu.export_onnx`, but the network need not have PWLUs.
+    arguments are those of :func:`pwlu.export_onnx`, but the network need not have PWLUs.
     """
-    if units_of(network):
-        text = str(export_onnx(network, sample, path, form=form, opset=opset, metadata=metadata))
-    else:
-        text = _write_plain(network, sample, path, opset, metadata)
+    report = export(network, sample, path, metadata=metadata, **options)
     model = importlib.import_module("onnx").load(path, load_external_data=False)
     sides = ((side, ", ".join(value.name for value in getattr(model.graph, side))) for side in ("input", "output"))
-    return "\n".join([text, ", ".join(f"{side} {names}" for side, names in sides)])
+    return "\n".join([str(report), ", ".join(f"{side} {names}" for side, names in sides)])
 
 
 def session(file: Path, threads: int = 0) -> Callable[[Tensor], list[Any]]:
@@ -97,29 +89,13 @@ def fold_batch_norm_(model: nn.Module, sample: Tensor) -> int:
     return folded
 
 
-def _write_plain(network: nn.Module, sample: Tensor, path: Path, opset: int, metadata: Mapping[str, str]) -> str:
-    """Write a network without PWLUs."""
-    onnx, runtime = packages("ONNX")
-    with files.atomic_write(path) as file:
-        write(network, Inputs.of(sample), file, opset, dynamic_batch=True)
-        operators = finish(onnx, file, opset, metadata)
-        run = session(file)
-        checked = _compared(network, lambda x: [torch.from_numpy(array) for array in run(x)], sample)
-        size = file.stat().st_size
-    return (
-        f"{path}: {size / 1e6:.2f} MB, opset {opset}, any batch size, no PWLUs\n"
-        f"operators: {', '.join(f'{name} {count}' for name, count in operators.items())}\n"
-        f"ONNX Runtime {runtime.__version__} and PyTorch, {checked}"
-    )
-
-
 def _compared(network: nn.Module, run: Callable[[Tensor], Any], sample: Tensor) -> str:
     """Run both on random batches of several sizes; raise an error if rounding does not explain the difference."""
     inputs = Inputs.of(sample)
     found = agreement(network, lambda drawn: tree_leaves(run(*drawn.tensors)), inputs, any_batch=True, terms=2, tolerance=None)
-    if not found.difference <= found.tolerance:
+    if not found.closest.allowed:
         raise RuntimeError(
-            f"the exported network differs from the original by {found.difference:.3g}, but rounding explains only "
-            f"{found.tolerance:.3g}. Nothing was written"
+            f"the exported network differs from the original by {found.closest.difference:.3g}, but rounding explains only "
+            f"{found.closest.tolerance:.3g}. Nothing was written"
         )
     return f"on random batches of {', '.join(map(str, found.batches))}: {found.largest}"

@@ -22,8 +22,6 @@ from pwlu.lab.runs.results import no_run_error
 from pwlu.lab.runs.run_folder import MODEL, RunFolder
 from pwlu.lab.training.trainer import replace_activations
 
-_MODEL_OF_FORMAT_1 = "model.pt"
-
 
 @dataclass(frozen=True)
 class TrainedNetwork:
@@ -95,12 +93,6 @@ def _unconverted_network(settings: Settings, info: NetworkInfo) -> tuple[nn.Modu
 
 def _explain_missing(missing: str, folder: RunFolder, settings: Settings) -> str:
     path = folder.path
-    if (path / _MODEL_OF_FORMAT_1).exists():
-        return (
-            f"{path} was written by an earlier version of pwlu: it has {_MODEL_OF_FORMAT_1} but no {missing}. "
-            f"Remove {path / 'result.json'}, then write pwlu train --resume {path}: "
-            "that saves the last checkpoint in the new format, without training"
-        )
     if folder.finished:
         return (
             f"{path} has the results of a run but no {missing}, like the runs in results/. Write the folder that pwlu train "

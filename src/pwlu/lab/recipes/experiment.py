@@ -1,5 +1,6 @@
 """Decide whether two runs are the same experiment, and name experiments."""
 
+import dataclasses
 import hashlib
 import re
 from collections.abc import Hashable
@@ -8,11 +9,9 @@ from typing import Any
 from pwlu.lab.recipes import catalog
 from pwlu.lab.recipes.settings import UNITS, Settings
 
-_PWLU_SETTINGS = ("intervals", "init", "realign_epochs", "fix_init", "rule", "curvature")
-_LEARNED_SETTINGS = ("granularity", "unit_lr")
+_UNIT_SETTINGS = {field.name for field in dataclasses.fields(Settings) if field.metadata.get("unit")}
+_LEARNED_SETTINGS = {"granularity", "unit_lr"}  # those of all activations that learn
 _WITHOUT_PARAMETERS = ("relu", "swish", "silu", "gelu", "mish", "hardswish")
-# realign_epochs is not in this list, because it depends on the length of training.
-_ACTIVATION_SETTINGS = ("activation", "intervals", "init", "fix_init", "rule", "curvature", *_LEARNED_SETTINGS)
 
 _MAX_LABEL = 160  # characters; folder names have at most 255, and include the recipe and the seed as well
 
@@ -24,11 +23,11 @@ def reset_unused(settings: Settings) -> Settings:
     """
     unused: set[str] = set()
     if settings.activation not in UNITS:
-        unused |= set(_PWLU_SETTINGS)
+        unused |= _UNIT_SETTINGS - _LEARNED_SETTINGS
     elif settings.fix_init:
         unused.add("realign_epochs")
     if settings.activation in _WITHOUT_PARAMETERS:
-        unused |= set(_LEARNED_SETTINGS)
+        unused |= _LEARNED_SETTINGS
     recipe = catalog.settings(settings.recipe, activation=settings.activation)
     return settings.replace(**{name: getattr(recipe, name) for name in unused})
 
@@ -62,8 +61,9 @@ def run_name(settings: Settings) -> str:
 
 def method(settings: Settings) -> str:
     """Return a name of the activation and its settings, without the other settings of the run."""
-    named = {"activation": settings.activation} | differences(settings)
-    return slug({name: value for name, value in named.items() if name in _ACTIVATION_SETTINGS})
+    chosen = _UNIT_SETTINGS - {"realign_epochs"}  # this depends on the length of training
+    changes = {name: value for name, value in differences(settings).items() if name in chosen}
+    return slug({"activation": settings.activation} | changes)
 
 
 def slug(changes: dict[str, Any]) -> str:

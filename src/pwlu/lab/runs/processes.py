@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from pwlu.lab.recipes.settings import UserError
 
+T = TypeVar("T")
 # If one rank fails, the others lose their connection to it and fail too. They wait this long before they raise their errors, so
 # that torchrun ends them first and reports the error of the rank that failed first.
 SECONDS_BEFORE_RAISING = 5
@@ -57,12 +58,12 @@ class Processes:
         dist.gather_object(items, parts)
         return items if parts is None else [item for part in parts for item in part]
 
-    def broadcast_text(self, text: str | None) -> str | None:
-        """Return the text of rank 0 on all processes."""
-        texts = [text]
+    def broadcast_object(self, content: T) -> T:
+        """Return the object of rank 0 on all processes."""
+        objects = [content]
         if self.count > 1:
-            dist.broadcast_object_list(texts, src=0)
-        return texts[0]
+            dist.broadcast_object_list(objects, src=0)
+        return objects[0]
 
 
 @contextmanager

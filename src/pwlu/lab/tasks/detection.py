@@ -172,7 +172,7 @@ class Detection(Task):
                 values |= coco_evaluation.average_precision(part, rows, kind, self.recipe.detections)
             if unreadable:
                 values[UNREADABLE] = unreadable
-        return json.loads(self.processes.broadcast_text(json.dumps(values)) or "")
+        return self.processes.broadcast_object(values)
 
     def files(self, model: nn.Module, autocast: AbstractContextManager[Any]) -> dict[str, bytes]:
         """Return the detections if --save-detections is set."""

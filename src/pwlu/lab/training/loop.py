@@ -44,18 +44,19 @@ def create_run(runs: Path, settings: Settings, processes: Processes, again: bool
 
     `again`: create a folder with the next free number even if a run with the same settings exists.
     """
-    created, message = "", ""
+    created: Path | UserError = runs
     if processes.is_main:
         try:
             if not again:
                 _refuse_duplicate(runs, settings)
-            created = str(new_folder(runs, run_name(settings)))
-            RunFolder(Path(created)).write_json("config.json", settings.as_dict())
+            created = new_folder(runs, run_name(settings))
+            RunFolder(created).write_json("config.json", settings.as_dict())
         except UserError as error:
-            message = str(error)
-    if message := processes.broadcast_text(message) or "":  # raise on all ranks, or the others would wait for rank 0
-        raise UserError(message)
-    return Path(processes.broadcast_text(created) or "")
+            created = error
+    created = processes.broadcast_object(created)
+    if isinstance(created, UserError):  # raise on all ranks, or the others would wait for rank 0
+        raise created
+    return created
 
 
 def _refuse_duplicate(runs: Path, settings: Settings) -> None:

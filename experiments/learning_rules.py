@@ -26,7 +26,7 @@ from typing import Any
 
 from rule_training import ACTIVATIONS, RULE_FIELDS, SETTINGS, parse, train
 
-from pwlu.lab.data.cifar import cifar100
+from pwlu.lab.data.small_images import cifar100
 from pwlu.lab.recipes.catalog import RECIPES
 from pwlu.lab.recipes.settings import UserError
 

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from pwlu.common.text import install
 from pwlu.lab.data import keyed_random
-from pwlu.lab.data.cifar import cifar100
 from pwlu.lab.data.file_images import FileImages, load_files
 from pwlu.lab.data.images import Images, in_memory
-from pwlu.lab.data.tiny_imagenet import tiny_imagenet
+from pwlu.lab.data.small_images import cifar100, tiny_imagenet
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import Settings, UserError
 

@@ -1,4 +1,4 @@
-"""Tiny-ImageNet: both layouts give the same images, and bad files are named."""
+"""Small images: every layout gives the same images, and bad files are named."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from lab_helpers import IMAGE_CLASSES, task_of, train, write_tiny_imagenet
 
 from pwlu.lab.data.image_file import read_image
-from pwlu.lab.data.tiny_imagenet import tiny_imagenet
+from pwlu.lab.data.small_images import cifar100, tiny_imagenet
 from pwlu.lab.recipes.settings import UserError
 
 
@@ -22,6 +22,16 @@ def test_layouts(tmp_path, annotated):
         for path, image, label in zip(paths, found, numbers, strict=True):
             assert path.name.startswith(classes[label])
             assert torch.equal(image, torch.from_numpy(np.array(read_image(path))).movedim(-1, 0))
+
+
+def test_cifar_as_image_folders(tmp_path):
+    root = write_tiny_imagenet(tmp_path, annotated=False, pixels=32)
+    expected, classes = cifar100(root)
+    assert expected[0].shape == (12, 3, 32, 32)
+    (root / "val").rename(root / "test")
+    found, names = cifar100(root)
+    assert names == classes == list(IMAGE_CLASSES)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_the_data_of_a_recipe(tmp_path):
@@ -44,11 +54,11 @@ def test_bad_files(tmp_path):
         with pytest.raises(UserError, match=r"line 7: .* is not a class of .*train"):
             tiny_imagenet(root)
     (root / "train" / IMAGE_CLASSES[0] / "images" / f"{IMAGE_CLASSES[0]}_1.JPEG").write_bytes(b"damaged")
-    with pytest.raises(UserError, match=r"_1\.JPEG cannot be read: .*Unpack Tiny-ImageNet again"):
+    with pytest.raises(UserError, match=r"_1\.JPEG cannot be read: .*Unpack the data set again"):
         tiny_imagenet(root)
     root = write_tiny_imagenet(tmp_path / "folders", annotated=False)
     (root / "val" / IMAGE_CLASSES[1]).rename(root / "val" / "other")
     with pytest.raises(UserError, match=f"the same classes, but only one of them has .*{IMAGE_CLASSES[1]}"):
         tiny_imagenet(root)
-    with pytest.raises(UserError, match="has 32 x 32 pixels, but those of Tiny-ImageNet have 64 x 64"):
+    with pytest.raises(UserError, match="has 32 x 32 pixels, but this recipe takes 64 x 64"):
         tiny_imagenet(write_tiny_imagenet(tmp_path / "small", pixels=32))

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from pwlu import reference
 from pwlu.common import checks
+from pwlu.ops import is_exporting
 from pwlu.ops import norm as norm_ops
 
 _functional, _autograd = cast("Any", F), cast("Any", torch._C._autograd)  # Any: private names are undeclared
@@ -102,8 +103,7 @@ def _can_defer(norm: Any, x: Any) -> bool:
 
 def is_compiled() -> bool:
     """Return whether torch.compile, and not torch.export, traces the call."""
-    # Read the flag, because in torch 2.11 is_exporting() is also true under torch.compile.
-    return torch.compiler.is_dynamo_compiling() and not torch.compiler._is_exporting_flag
+    return torch.compiler.is_dynamo_compiling() and not is_exporting()
 
 
 def has_hooks(module: nn.Module) -> bool:

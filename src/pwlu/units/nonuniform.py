@@ -157,7 +157,10 @@ class NonUniformPWLU(PWLU):
             act = pwlu.NonUniformPWLU.from_uniform(pwlu.PWLU(channels=64, intervals=16))
         """
         if type(unit) is not PWLU:
-            raise TypeError(f"NonUniformPWLU.from_uniform: expected a pwlu.PWLU, not {type(unit).__name__}")
+            raise TypeError(
+                f"NonUniformPWLU.from_uniform: expected a pwlu.PWLU, not {type(unit).__name__}. To create a unit without a "
+                "PWLU, write pwlu.NonUniformPWLU(channels=...)"
+            )
         if unit.constraint is not None:
             raise ValueError(
                 f"NonUniformPWLU.from_uniform: the PWLU is constrained to be {unit.constraint}, and the projections need "

@@ -298,9 +298,11 @@ def main():
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the first case; those that follow count up")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="of the operators")
-    parser.add_argument("--jobs", type=int, help="processes (default: 2 on the CPU, 1 on a GPU)")
+    parser.add_argument(
+        "--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes (default: one per core, at most 16)"
+    )
     chosen = parser.parse_args()
-    begun, jobs = time.monotonic(), chosen.jobs or (1 if chosen.device == "cuda" else 2)
+    begun, jobs = time.monotonic(), chosen.jobs
     print(f"seed {chosen.seed}", flush=True)
     operators = partial(operator_case, device=chosen.device)
     again = f"--device {chosen.device} --cases 1 --models 0 --kills 0"

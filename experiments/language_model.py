@@ -24,11 +24,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from learning_rules import mps, read_results
+from learning_rules import read_results
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import pwlu
+from pwlu.lab.compare.mps import multi_process_service
 
 FULL = {"width": 256, "layers": 6, "heads": 8, "length": 256, "batch": 32, "steps": 2000, "lr": 2e-3}
 TINY = {"width": 32, "layers": 2, "heads": 2, "length": 64, "batch": 8, "steps": 30, "lr": 2e-3}
@@ -246,9 +247,8 @@ def main() -> int:
         with results.open("a") as file:
             file.write(json.dumps(result) + "\n")
         return 0
-    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    with mps(environment) if arguments.mps else contextlib.nullcontext(environment) as environment:
-        failed = run_all(arguments, environment)
+    with multi_process_service() if arguments.mps else contextlib.nullcontext():
+        failed = run_all(arguments, dict(os.environ) | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
     if results.exists():
         print(table(read_results(results)))
     return 1 if failed else 0

@@ -17,15 +17,14 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rule_training import ACTIVATIONS, RULE_FIELDS, SETTINGS, parse, train
 
+from pwlu.lab.compare.mps import multi_process_service
 from pwlu.lab.data.small_images import cifar100
 from pwlu.lab.recipes.catalog import RECIPES
 from pwlu.lab.recipes.settings import UserError
@@ -106,35 +105,6 @@ def table(results: list[dict[str, Any]]) -> str:
             cells[-4] += f" ({'; '.join(notes)})" if notes else ""
         lines.append(f"| {rule} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def mps(environment: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Start NVIDIA's multi-process service, yield the environment of processes that use it, and stop it.
-
-    If it does not work, print so and continue without it.
-    """
-    control = "nvidia-cuda-mps-control"
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        with_mps = environment | {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-
-        def stop() -> None:
-            with contextlib.suppress(OSError, subprocess.SubprocessError):
-                subprocess.run([control], input=b"quit\n", env=with_mps, timeout=20, capture_output=True)
-
-        used = with_mps
-        try:
-            subprocess.run([control, "-d"], env=with_mps, timeout=20, capture_output=True, check=True)
-            check = "import torch; torch.zeros(8, device='cuda').sum().item()"
-            subprocess.run([sys.executable, "-c", check], env=with_mps, timeout=120, capture_output=True, check=True)
-        except (OSError, subprocess.SubprocessError) as error:
-            print(f"--mps does not work here, continuing without it: {error}", flush=True)
-            stop()
-            used = environment
-        try:
-            yield used
-        finally:
-            stop()
 
 
 def run_all(specs: list[dict[str, Any]], arguments: argparse.Namespace, environment: dict[str, str]) -> int:
@@ -268,9 +238,8 @@ def main() -> int:
     options = {"holdout": arguments.holdout, "images": arguments.images}
     specs = [{"rule": r, "network": n, "seed": s} | options for r in rules for n in networks for s in seeds]
     arguments.out.mkdir(parents=True, exist_ok=True)
-    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    with mps(environment) if arguments.mps else contextlib.nullcontext(environment) as environment:
-        failed = run_all(specs, arguments, environment)
+    with multi_process_service() if arguments.mps else contextlib.nullcontext():
+        failed = run_all(specs, arguments, dict(os.environ) | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
     if (arguments.out / "results.jsonl").exists():
         print(table(read_results(arguments.out / "results.jsonl")))
     return 1 if failed else 0

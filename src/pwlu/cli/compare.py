@@ -4,6 +4,7 @@ import argparse
 import io
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "examples:\n"
         "  pwlu compare digits --acts relu,pwlu --seeds 3\n"
-        "  pwlu compare cifar100/resnet18 cifar100/mobilenet_v2 --data DIR --jobs 4\n"
+        "  pwlu compare cifar100/resnet18 cifar100/mobilenet_v2 --data DIR --precision bf16 --jobs 16 --mps\n"
         "  pwlu compare cifar100/resnet18 --data DIR --preset bounds --holdout 5000 --dry-run\n"
         "  pwlu compare cifar100/resnet18 --data DIR --on ray --gpus-per-run 0.25   on all nodes of a Ray cluster\n"
         "  pwlu compare imagenet/resnet18 --data DIR --precision bf16 --on ray --processes-per-run 8\n"
@@ -67,6 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "if the cluster has GPUs, else 0)",
     )
     add_number(parser, "--cores-per-run", "give each run N cores; only with --on ray (default: 1 for each process)")
+    parser.add_argument(
+        "--mps",
+        action="store_true",
+        help="run NVIDIA's multi-process service, so that several runs use a GPU at the same time (default: they take turns)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="list finished and missing runs without training (default: off)")
     parser.add_argument(
         "--document", type=Path, metavar="FILE", help="update the tables of this page, train nothing (default: no page)"
@@ -105,10 +111,11 @@ def _compare(options: argparse.Namespace) -> int:
     if options.dry_run:
         return 0
     from pwlu.lab.compare.comparison import complete_runs
+    from pwlu.lab.compare.mps import multi_process_service
     from pwlu.lab.compare.scheduler import title
     from pwlu.lab.compare.subprocesses import exit_on_signals
 
-    with exit_on_signals():
+    with exit_on_signals(), multi_process_service() if options.mps else nullcontext():
         failures = complete_runs(
             required,
             options.runs,
@@ -170,6 +177,8 @@ def _plan(options: argparse.Namespace, silent: bool = False) -> tuple[list[Compa
     for name in ("processes_per_run", "cores_per_run"):
         if (value := getattr(options, name)) is not None and value % options.nodes_per_run:
             raise UserError(f"--{name.replace('_', '-')} {value} must be divisible by --nodes-per-run {options.nodes_per_run}")
+    if options.mps and options.on is not None:
+        raise UserError("--mps works only on this machine: leave it out, or leave out --on")
     for name, usual in (("gpus_per_run", None), ("cores_per_run", None), ("nodes_per_run", 1)):
         if options.on is None and getattr(options, name) != usual:
             raise UserError(f"--{name.replace('_', '-')} works only on a cluster: add --on ray, or write --jobs N instead")

@@ -290,6 +290,7 @@ def test_half_written_runs_are_skipped_by_name(here, acted, capsys):
         (["digits", "--on", "slurm"], "--on must be ray, or ray://HOST:10001 for a cluster elsewhere, not 'slurm'"),
         (["digits", "--on", "ray", "--gpus-per-run", "1.5"], "--gpus-per-run must be from 0 to 1, such as 0.25, not 1.5"),
         (["digits", "--on", "ray", "--processes-per-run", "8", "--gpus-per-run", "4"], "must be 0, or 8 for 8 processes, not"),
+        (["digits", "--mps", "--on", "ray"], "--mps works only on this machine: leave it out, or leave out --on"),
         (["digits", "--gpus-per-run", "0.5"], "works only on a cluster: add --on ray, or write --jobs N instead"),
         (["digits", "--cores-per-run", "2"], "--cores-per-run works only on a cluster: add --on ray"),
         (["digits", "--processes-per-run", "2", "--nodes-per-run", "2"], "--nodes-per-run works only on a cluster"),

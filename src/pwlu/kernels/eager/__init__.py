@@ -101,8 +101,8 @@ def compile_library(keep: bool = False, announce: str = "") -> Path:
 # Loading.
 
 
-def load() -> bool:
-    """Load the library if it is in the cache; return whether it is loaded. The operators must be registered before.
+def load() -> None:
+    """Load the library if it is in the cache. The operators must be registered before.
 
     With ``PWLU_EAGER=compiled``, compile the library if it is missing, and raise OSError if that fails. With
     ``PWLU_EAGER=python``, do nothing.
@@ -120,7 +120,6 @@ def load() -> bool:
     except OSError as error:
         if mode == "compiled":
             raise OSError(f"PWLU_EAGER=compiled, but {error}") from error
-    return library is not None
 
 
 def _open(found: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pwlu.common.text import install
+from pwlu.units.sharding import is_sharded
 
 
 def tensors_to_bytes(state: Mapping[str, Any], conversion: dict[str, Any] | None = None) -> bytes:
@@ -21,7 +22,7 @@ def tensors_to_bytes(state: Mapping[str, Any], conversion: dict[str, Any] | None
     tied: dict[str, str] = {}
     first: dict[Any, str] = {}
     for key, value in state.items():
-        if not isinstance(value, Tensor) or type(value).__name__ == "DTensor":
+        if not isinstance(value, Tensor) or is_sharded(value):
             raise TypeError(
                 f"save: {key} is a {type(value).__name__}, but a safetensors file holds plain tensors only. For a sharded "
                 "model, gather the state dict by torch.distributed.checkpoint.state_dict.get_model_state_dict, load it into a "

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from pwlu import reference
 from pwlu.common import checks
 from pwlu.ops import norm as norm_ops
+from pwlu.units.sharding import is_sharded
 
 _functional, _autograd = cast("Any", F), cast("Any", torch._C._autograd)  # Any: private names are undeclared
 
@@ -177,7 +178,7 @@ class Deferred:
             else:
                 batches = buffers["num_batches_tracked"]
         state = (parameters["weight"], parameters["bias"], mean, variance, batches, factor, norm.eps, batch, pool)
-        group = _group(norm) if batch else None
+        group = _group(norm)
         act = norm_ops.norm_act if group is None else functools.partial(norm_ops.norm_act_of_processes, group)
         y, norm_vectors = act(x, residual, weight, intervals, *state)
         return y, norm_vectors
@@ -194,7 +195,7 @@ class Deferred:
         x, version, gamma = self.x, _version(self.x), self.norm._parameters["weight"]
         # Save the output as usual in evaluation, under torch.compile (which decides itself what to save), and if parameters
         # are sharded.
-        if not self._uses_batch_statistics() or torch.compiler.is_compiling() or hasattr(type(gamma), "full_tensor"):
+        if not self._uses_batch_statistics() or torch.compiler.is_compiling() or is_sharded(gamma):
             return self.value(), nullcontext()
         recording = self.norm.recorder is not None  # the model may run on fake tensors, which must not be cached
         weight = (_identity.__wrapped__ if recording else _identity)(x.shape[1], reference.compute_dtype(x), x.device)
@@ -232,8 +233,7 @@ class Deferred:
                 return "it observes all channels as one in Phase I"
         if weight.device != x.device:
             return f"it is on {weight.device}"
-        gamma = self.norm._parameters["weight"]
-        if hasattr(type(weight), "full_tensor") or (gamma is not None and hasattr(type(gamma), "full_tensor")):
+        if is_sharded(weight) or is_sharded(self.norm._parameters["weight"]):
             return "parameters are sharded here"
         return ""
 
@@ -260,9 +260,8 @@ class Deferred:
 
     def _recompute(self) -> Tensor:
         """Return the output of the norm if this batch has already updated the running statistics: do not update them again."""
-        norm = self.norm
-        batch = norm.training or (norm.running_mean is None and norm.running_var is None)
-        if batch and _group(norm) is not None:
+        norm, batch = self.norm, self._uses_batch_statistics()
+        if _group(norm) is not None:
             raise RuntimeError(
                 "pwlu: only a PWLU may use the output of a fused SyncBatchNorm, but the model also uses it elsewhere. Undo the "
                 "fusion: pwlu.unfuse_norms_(model)"

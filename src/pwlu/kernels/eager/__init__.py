@@ -23,7 +23,7 @@ from pwlu.kernels import build
 
 SOURCE, *HEADERS = (Path(__file__).with_name(name) for name in ("eager.cpp", "eager_kernels.h", "eager_norm.h"))
 _OPERATIONS = (  # enum What
-    *("forward", "lookup", "observe", "moments", "backward", "backward_input"),
+    *("forward", "lookup", "observe", "backward", "backward_input"),
     *("norm_forward", "norm_add_forward", "norm_observe", "norm_add_observe"),
     *("norm_backward", "norm_add_backward", "norm_input", "norm_add_input", "batch_norm", "running_norm"),
 )
@@ -206,7 +206,7 @@ def state() -> str:
 
 
 def is_new(key: tuple[Any, ...]) -> bool:
-    """Return whether a launch has to be registered: see :func:`register_gpu`. ``eager.cpp`` knows no non-uniform operators."""
+    """Return whether a launch has to be registered: see :func:`register_gpu`. ``eager.cpp`` does not know all operators."""
     return library is not None and key[0] in _OPERATIONS and key not in _known
 
 

@@ -49,7 +49,7 @@ Tensor forward(const Tensor &x, const Tensor &weight, int64_t intervals, int64_t
 Tensor observe(const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim, Tensor pool) {
   // In a backward pass, gradient checkpointing recomputes forward: fall back to Python, which does not count the input again.
   if (torch::autograd::get_current_graph_task_id() == -1)
-    if (auto y = run_forward(x, weight, intervals, channel_dim, &pool)) return *y;
+    if (auto y = run_forward(x, weight, intervals, channel_dim, pool)) return *y;
   return by_python<decltype(observe), "pwlu_python::serve_observe">(x, weight, intervals, channel_dim, pool);
 }
 

@@ -130,7 +130,6 @@ class NonUniformPWLU(PWLU):
         weight = self.effective_weight()
         statistics: Any = self._modules["statistics"]
         if statistics.phase == 1 and self.training:
-            checks.check_channels(x, self.channels, self.channel_dim)
             ops.moments(x, self.channel_dim, statistics.pool)
             # The gradient is exactly 0, not None: DistributedDataParallel waits for it.
             weight = weight.detach() + weight[:0].sum()

@@ -18,6 +18,7 @@ def tensors_to_bytes(state: Mapping[str, Any], conversion: dict[str, Any] | None
 
     Tensors that share memory are stored once.
     """
+    safetensors = require_safetensors("save")
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[Any, str] = {}
@@ -38,7 +39,7 @@ def tensors_to_bytes(state: Mapping[str, Any], conversion: dict[str, Any] | None
         metadata["pwlu"] = json.dumps({**conversion, "tied": tied})
     elif tied:
         metadata["tied"] = json.dumps(tied)
-    return require_safetensors("save").save(tensors, metadata)
+    return safetensors.save(tensors, metadata)
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:

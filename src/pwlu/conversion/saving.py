@@ -18,7 +18,7 @@ from pwlu.common.text import abbreviate
 from pwlu.conversion import rewrite
 from pwlu.conversion.convert import check_unwrapped
 from pwlu.conversion.replacing import insert_, inserted_modules
-from pwlu.conversion.safetensors_file import read_file, require_safetensors, tensors_to_bytes
+from pwlu.conversion.safetensors_file import read_file, tensors_to_bytes
 from pwlu.conversion.tracing import full_name
 from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction, find_initial_function
 from pwlu.learning.constraining import check_constraint
@@ -58,10 +58,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 def serialise(model: nn.Module) -> bytes:
     """Return the contents of the file that :func:`save` writes."""
-    require_safetensors("save")
     model = unwrapped(model)
-    conversion = conversion_of(model)
-    return tensors_to_bytes(model.state_dict(), conversion)
+    return tensors_to_bytes(model.state_dict(), conversion_of(model))
 
 
 def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:

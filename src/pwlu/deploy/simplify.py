@@ -166,10 +166,7 @@ def simplify_(
         >>> report.units[0].became
         'relu'
     """
-    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 < tolerance < 1:
-        raise ValueError(
-            f"simplify_: tolerance is a share of the function's range: write a number between 0 and 1, not {tolerance!r}"
-        )
+    checks.check_share("simplify_", tolerance)
     units = _check_model("simplify_", model, (PWLU, NonUniformPWLU))
     chosen = {name: unit for name, unit in units.items() if where is None or where(name, unit)}
     fits = {name: _fit(unit, tolerance, replace) for name, unit in chosen.items()}  # fit all units before the model changes
@@ -206,8 +203,7 @@ def refine_(model: nn.Module, intervals: int) -> list[str]:
         >>> pwlu.refine_(model, 32)
         ['1']
     """
-    if isinstance(intervals, bool) or not isinstance(intervals, int) or intervals < 1:
-        raise ValueError(f"refine_: intervals must be a positive integer, not {intervals!r}")
+    intervals = checks.check_integer("refine_", "intervals", intervals, "a multiple of the current number", 1)
     units = _check_model("refine_", model)
     for name, unit in units.items():
         if intervals % unit.intervals:

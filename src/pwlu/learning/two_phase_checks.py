@@ -12,16 +12,6 @@ from pwlu.units.module import PWLU, units_of, weight_parameter
 from pwlu.units.squeeze import function_parameters
 
 
-def check_steps(realign_at: Any) -> int:
-    """Check that the number of steps of Phase I is a positive integer, and return it."""
-    if isinstance(realign_at, bool) or not isinstance(realign_at, int) or realign_at < 1:
-        raise ValueError(
-            f"TwoPhase: realign_at must be a number of optimizer steps, an integer of at least 1, such as 5 * len(loader), not "
-            f"{realign_at!r}. To train without Phase I, do not use TwoPhase."
-        )
-    return realign_at
-
-
 def check_rule(rule: Any, optimizer: Optimizer) -> None:
     """Check that a rule, None for the paper's, can use the optimizer: it needs a finite rate."""
     if rule is None:

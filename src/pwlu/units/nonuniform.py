@@ -194,11 +194,7 @@ class NonUniformPWLU(PWLU):
 
             unit, error, relative = pwlu.NonUniformPWLU(channels=64).to_uniform(1e-3)
         """
-        if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 < tolerance < 1:
-            raise ValueError(
-                f"NonUniformPWLU.to_uniform: tolerance is a share of the function's range: write a number between 0 and 1, not "
-                f"{tolerance!r}"
-            )
+        checks.check_share("NonUniformPWLU.to_uniform", tolerance)
         given = self._functions()
         if not all(bool(block.isfinite().all()) for block in given):
             raise ValueError(

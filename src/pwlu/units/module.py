@@ -1,5 +1,6 @@
 """The module :class:`PWLU`, and helpers that find, read and write the PWLUs of a model."""
 
+import gc
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -357,6 +358,21 @@ def require_units(caller: str, model: Any, refused: Mapping[type[PWLU], str] | N
             if isinstance(unit, kind):
                 raise TypeError(f"{caller}: {name or 'the model'} is a {kind.__name__}, {why}")
     return units
+
+
+def controlled(units: Mapping[str, PWLU]) -> list[str]:
+    """Return the names of the units that have a :class:`pwlu.TwoPhase`.
+
+    A TwoPhase whose optimizer was deleted may wait for garbage collection, so collect garbage first.
+    """
+    if any(unit.phase for unit in units.values()):
+        gc.collect()
+    return [name for name, unit in units.items() if unit.phase]
+
+
+def exact_blocks(unit: PWLU) -> Any:
+    """Return the blocks of the weight of a unit in float64 on the CPU, detached from autograd."""
+    return unit._layout.Blocks(*(block.detach().to("cpu", torch.float64) for block in unit.blocks()))
 
 
 def weight_parameter(unit: PWLU) -> Any:

@@ -65,7 +65,7 @@ def check_copy(caller: str, copy: nn.Module, units: Mapping[str, PWLU]) -> list[
 
 def warn_of_decay(optimizer: Optimizer, units: Mapping[str, PWLU]) -> None:
     """Warn if the optimizer applies weight decay to the units."""
-    learned = {id(p) for unit in units.values() for p in function_parameters(unit)}
+    learned = function_parameters(units.values())
     decays = [g.get("weight_decay", 0.0) for g in optimizer.param_groups if any(id(p) in learned for p in g["params"])]
     if any(decays):
         warnings.warn(

@@ -343,7 +343,6 @@ _BINARY = ("sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
 _OTHERS = ("isub", "imul", "itruediv", "neg", "abs", "getitem", "setitem", "len", "iter", "bool", "float")
 for _name in (*_BINARY, *("r" + name for name in _BINARY), *_OTHERS, "lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Deferred, f"__{_name}__", _compute_then_call(f"__{_name}__"))
-Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 @functools.cache

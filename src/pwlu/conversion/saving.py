@@ -146,7 +146,7 @@ def _describe_unit(name: str, unit: PWLU, edit: rewrite.Edit | None) -> dict[str
     if INITIAL_FUNCTIONS.get(start.name) == start:
         init: Any = start.name
     else:  # a user's function, or one that differs between channels: store the parameters of its PWLU
-        rows = torch.cat([block.reshape(unit.channels, -1) for block in _initial_blocks(unit)], 1)
+        rows = torch.cat([block.reshape(unit.channels, -1) for block in unit.initial_blocks()], 1)
         rows = rows[:1] if bool((rows == rows[0]).all()) else rows
         init = {"name": start.name, "lines": rows.tolist()}
     extras: dict[str, Any] = {}
@@ -166,12 +166,6 @@ def _describe_unit(name: str, unit: PWLU, edit: rewrite.Edit | None) -> dict[str
         "dtype": str(unit.weight.dtype).removeprefix("torch."),
         "edit": edit and list(edit),
     } | extras
-
-
-def _initial_blocks(unit: PWLU) -> reference.Blocks:
-    if isinstance(unit, NonUniformPWLU):
-        return unit.initial_blocks()
-    return reference.unpack(unit.initial_weight(), unit.intervals)  # initial_weight() applies the constraint
 
 
 class _Lines:

@@ -125,16 +125,17 @@ class PWLU(nn.Module):
         self.statistics.phase = value
 
     def initial_weight(self) -> Tensor:
-        """Return the initial weight, ``init`` between ``bounds`` with the constraint applied, in float64 on the CPU."""
-        weight = reference.pack(*self.initial_blocks())
-        if self.constraint is None:
-            return weight
-        return constrained(weight.to(self.weight.dtype), self.intervals, self.constraint).double()
+        """Return the initial weight, in float64 on the CPU; see :meth:`initial_blocks`."""
+        return reference.pack(*self.initial_blocks())
 
     def initial_blocks(self) -> Blocks:
-        """Return the initial function between ``bounds``, as the blocks of a PWLU in float64 on the CPU."""
+        """Return ``init`` between ``bounds`` with the constraint applied, as the blocks of a PWLU in float64 on the CPU."""
         left, right = (torch.full((self.channels,), b, dtype=torch.float64, device="cpu") for b in self.bounds)
-        return Blocks(left, right, *initial_parameters(find_initial_function(self.init), left, right, self.intervals))
+        blocks = Blocks(left, right, *initial_parameters(find_initial_function(self.init), left, right, self.intervals))
+        if self.constraint is None:
+            return blocks
+        weight = constrained(reference.pack(*blocks).to(self.weight.dtype), self.intervals, self.constraint)
+        return reference.unpack(weight.double(), self.intervals)
 
     def reset_parameters(self) -> None:
         """Reset the weight to ``init`` between ``bounds``, and clear the statistics."""

@@ -9,8 +9,8 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: help test test-slow torture lint docs demo bench clean
 help:
-	@echo "make test    run the tests of everything that a user can break: under five minutes on two cores"
-	@echo "make test-slow   run the tests that are slow by nature: mutants, sanitizers, wheels, all GPU architectures, a browser"
+	@echo "make test    run all tests that are not slow: under five minutes on two cores"
+	@echo "make test-slow   run the slow tests: mutants, sanitizers, wheels, all GPU architectures, a browser"
 	@echo "make torture 100,000 random operator cases, 60 models, 20 killed trainings: four minutes on two cores"
 	@echo "make demo    train a small network on handwritten digits (a minute), draw what it learned"
 	@echo "make lint    ruff, mypy and clang-format"

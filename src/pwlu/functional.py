@@ -82,13 +82,15 @@ def check(x: Tensor, left: Tensor, right: Tensor, heights: Tensor, left_slope: T
     checks.check_input(x)
     if heights.ndim != 2 or heights.shape[1] < 2:
         raise ValueError(
-            f"pwlu: heights must have the shape (channels, intervals + 1) with at least 1 interval, not {tuple(heights.shape)}"
+            "pwlu: heights must have the shape (channels, intervals + 1) with at least 1 interval, not "
+            f"{tuple(heights.shape)}. For one channel, write heights=torch.tensor([[0.0, 0.0, 1.0]])"
         )
     channels = heights.shape[0]
     for name, parameter in (("left", left), ("right", right), ("left_slope", left_slope), ("right_slope", right_slope)):
         if parameter.shape != (channels,):
             raise ValueError(
-                f"pwlu: {name} must have the shape ({channels},), one per row of heights, not {tuple(parameter.shape)}"
+                f"pwlu: {name} must have the shape ({channels},), one per row of heights, not {tuple(parameter.shape)}. "
+                f"If all channels have the same value, write {name}=torch.full(({channels},), number)"
             )
         checks.check_parameter(name, parameter, x)
     checks.check_parameter("heights", heights, x)

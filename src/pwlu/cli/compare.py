@@ -197,7 +197,7 @@ def _plan(options: argparse.Namespace, silent: bool = False) -> tuple[list[Compa
 
 
 def _check_gpus(gpus: float | None, processes: int) -> None:
-    """Raise an error if a run cannot use this number of GPUs: a fraction of one, none, or one for each process."""
+    """Raise an error unless a run has 0 GPUs, one per process, or, for one process, a fraction of a GPU."""
     if gpus is not None and not (0 <= gpus < 1 and processes == 1) and gpus not in (0, processes):
         several = f"0, or {processes} for {processes} processes" if processes > 1 else "from 0 to 1, such as 0.25"
         raise UserError(f"--gpus-per-run must be {several}, not {gpus:g}")

@@ -71,7 +71,7 @@ class Change:
 
     @classmethod
     def between(cls, before: Sequence[Tensor], after: Sequence[Tensor]) -> "Change":
-        """Return the change between two lists of outputs of equal shapes. A NaN counts only if it was not there before."""
+        """Return the change between two lists of outputs of equal shapes. A NaN counts only if the conversion caused it."""
         maximum = largest = 0.0
         for old, new in zip(before, after, strict=True):
             same = (old == new) | (old.isnan() & new.isnan())

@@ -250,5 +250,6 @@ def _could_not_run(runs: Runs) -> RuntimeError:
 def _nothing_converted(report: Report, model: nn.Module) -> ValueError:
     units = len(units_of(model))
     already = f" It already has {counted(units, 'PWLU')}." if units else ""
-    seen = f"\n{report}" if report.sites else " No activation was found: no call of relu, gelu, silu, ..."
+    hint = "no call of relu, gelu, silu, ... Pass the classes of your own activations in kinds"
+    seen = f"\n{report}" if report.sites else f" No activation was found: {hint}"
     return ValueError(f"convert_: nothing in {report.model} was converted.{already}{seen}")

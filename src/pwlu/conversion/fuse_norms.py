@@ -86,26 +86,30 @@ class _Recorder:
 
 
 def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
-    """Fuse every batch norm whose output goes only to one PWLU with that PWLU, in place, to speed up training.
+    """Fuse each batch norm with the PWLU after it, in place, if only that PWLU uses its output. Training then takes less time.
 
-    Memory traffic dominates the cost of these layers. In a training step, a separate norm and PWLU read or write an activation
-    13 times; fused, they do so 8 times. With an addition in between, these numbers are 16 and 11. If the outputs of two norms
-    are added, autograd saves neither output for the backward pass. Parameters, buffers, their names, the state dict, optimizers
-    and hooks do not change. :func:`unfuse_norms_` undoes the fusion.
+    In a training step, a separate norm and PWLU read or write an activation 13 times; fused, they do so 8 times. With an
+    addition in between, these numbers are 16 and 11. If the outputs of two norms are added, autograd saves neither output for
+    the backward pass. Parameters, buffers, their names, the state dict, optimizers and hooks do not change.
+    :func:`unfuse_norms_` undoes the fusion.
+
+    The function supports BatchNorm1d, 2d and 3d, SyncBatchNorm, and timm's BatchNormAct2d. With 16-bit inputs, z = norm(x) + r
+    is not rounded to 16 bits. So results differ from those of separate layers by that rounding. If the norm or the PWLU has
+    hooks, and in torch.export and tracing, both run separately, as without this function.
 
     Args:
         model: a model with PWLUs. Wrap it (DistributedDataParallel, fully_shard, torch.compile) only after this call.
         sample: the input of the model: a tensor, a tuple of arguments, or a dictionary of keyword arguments. A copy of the
-            model runs on it.
+            model runs on it, to find where the output of each batch norm goes.
 
     Returns:
         A report of every batch norm. It names the PWLU that the norm is fused with, and says whether there is an addition in
         between. If the norm is not fused, the report says why.
 
-    The function runs a copy of the model and records where the output of each batch norm goes. It supports BatchNorm1d, 2d and
-    3d, SyncBatchNorm, and timm's BatchNormAct2d. With 16-bit inputs, z = norm(x) + r is not rounded to 16 bits. So results
-    differ from those of separate layers by that rounding. If the norm or the PWLU has hooks, and in torch.export and tracing,
-    both run separately, as without this function.
+    Raises:
+        TypeError: if ``model`` is not a module.
+        ValueError: if the model has no PWLU, is wrapped, or no batch norm can be fused. The model is unchanged.
+        RuntimeError: if the model cannot be run on the sample in training mode. The model is unchanged.
     """
     units = require_units("fuse_norms_", model)
     check_unwrapped("fuse_norms_", model, "Fuse")

@@ -75,7 +75,7 @@ def _channels(site: Site, granularity: str) -> int:
 
 
 def _kinks_fit(start: InitialFunction, inputs: tuple[float, float] | None, intervals: int) -> bool:
-    """Return whether bounds at these inputs leave a knot for every kink."""
+    """Return whether a PWLU whose bounds fit these inputs can have a knot on every kink."""
     try:
         best_bounds(start, intervals, inputs)
     except ValueError:
@@ -84,7 +84,7 @@ def _kinks_fit(start: InitialFunction, inputs: tuple[float, float] | None, inter
 
 
 def _check_start(start: InitialFunction, what: str, granularity: str) -> InitialFunction:
-    """Return the initial function with its outer slopes. If a PWLU cannot start as it, raise an error that names `what`."""
+    """Return the initial function with its outer slopes; raise an error that names `what` if a PWLU cannot start as it."""
     if (start.channels > 1 and granularity == "channel") or INITIAL_FUNCTIONS.get(start.name) == start:
         return start
     why = "differs between channels" if start.channels > 1 else why_unusable(start.function)
@@ -100,7 +100,10 @@ def _check_other(to: str | Factory, granularity: str) -> None:
     if isinstance(to, str):
         check_name(to)
     elif not callable(to):
-        raise ValueError(f"convert_: to must be the name of an activation or a function of (channels, site), not {to!r}")
+        raise ValueError(
+            f"convert_: to must be the name of an activation or a function of (channels, site), not {to!r}. Write to='apl', or "
+            "to=lambda channels, site: MyActivation(channels)"
+        )
     if to == "frelu" and granularity == "layer":
         raise ValueError(
             "convert_: to='frelu' needs granularity='channel', not 'layer', because FReLU has one window per channel. Leave "
@@ -116,7 +119,8 @@ def _make_other(to: str | Factory, granularity: str, candidate: Candidate) -> nn
         module = to(channels, site)
         if not isinstance(module, nn.Module):
             raise TypeError(
-                f"convert_: to(channels, site) must return a torch.nn.Module, but for {site.name} it returned {module!r}"
+                f"convert_: to(channels, site) must return a torch.nn.Module, but for {site.name} it returned {module!r}. "
+                "Write to=lambda channels, site: MyActivation(channels)"
             )
         return module
     flat = to == "frelu" and (len(site.shape) != 4 or site.layout == "several")

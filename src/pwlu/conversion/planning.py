@@ -42,9 +42,9 @@ def plan(model: nn.Module, candidates: Sequence[Candidate]) -> None:
 
 
 def _place_that_stays(places: list[Candidate], edits: list[rewrite.Edit | CannotRewrite]) -> Candidate | None:
-    """Return the place where the registered module is replaced. None: every place gets its own child.
+    """Return the place whose new activation replaces the registered module; None if every place gets its own child.
 
-    It is a place that cannot be rewritten, if there is one. Others like it share its new activation.
+    Places that cannot be rewritten still call the registered module, so they share its new activation.
     """
     fixed = [candidate for candidate, edit in zip(places, edits, strict=True) if isinstance(edit, CannotRewrite)]
     if len({(each.site.channels, each.site.channel_dim) for each in fixed}) > 1:

@@ -57,7 +57,7 @@ def read_file(caller: str, path: str | os.PathLike[str]) -> tuple[dict[str, Tens
         with safe_open(str(path), "pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except SafetensorError as error:
-        raise ValueError(f"{caller}: {path} is not a safetensors file, or is damaged: {error}") from error
+        raise ValueError(f"{caller}: {path} is not a safetensors file, or is damaged: {error}. Save it again") from error
 
 
 @functools.cache

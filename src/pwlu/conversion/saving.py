@@ -94,7 +94,7 @@ def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
     try:
         conversion = _checked("load_into", json.loads(written))
     except json.JSONDecodeError as error:
-        raise ValueError(f"load_into: the conversion in the file is damaged: {error!r}") from error
+        raise ValueError(f"load_into: the conversion in the file is damaged: {error!r}. {_AGAIN}") from error
     units = _units("load_into", model, conversion)
     state |= {key: state[other] for key, other in conversion.get("tied", {}).items() if other in state}
     _check_shapes(model, units, {key: tuple(value.shape) for key, value in state.items()})
@@ -138,6 +138,7 @@ def convert_as_(model: nn.Module, conversion: dict[str, Any]) -> list[str]:
 
 _Units = dict[str, tuple[PWLU, rewrite.Edit | None]]  # by name, with the calls to rewrite
 _KINDS = (PWLU, DynamicPWLU, NonUniformPWLU)
+_AGAIN = "Save the model again with pwlu.save"
 _DYNAMIC = ("directions", "reduction", "mixing", "features")
 
 
@@ -186,7 +187,7 @@ def _checked(caller: str, conversion: Any) -> dict[str, Any]:
     try:
         number, version = int(conversion["format"]), conversion["version"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{caller}: the conversion in the file is damaged: {error!r}") from error
+        raise ValueError(f"{caller}: the conversion in the file is damaged: {error!r}. {_AGAIN}") from error
     if number > FORMAT:
         raise ValueError(later_version(f"{caller}: the file", version, (number, FORMAT)))
     return conversion
@@ -203,7 +204,7 @@ def _units(caller: str, model: nn.Module, conversion: dict[str, Any]) -> _Units:
             if not _has_unit(row, there)
         }
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{caller}: the conversion in the file is damaged: {error!r}") from error
+        raise ValueError(f"{caller}: the conversion in the file is damaged: {error!r}. {_AGAIN}") from error
     for name, (_, edit) in made.items():
         owner, _, key = name.rpartition(".")
         try:

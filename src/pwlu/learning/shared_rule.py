@@ -22,7 +22,7 @@ step of the heights, divided by the RMS of their gradient including the penalty'
 and nothing is shared, because LBFGS estimates a metric of its own.
 
 The penalty does not act on the bounds: only the loss moves them. In a :class:`pwlu.DynamicPWLU`, the rule changes only
-``weight``. The directions start at 0, and different directions matter for different samples. So channels have none in common.
+``weight``, not the directions.
 """
 
 import functools

@@ -157,7 +157,7 @@ class TwoPhase:
         return f"TwoPhase({units}, {phase}, {self.steps} of {self.realign_at} steps of Phase I taken)"
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Change the gradients of units. In Phase I, a gradient of 0 would not do: momentum or weight decay would move them."""
+        """Change the gradients of units. In Phase I, remove them, because momentum moves a unit even if its gradient is 0."""
         self._stepping = True
         if self._completing:
             return None
@@ -279,7 +279,7 @@ class TwoPhase:
         # An optimizer that takes part in join() steps on every rank.
         if uneven and not getattr(getattr(optimizer, "_join_config", None), "enable", False):
             raise RuntimeError(
-                "TwoPhase: inside join() a rank without data takes no step, but every step of Phase I needs all ranks. "
+                "TwoPhase: every step of Phase I needs all ranks, but inside join() a rank without data takes no step. "
                 f"Give all ranks the same number of batches for the first {self.realign_at} steps and enter join() after "
                 "them, or write join(throw_on_early_termination=True)"
             )

@@ -44,6 +44,11 @@ def transform_is_active() -> bool:
     return torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
+def is_exporting() -> bool:
+    """Return whether torch.export traces this call: the result has to run without the operators of pwlu."""
+    return torch.compiler._is_exporting_flag  # in torch 2.11, torch.compiler.is_exporting() is also true under torch.compile
+
+
 def wanted(*tensors: Tensor | None) -> bool:
     """Return whether autograd has to record a call with these tensors."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

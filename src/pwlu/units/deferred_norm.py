@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from pwlu import reference
 from pwlu.common import checks
+from pwlu.ops import is_exporting
 from pwlu.ops import norm as norm_ops
 from pwlu.units.sharding import is_sharded
 
@@ -82,7 +83,7 @@ def deferring(original: Any) -> type[Any]:
 
 
 def _can_defer(norm: Any, x: Any) -> bool:
-    """Return whether a norm may return a Deferred: no hook, tracer or transform would see it instead of a tensor."""
+    """Return whether a norm may return a Deferred: not if a hook, tracer or transform expects a tensor."""
     if norm.recorder is not None:
         return True
     if type(x) is not Tensor or x.dtype not in checks.FLOATS or has_hooks(norm):
@@ -103,8 +104,7 @@ def _can_defer(norm: Any, x: Any) -> bool:
 
 def is_compiled() -> bool:
     """Return whether torch.compile, and not torch.export, traces the call."""
-    # Read the flag, because in torch 2.11 is_exporting() is also true under torch.compile.
-    return torch.compiler.is_dynamo_compiling() and not torch.compiler._is_exporting_flag
+    return torch.compiler.is_dynamo_compiling() and not is_exporting()
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -212,9 +212,8 @@ class Deferred:
             tensor, known = packed or (x, version)
             if _version(tensor) != known:
                 raise RuntimeError(
-                    "pwlu: the backward pass of a fused batch norm needs the inputs of the norm and of its PWLU, but one of "
-                    "them was changed in place after the forward pass. Write x = x + 1 instead of x += 1, or undo the "
-                    "fusion: pwlu.unfuse_norms_(model)"
+                    "pwlu: the input of a fused batch norm or of its PWLU was changed in place, but the backward pass needs "
+                    "it. Write x = x + 1 instead of x += 1, or undo the fusion: pwlu.unfuse_norms_(model)"
                 )
             return tensor if packed else norm_ops.norm_forward(x.detach(), None, norm, weight, 1)
 
@@ -230,7 +229,7 @@ class Deferred:
             if channels != 1:
                 return f"it has {channels} channels"
             if observes:
-                return "it observes all channels as one in Phase I"
+                return "in Phase I, it needs statistics over all channels"
         if weight.device != x.device:
             return f"it is on {weight.device}"
         if is_sharded(weight) or is_sharded(self.norm._parameters["weight"]):
@@ -241,9 +240,8 @@ class Deferred:
         residual = self.residual
         if (_version(self.x), _version(residual) if isinstance(residual, Tensor) else 0) != self._versions:
             raise RuntimeError(
-                "pwlu: a fused batch norm is computed when its PWLU runs, but before that, the input of the norm or the tensor "
-                "added to its output was changed in place. Write x = x + 1 instead of x += 1, or undo the fusion: "
-                "pwlu.unfuse_norms_(model)"
+                "pwlu: the input of a fused batch norm, or the tensor added to its output, was changed in place before its "
+                "PWLU computed the norm. Write x = x + 1 instead of x += 1, or undo the fusion: pwlu.unfuse_norms_(model)"
             )
 
     # Methods for all other code.
@@ -259,7 +257,7 @@ class Deferred:
         return self._value
 
     def _recompute(self) -> Tensor:
-        """Return the output of the norm if this batch has already updated the running statistics: do not update them again."""
+        """Return the output of the norm, without updating the running statistics a second time for this batch."""
         norm, batch = self.norm, self._uses_batch_statistics()
         if _group(norm) is not None:
             raise RuntimeError(

@@ -131,7 +131,7 @@ class DynamicPWLU(PWLU):
             zero = torch.cat([p.reshape(-1)[:0] for p in self.parameters()]).sum()
             weight, directions = weight.detach() + zero, directions.detach()
         mixed = dynamic_reference.mix(weight, directions, coefficients)
-        if torch.compiler.is_exporting():  # other runtimes do not have the operators of pwlu
+        if ops.is_exporting():
             return dispatch.PER_SAMPLE.apply(x, mixed, self.intervals, self.channel_dim)
         y: Tensor = per_sample.forward(x, mixed, self.intervals, self.channel_dim)
         return y

@@ -117,7 +117,7 @@ class PWLU(nn.Module):
 
     @property
     def phase(self) -> int:
-        """0 without a :class:`pwlu.TwoPhase`, else the phase of the learning method, 1 or 2."""
+        """Return the phase of the learning method, 1 or 2; 0 without a :class:`pwlu.TwoPhase`."""
         return self.statistics.phase
 
     @phase.setter
@@ -174,7 +174,10 @@ class PWLU(nn.Module):
             if not isinstance(value, Tensor):
                 raise TypeError(f"PWLU.assign: {name} must be a tensor, not {value!r}. Write torch.full({expected}, number)")
             if value.shape != expected:
-                raise ValueError(f"PWLU.assign: {name} must have the shape {expected}, not {tuple(value.shape)}")
+                raise ValueError(
+                    f"PWLU.assign: {name} must have the shape {expected}, not {tuple(value.shape)}. To give all channels the "
+                    f"same values, write value.expand{expected}"
+                )
         write_weight(self, self._layout.pack(*(value.to(old.left) for value in old._replace(**blocks))))
 
     def scale_gradients(self, **factors: float) -> None:

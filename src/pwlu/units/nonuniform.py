@@ -155,7 +155,10 @@ class NonUniformPWLU(PWLU):
             act = pwlu.NonUniformPWLU.from_uniform(pwlu.PWLU(channels=64, intervals=16))
         """
         if type(unit) is not PWLU:
-            raise TypeError(f"NonUniformPWLU.from_uniform: expected a pwlu.PWLU, not {type(unit).__name__}")
+            raise TypeError(
+                f"NonUniformPWLU.from_uniform: expected a pwlu.PWLU, not {type(unit).__name__}. To create a unit without a "
+                "PWLU, write pwlu.NonUniformPWLU(channels=...)"
+            )
         if unit.constraint is not None:
             raise ValueError(
                 f"NonUniformPWLU.from_uniform: the PWLU is constrained to be {unit.constraint}, and the projections need "
@@ -263,7 +266,7 @@ def from_uniform_blocks(blocks: reference.Blocks) -> nonuniform_reference.Blocks
 
 def apply(x: Tensor, packed: Tensor, intervals: int, channel_dim: int) -> Tensor:
     """Apply the functions of a knot weight. While exporting, use only operators that other runtimes have."""
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if ops.is_exporting() or torch.jit.is_tracing():
         return nonuniform_reference.forward(x, *nonuniform_reference.unpack_knots(packed, intervals), channel_dim)
     y: Tensor = nonuniform_ops.forward(x, packed, intervals, channel_dim)
     return y

@@ -58,7 +58,7 @@ class InputStatistics(nn.Module):
 
     @property
     def pool(self) -> Tensor:
-        """Count, mean and sum of squared deviations of the input since the last optimizer step: (3, C)."""
+        """Return count, mean and sum of squared deviations of the input since the last optimizer step, (3, C)."""
         device = self._buffers["running_mean"].device  # type: ignore[union-attr]  # faster than attribute access
         if self._pool.device != device:  # fully_shard and to_empty() move parameters and buffers, but not this tensor
             self._pool = torch.zeros_like(self._pool, device=device) if self._pool.is_meta else self._pool.to(device)
@@ -100,7 +100,8 @@ class InputStatistics(nn.Module):
         if not isinstance(state, Tensor) or state.shape != self._pool.shape:
             found = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
             raise RuntimeError(
-                f"size mismatch for the pool of a PWLU: {found} in the state dict, {tuple(self._pool.shape)} in the model."
+                f"size mismatch for the pool of a PWLU: {found} in the state dict, {tuple(self._pool.shape)} in the model. "
+                "Convert the model with the same arguments as the saved one, then load the state dict"
             )
         if self._pool.is_meta:
             self._pool = torch.empty_like(self._pool, device=self.running_mean.device)

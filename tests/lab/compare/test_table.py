@@ -88,10 +88,10 @@ def test_presets():
         "pwlu-intervals-20",
     ]
     smooth = ["pwlu-curvature-0.001", "pwlu-init-swish-curvature-0.001"]
-    assert labels["smoothing"] == ["relu", "swish", "pwlu", *smooth]
-    assert labels["rules"][-2:] == ["pwlu-curvature-0.001", "pwlu-rule-shared"]
+    assert labels["smoothing"] == ["relu", "swish", "pwlu", *smooth, "pwlu-rule-shared"]
+    assert labels["improvements"][-2:] == ["pwlu-curvature-0.001", "pwlu-rule-shared"]
     assert labels["dynamic"][-2:] == ["pwlu", "dynamic-pwlu"]
-    assert labels["knots"] == ["pwlu-intervals-4", "pwlu", "nonuniform-pwlu-intervals-4"]
+    assert labels["knots"] == ["relu", "pwlu-intervals-4", "pwlu", "nonuniform-pwlu-intervals-4"]
     layers = ["pwlu-fix-init-3-layer", "pwlu-fix-init-6-layer", "pwlu-fix-init-10-layer", "pwlu-layer"]
     assert labels["bounds"] == ["relu", *layers, "pwlu-fix-init-3", "pwlu-fix-init-6", "pwlu-fix-init-10", "pwlu"]
 

@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import sys
 import time
 
 import pytest
@@ -168,6 +169,21 @@ def test_workers(tmp_path):
     by_workers.data.train.loader._iterator._shutdown_workers()  # left to the garbage collector, it takes torch 5 s per worker
 
 
+def test_workers_need_only_the_packages_of_their_data(tmp_path, processes):
+    """Images of a classifier are read without the package that detection needs."""
+    (tmp_path / "faster_coco_eval.py").write_text("raise ImportError('not installed')")
+    code = """
+import sys
+from lab_helpers import task_of
+task = task_of(recipe="imagenette/resnet18", pixels=16, batch=4, workers=1, data=sys.argv[1])
+print(len(next(iter(task.epoch(0)))[0][0]))
+task.data.train.loader._iterator._shutdown_workers()
+"""
+    data, paths = str(write_images(tmp_path / "data")), [str(tmp_path), *sys.path]
+    done = processes(["-c", code, data], dict(os.environ) | {"PYTHONPATH": os.pathsep.join(paths)}, paths)
+    assert done.stdout == "4\n", done.stderr
+
+
 def is_running(process):
     try:
         os.kill(process, 0)
@@ -180,10 +196,9 @@ def is_running(process):
 def test_workers_end_with_a_process_that_is_killed(processes):
     code = """
 import os, signal
-from torch.utils.data import DataLoader
-from pwlu.lab.data.workers import worker_options
-loader = DataLoader(range(4), **worker_options(1))
-batches = iter(loader)
+import torch
+from pwlu.lab.data.workers import requested_batches
+batches = iter(requested_batches(range(4), [[0], [1], [2], [3]], torch.device("cpu"), 1))
 next(batches)
 print(batches._workers[0].pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -25,6 +25,7 @@ _TABLE_BYTES = 56 << 10  # limit for the tables of a panel
 _COLUMN_BYTES = 1100  # limit for the columns of a thread
 _PANEL_OVERHEAD = 8.0  # cost of filling the tables of a panel, in steps
 _PANEL = 32  # PANEL in share.cuh
+_ELEMENTS_FOR_WIDE_PANELS = 64  # minimum number of elements per thread of the GPU; with fewer, panels have half the width
 _MANY_INTERVALS = 40  # from here on, few threads fit into shared memory, so each processes several vectors at a time
 _CHUNK = 8192  # if there is one channel, its elements are cut into planes of this size
 _ELEMENTS_OF_THREAD = 8  # minimum number of elements per thread for vectors of more than one element
@@ -176,10 +177,13 @@ def _plan_rows(
 ) -> Plan | None:
     """Return a plan with "rows" or "mixed"; None if this vector width does not fit."""
     outer, channels, inner = geometry
-    across = channels * inner // vector
+    across, elements = channels * inner // vector, samples * outer * channels * inner
+    resident_threads = gpu.processor.multiprocessors * gpu.processor.threads
     work = work._replace(overhead=max(work.overhead, _PANEL_OVERHEAD), most_steps=1e9)
     if inner == 1:
-        form, own, width = "rows", vector, -(-across // -(-across // _PANEL))
+        # With half the width, a block fills half the tables, and there are half as many partial results to add.
+        widest = _PANEL if elements >= _ELEMENTS_FOR_WIDE_PANELS * resident_threads else _PANEL // 2
+        form, own, width = "rows", vector, -(-across // -(-across // widest))
         width = min(-(-width // 4) * 4, across)  # no two panels share a sector of 32 bytes
         places = vector * _PANEL
         staged = width * vector * ((intervals + 2) | 1) * work.staging
@@ -193,8 +197,7 @@ def _plan_rows(
     fixed, of_thread = work.lines * places * work.table + staged, work.lines * own * work.column
     if vector > 1 and (fixed > _TABLE_BYTES or of_thread > _COLUMN_BYTES):
         return None
-    enough = _ELEMENTS_OF_THREAD * gpu.processor.multiprocessors * gpu.processor.threads
-    if inner == 1 and vector > 1 and samples * outer * channels < enough:
+    if inner == 1 and vector > 1 and elements < _ELEMENTS_OF_THREAD * resident_threads:
         return None  # more threads with one element each fill their tables faster
     threads = _fitting(work, gpu, fixed, of_thread) if inner == 1 else work.threads
     if threads is None or threads < width or samples > _MOST_BLOCKS:

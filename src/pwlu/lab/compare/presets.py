@@ -51,20 +51,20 @@ _BOUNDS: Rows = {
         ("stat-realign", {}),
     )
 }
-_IMPROVEMENTS = _activations(SEVEN) | {"PWLU, smooth": {"activation": "pwlu", "curvature": SMOOTH}}
+_SMOOTH: Rows = {"PWLU, smooth": {"activation": "pwlu", "curvature": SMOOTH}}
+_SHARED: Rows = {"PWLU, rule shared": {"activation": "pwlu", "rule": "shared"}}
 PRESETS: dict[str, Rows] = {
     "activations": _activations(SEVEN),
     "bounds": _activations(["relu"]) | _BOUNDS,
     "intervals": _activations(["relu"]) | {f"N = {n}": {"activation": "pwlu", "intervals": n} for n in (4, 8, 12, 16, 20)},
     "smoothing": _activations(["relu", "swish", "pwlu"])
-    | {
-        "PWLU, smooth": {"activation": "pwlu", "curvature": SMOOTH},
-        "PWLU, smooth, from Swish": {"activation": "pwlu", "curvature": SMOOTH, "init": "swish"},
-    },
-    "improvements": _IMPROVEMENTS,
-    "rules": _IMPROVEMENTS | {"PWLU, rule shared": {"activation": "pwlu", "rule": "shared"}},
+    | _SMOOTH
+    | {"PWLU, smooth, from Swish": {"activation": "pwlu", "curvature": SMOOTH, "init": "swish"}}
+    | _SHARED,
+    "improvements": _activations(SEVEN) | _SMOOTH | _SHARED,
     "dynamic": _activations(["relu", "gelu", "mish", "se_relu", "dyrelu", "aconc", "metaacon", "pwlu", "dynamic_pwlu"]),
-    "knots": {f"PWLU, N = {n}": {"activation": "pwlu", "intervals": n} for n in (4, 16)}
+    "knots": _activations(["relu"])
+    | {f"PWLU, N = {n}": {"activation": "pwlu", "intervals": n} for n in (4, 16)}
     | {"Non-uniform PWLU, N = 4": {"activation": "nonuniform_pwlu", "intervals": 4}},
     "detection": _activations(["relu", "swish", "frelu", "pwlu"])
     | {"PWLU, fast, from Swish": {"activation": "pwlu", "unit_lr": FAST, "init": "swish"}},

@@ -20,7 +20,7 @@ class Recipe:
         iterations: the length of training in steps of ``batch`` images. 0: train for ``epochs`` instead.
         optimizer: "sgd", with momentum 0.9, or "adam".
         drops: the parts of training after which the learning rate is divided by 10. Without any, it falls as a cosine.
-        pau_lr: the factor on the learning rate of PAU's parameters, chosen on held-out images. A factor of 1 is too large,
+        pau_lr: the factor on the learning rate of PAU's parameters, chosen on held-out images. With SGD, 1 is too large,
             because powers up to x^5 make their gradients large.
         anchors: for detectors, the factor on the sizes of anchors. A factor of 1 gives 32, 64, ..., 512 pixels.
         detections: for detectors, the largest number of detections per image.

@@ -94,7 +94,7 @@ class Settings:
     )
     unit_lr: float = _setting(
         1.0,
-        "multiply the learning rate of activations' parameters by this (default: 1; for pau, the recipe's 0.0001 to 0.001)",
+        "multiply the learning rate of activations' parameters by this (default: 1; for pau, set by the recipe)",
         metavar="FACTOR",
         unit=True,
     )

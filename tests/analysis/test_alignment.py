@@ -457,8 +457,8 @@ def fused():
         (small(), [IMAGES.numpy()], {}, "a batch is of type ndarray. A batch must be an input of the model: a tensor"),
         (small(), [(3, IMAGES)], {}, r"raised this on batch 1\. A batch must be .* \(batch\['image'\] for batch in loader\)"),
         (small(), [IMAGES, IMAGES[:, 1:]], {}, "the model raised this on batch 2"),
-        (small(), [IMAGES], {"limit": 0}, "limit must be a positive number of batches, or None for all of them, not 0"),
-        (small(), [IMAGES], {"limit": 1.5}, "limit must be a positive number of batches, or None for all of them, not 1.5"),
+        (small(), [IMAGES], {"limit": 0}, r"limit must be an integer of at least 1 \(.*None for all of them\), not 0"),
+        (small(), [IMAGES], {"limit": 1.5}, r"limit must be an integer .*None for all of them\), not 1.5"),
         (small(), [IMAGES], {"limit": True}, "not True"),
     ],
 )

@@ -229,7 +229,7 @@ def test_a_wrong_file_without_pwlus_does_not_appear(tmp_path, monkeypatch):
         (["missing/model.onnx"], "the folder missing does not exist: create it"),
         (["folder.onnx"], "folder.onnx is a folder. Name a file in it, such as folder.onnx/model.onnx"),
         (["model.pt2", "--opset", 19], "--opset and --form are for ONNX: leave them out, or write model.onnx"),
-        (["model.onnx", "--opset", 11], "opset must be an integer of at least 18, not 11"),
+        (["model.onnx", "--opset", 11], "opset must be an integer of at least 18 (18 is the default), not 11"),
         (["model.onnx", "--simplify", 2], "--simplify 2: simplify_: tolerance is a share of the function's range"),
         (["model.onnx", "--backbone"], "is a run of digits, which is not a detector: leave out --backbone"),
     ],

@@ -446,7 +446,7 @@ def test_refine_refuses_what_would_change_the_function():
     with pytest.raises(ValueError, match=r"Write 8$"):
         refine_(model, 5)
     for wrong in (0, -8, 8.0, True):
-        with pytest.raises(ValueError, match=f"refine_: intervals must be a positive integer, not {wrong}"):
+        with pytest.raises(ValueError, match=f"refine_: intervals must be an integer of at least 1 .*, not {wrong}"):
             refine_(model, wrong)
     assert [act.intervals for act in model] == [8, 16]
 

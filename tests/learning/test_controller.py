@@ -258,10 +258,10 @@ def wrong_copy(other):
 
 
 ERRORS = {
-    "not whole": (ValueError, bad_steps(2.0), r"a number of optimizer steps, an integer.*such as 5 \* len\(loader\), not 2.0"),
-    "none": (ValueError, bad_steps(0), "at least 1.*not 0. To train without Phase I, do not use TwoPhase"),
+    "not whole": (ValueError, bad_steps(2.0), r"an integer of at least 1.*such as 5 \* len\(loader\).*not 2.0"),
+    "none": (ValueError, bad_steps(0), "at least 1.*to train without Phase I, do not use TwoPhase.*not 0"),
     "negative": (ValueError, bad_steps(-1), "at least 1.*not -1"),
-    "truth": (ValueError, bad_steps(True), "number of optimizer steps, an integer.*not True"),
+    "truth": (ValueError, bad_steps(True), "an integer of at least 1.*not True"),
     "no units": (ValueError, no_units, "TwoPhase: Linear has no PWLU. Convert it first: pwlu.convert_"),
     "before": (ValueError, made_before_conversion, "does not hold the parameters of 1. Create it after pwlu.convert_"),
     "missing": (ValueError, several_missing, "parameters of 0, 1, 2 and 1 more.*call TwoPhase for each part"),

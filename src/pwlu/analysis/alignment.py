@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from pwlu import reference
 from pwlu.analysis.quantiles import QuantileSketch
+from pwlu.common.checks import check_integer
 from pwlu.common.text import columns, counted, parse_json
 from pwlu.units.module import PWLU, require_units, unwrapped
 
@@ -306,8 +307,8 @@ def _check(batches: Any, limit: Any) -> None:
         )
     if not isinstance(batches, Iterable):
         raise TypeError(f"alignment: batches must be a list of batches or a loader, not {batches!r}")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"alignment: limit must be a positive number of batches, or None for all of them, not {limit!r}")
+    if limit is not None:
+        check_integer("alignment", "limit", limit, "the number of batches, or None for all of them", 1)
 
 
 def _arguments(batch: Any, required: int, taken: int | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

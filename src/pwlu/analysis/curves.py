@@ -12,7 +12,7 @@ from pwlu.initial_functions import InitialFunction, find_initial_function
 from pwlu.units.module import require_units
 from pwlu.units.nonuniform import blocks_to_show
 
-_PARAMETERS = ("left", "right", "heights", "left_slope", "right_slope")
+_PARAMETERS = reference.Blocks._fields
 
 
 class Curves(NamedTuple):

@@ -170,6 +170,14 @@ def check_norm(x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor,
         )
 
 
+def check_share(owner: str, tolerance: Any) -> None:
+    """Check that a tolerance is a number between 0 and 1. The error names the `owner`, a function."""
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 < tolerance < 1:
+        raise ValueError(
+            f"{owner}: tolerance is a share of the function's range: write a number between 0 and 1, not {tolerance!r}"
+        )
+
+
 def check_integer(owner: str, name: str, value: Any, hint: str, minimum: int | None = None) -> int:
     """Return an argument as an int; raise ValueError if it is not an integer of at least `minimum`.
 

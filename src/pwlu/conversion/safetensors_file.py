@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pwlu.common.text import install
+from pwlu.units.sharding import is_sharded
 
 
 def tensors_to_bytes(state: Mapping[str, Any], conversion: dict[str, Any] | None = None) -> bytes:
@@ -17,11 +18,12 @@ def tensors_to_bytes(state: Mapping[str, Any], conversion: dict[str, Any] | None
 
     Tensors that share memory are stored once.
     """
+    safetensors = require_safetensors("save")
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[Any, str] = {}
     for key, value in state.items():
-        if not isinstance(value, Tensor) or type(value).__name__ == "DTensor":
+        if not isinstance(value, Tensor) or is_sharded(value):
             raise TypeError(
                 f"save: {key} is a {type(value).__name__}, but a safetensors file holds plain tensors only. For a sharded "
                 "model, gather the state dict by torch.distributed.checkpoint.state_dict.get_model_state_dict, load it into a "
@@ -37,7 +39,7 @@ def tensors_to_bytes(state: Mapping[str, Any], conversion: dict[str, Any] | None
         metadata["pwlu"] = json.dumps({**conversion, "tied": tied})
     elif tied:
         metadata["tied"] = json.dumps(tied)
-    return require_safetensors("save").save(tensors, metadata)
+    return safetensors.save(tensors, metadata)
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from pwlu.common.text import abbreviate
 from pwlu.conversion import rewrite
 from pwlu.conversion.convert import check_unwrapped
 from pwlu.conversion.replacing import insert_, inserted_modules
-from pwlu.conversion.safetensors_file import read_file, require_safetensors, tensors_to_bytes
+from pwlu.conversion.safetensors_file import read_file, tensors_to_bytes
 from pwlu.conversion.tracing import full_name
 from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction, find_initial_function
 from pwlu.learning.constraining import check_constraint
@@ -58,10 +58,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 def serialise(model: nn.Module) -> bytes:
     """Return the contents of the file that :func:`save` writes."""
-    require_safetensors("save")
     model = unwrapped(model)
-    conversion = conversion_of(model)
-    return tensors_to_bytes(model.state_dict(), conversion)
+    return tensors_to_bytes(model.state_dict(), conversion_of(model))
 
 
 def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
@@ -149,7 +147,7 @@ def _describe_unit(name: str, unit: PWLU, edit: rewrite.Edit | None) -> dict[str
     if INITIAL_FUNCTIONS.get(start.name) == start:
         init: Any = start.name
     else:  # a user's function, or one that differs between channels: store the parameters of its PWLU
-        rows = torch.cat([block.reshape(unit.channels, -1) for block in _initial_blocks(unit)], 1)
+        rows = torch.cat([block.reshape(unit.channels, -1) for block in unit.initial_blocks()], 1)
         rows = rows[:1] if bool((rows == rows[0]).all()) else rows
         init = {"name": start.name, "lines": rows.tolist()}
     extras: dict[str, Any] = {}
@@ -169,12 +167,6 @@ def _describe_unit(name: str, unit: PWLU, edit: rewrite.Edit | None) -> dict[str
         "dtype": str(unit.weight.dtype).removeprefix("torch."),
         "edit": edit and list(edit),
     } | extras
-
-
-def _initial_blocks(unit: PWLU) -> reference.Blocks:
-    if isinstance(unit, NonUniformPWLU):
-        return unit.initial_blocks()
-    return reference.unpack(unit.initial_weight(), unit.intervals)  # initial_weight() applies the constraint
 
 
 class _Lines:

@@ -13,7 +13,7 @@ from pwlu.common.text import abbreviate
 from pwlu.reference import nonuniform as nonuniform_reference
 from pwlu.units.deferred_norm import is_compiled
 from pwlu.units.dynamic import DynamicPWLU
-from pwlu.units.module import PWLU, require_units
+from pwlu.units.module import PWLU, exact_blocks, require_units
 from pwlu.units.nonuniform import NonUniformPWLU, apply
 from pwlu.units.sharding import full_values
 
@@ -145,7 +145,7 @@ def _tables(unit: PWLU) -> dict[str, Tensor]:
     device, dtype = unit.weight.device, reference.compute_dtype(unit.weight)
     if isinstance(unit, NonUniformPWLU):
         return {"knot_weight": nonuniform_reference.to_knots(full_values(unit.weight), unit.intervals).to(device, dtype)}
-    left, *others = (block.detach().to("cpu", torch.float64) for block in unit.blocks())
+    left, *others = exact_blocks(unit)
     inv_step, slopes, offsets = reference.tables(left, *others)
     tables = {"left": left, "inv_step": inv_step, "slopes": slopes, "offsets": offsets}
     return {name: table.to(device, dtype) for name, table in tables.items()}

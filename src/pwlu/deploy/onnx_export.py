@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwlu.common import files
+from pwlu.common import checks, files
 from pwlu.common.text import counted, install
 from pwlu.deploy.fuse import FusedNonUniformPWLU, FusedPWLU, fuse_
 from pwlu.deploy.onnx_check import Difference, Inputs, agreement, outputs
@@ -156,7 +156,8 @@ def export(
     metadata: Mapping[str, str] | None = None,
 ) -> OnnxReport:
     """Do what :func:`export_onnx` does, also for a model without PWLUs."""
-    _check_arguments(model, target, form, opset)
+    opset = checks.check_integer("export_onnx", "opset", opset, "18 is the default", _OLDEST_OPSET)
+    _check_arguments(model, target, form)
     onnx, runtime = _packages()
     inputs = Inputs.of(sample).map(lambda t: t.detach().cpu())
     plain = copy.deepcopy(model).to("cpu")
@@ -192,11 +193,9 @@ def export(
     return OnnxReport(target, size, opset, form, alone.units, unreached, operators, dynamic_batch, *checked)
 
 
-def _check_arguments(model: nn.Module, target: Path, form: str, opset: int) -> None:
+def _check_arguments(model: nn.Module, target: Path, form: str) -> None:
     if form not in FORMS:
         raise ValueError(f"export_onnx: form must be one of {', '.join(map(repr, FORMS))}, not {form!r}")
-    if isinstance(opset, bool) or not isinstance(opset, int) or opset < _OLDEST_OPSET:
-        raise ValueError(f"export_onnx: opset must be an integer of at least {_OLDEST_OPSET}, not {opset!r}")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"export_onnx: the folder {target.parent} does not exist: create it first, or write to another")
     if target.is_dir():

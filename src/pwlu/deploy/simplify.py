@@ -1,7 +1,6 @@
 """Reduce PWLUs to fewer intervals or simpler modules (simplify_), or increase the number of intervals (refine_)."""
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,8 +18,8 @@ from pwlu.deploy.fewest_knots import keep_fewest_knots
 from pwlu.deploy.fitting import SIMPLE, Fit, fit
 from pwlu.initial_functions import find_initial_function, fit_bounds
 from pwlu.reference import nonuniform as nonuniform_reference
-from pwlu.units.module import PWLU, apply_constraint, require_units
-from pwlu.units.nonuniform import NonUniformPWLU
+from pwlu.units.module import PWLU, apply_constraint, controlled, exact_blocks, require_units
+from pwlu.units.nonuniform import NonUniformPWLU, exact_knots
 
 
 class Line(ChannelActivation):
@@ -166,10 +165,7 @@ def simplify_(
         >>> report.units[0].became
         'relu'
     """
-    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 < tolerance < 1:
-        raise ValueError(
-            f"simplify_: tolerance is a share of the function's range: write a number between 0 and 1, not {tolerance!r}"
-        )
+    checks.check_share("simplify_", tolerance)
     units = _check_model("simplify_", model, (PWLU, NonUniformPWLU))
     chosen = {name: unit for name, unit in units.items() if where is None or where(name, unit)}
     fits = {name: _fit(unit, tolerance, replace) for name, unit in chosen.items()}  # fit all units before the model changes
@@ -206,8 +202,7 @@ def refine_(model: nn.Module, intervals: int) -> list[str]:
         >>> pwlu.refine_(model, 32)
         ['1']
     """
-    if isinstance(intervals, bool) or not isinstance(intervals, int) or intervals < 1:
-        raise ValueError(f"refine_: intervals must be a positive integer, not {intervals!r}")
+    intervals = checks.check_integer("refine_", "intervals", intervals, "a multiple of the current number", 1)
     units = _check_model("refine_", model)
     for name, unit in units.items():
         if intervals % unit.intervals:
@@ -219,7 +214,7 @@ def refine_(model: nn.Module, intervals: int) -> list[str]:
             )
     changed = {name: unit for name, unit in units.items() if unit.intervals != intervals}
     for unit in changed.values():
-        old, times = unit.heights.detach().to("cpu", torch.float64), intervals // unit.intervals
+        old, times = exact_blocks(unit).heights, intervals // unit.intervals
         share = torch.arange(times, dtype=torch.float64, device="cpu") / times
         between = old[:, :-1, None] + old.diff(dim=1)[:, :, None] * share
         _set_parameters(unit, unit.left.detach(), unit.right.detach(), torch.cat([between.flatten(1), old[:, -1:]], 1))
@@ -238,11 +233,9 @@ def _check_model(caller: str, model: nn.Module, kinds: tuple[type[PWLU], ...] = 
         )
     if empty := [name for name, unit in units.items() if unit.weight.is_meta]:
         raise ValueError(f"{caller}: {abbreviate(empty)} is on the meta device and has no values. Load the weights first")
-    if any(unit.phase for unit in units.values()):
-        gc.collect()  # ignore a TwoPhase whose optimizer was deleted
-    if controlled := [name for name, unit in units.items() if unit.phase]:
+    if trained := controlled(units):
         raise RuntimeError(
-            f"{caller}: {abbreviate(controlled)} has a TwoPhase, whose optimizer trains the parameters to be replaced. After "
+            f"{caller}: {abbreviate(trained)} has a TwoPhase, whose optimizer trains the parameters to be replaced. After "
             f"training, call its remove() first; during training, use a copy: pwlu.{caller}(copy.deepcopy(model), ...)"
         )
     return units
@@ -250,11 +243,10 @@ def _check_model(caller: str, model: nn.Module, kinds: tuple[type[PWLU], ...] = 
 
 def _fit_knots(unit: NonUniformPWLU, tolerance: float) -> Fit:
     """Return a fit whose parameters are the new blocks, rounded to the dtype that stores them."""
-    weight = unit.weight.detach().to("cpu", torch.float64)
-    old = nonuniform_reference.unpack_knots(nonuniform_reference.to_knots(weight, unit.intervals), unit.intervals)
+    old = exact_knots(unit)
     scale = old.heights.amax(1) - old.heights.amin(1)
     zeros = torch.zeros_like(scale)
-    if not weight.isfinite().all() or not (old.knots.diff(dim=1) > 0).all():
+    if not all(block.isfinite().all() for block in old) or not (old.knots.diff(dim=1) > 0).all():
         return Fit("kept", (), zeros, scale, "its parameters are not finite, or an interval is empty")
     new = keep_fewest_knots(old, tolerance * scale)
     if new.knots.shape == old.knots.shape:
@@ -270,13 +262,7 @@ def _fit_knots(unit: NonUniformPWLU, tolerance: float) -> Fit:
 def _fit(unit: PWLU, tolerance: float, replace: bool) -> Fit:
     if isinstance(unit, NonUniformPWLU):
         return _fit_knots(unit, tolerance)
-    return fit(
-        reference.Blocks(*(p.detach().to("cpu", torch.float64) for p in unit.blocks())),
-        unit.weight.dtype,
-        tolerance,
-        replace,
-        unit.constraint,
-    )
+    return fit(exact_blocks(unit), unit.weight.dtype, tolerance, replace, unit.constraint)
 
 
 def _apply_fit(name: str, unit: PWLU, plan: Fit) -> Simplified:

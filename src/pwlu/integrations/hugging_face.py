@@ -204,7 +204,7 @@ def own_group_(trainer: Trainer, lr_factor: float = 1.0) -> Optimizer:
             "own_group_: the optimizer already has a scheduler, which would not know the new group. Call own_group_ right "
             "after you create the Trainer. For your own optimizer, use pwlu.parameter_groups(model, lr=...) instead."
         )
-    learned = {id(p) for unit in units_of(trainer.model).values() for p in function_parameters(unit)}
+    learned = function_parameters(units_of(trainer.model).values())
     for group in list(optimizer.param_groups):
         if own := [p for p in group["params"] if id(p) in learned]:
             group["params"] = [p for p in group["params"] if id(p) not in learned]

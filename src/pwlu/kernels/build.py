@@ -98,8 +98,8 @@ def compiler(variable: str = "CC", names: tuple[str, ...] = ("cc", "gcc", "clang
     return None
 
 
-def build(variant: str, rebuild: bool = False, keep: bool = False) -> Path:
-    """Return the library of a variant of ``cpu.c``. Compile it if it is not in the cache, or if `rebuild`; see :func:`make`."""
+def build(variant: str, keep: bool = False) -> Path:
+    """Return the library of a variant of ``cpu.c``. Compile it if it is not in the cache; see :func:`make`."""
     parts = [*flags(variant), sysconfig.get_platform(), *platform.libc_ver()]
     try:
         stem = library_stem(f"cpu-{variant}", [SOURCE, *HEADERS], parts)
@@ -107,8 +107,6 @@ def build(variant: str, rebuild: bool = False, keep: bool = False) -> Path:
         if keep:
             raise
         stem = _temporary_folder() / f"cpu-{variant}"
-    if rebuild and (found := find(stem)):
-        found.unlink(missing_ok=True)
     return make(stem, lambda: [*_c_compiler(), *flags(variant), "-shared", "-fPIC"], SOURCE, ["-lm"], keep=keep)
 
 

@@ -85,12 +85,6 @@ def plain_moments(x: Tensor, channel_dim: int, pool: Tensor) -> None:
     pool.copy_(reference.merge(pool, count, *reference.moments(x, channels, channel_dim)))
 
 
-def plain_observe(x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
-    """Return y, and add the moments of x to the pool in place."""
-    plain_moments(x, channel_dim, pool)
-    return plain_forward(x, weight, intervals, channel_dim)
-
-
 # Kernels.
 
 
@@ -125,10 +119,11 @@ def _served(
     def call(*arguments: Any) -> Any:
         check(*arguments)
         kernel = kernel_of(arguments[0])
-        found = NotImplemented
-        if hasattr(kernel, name) and suits(*arguments):
+        if kernel is not None and suits(*arguments):
             found = getattr(kernel, name)(*arguments)
-        return plain(*arguments) if found is NotImplemented else found
+            if found is not NotImplemented:
+                return found
+        return plain(*arguments)
 
     return call
 

@@ -46,8 +46,7 @@ def parameter_groups(
         optimizer = torch.optim.SGD(pwlu.parameter_groups(model, lr=0.1, weight_decay=1e-4), momentum=0.9)
     """
     units = require_units("parameter_groups", model)
-    unit_parameters = {id(p) for unit in units.values() for p in function_parameters(unit)}
-    groups = split_parameters(model, unit_parameters, lr, weight_decay, lr_factor, norm_weight_decay)
+    groups = split_parameters(model, function_parameters(units.values()), lr, weight_decay, lr_factor, norm_weight_decay)
     return [group | {"name": "pwlu" if group["name"] == "functions" else group["name"]} for group in groups]
 
 

@@ -10,7 +10,7 @@ from pwlu.common.text import abbreviate
 from pwlu.initial_functions import find_initial_function
 from pwlu.reference import Blocks
 from pwlu.units.dynamic import DynamicPWLU
-from pwlu.units.module import PWLU, apply_constraint, require_units
+from pwlu.units.module import PWLU, apply_constraint, exact_blocks, require_units
 from pwlu.units.nonuniform import NonUniformPWLU
 
 
@@ -76,7 +76,7 @@ def realign_(model: nn.Module) -> list[Realigned]:
 
 def _realign(name: str, unit: PWLU) -> Realigned:
     kind = unit._layout.Blocks
-    statistics, old = unit.statistics, kind(*(block.detach().to("cpu", torch.float64) for block in unit.blocks()))
+    statistics, old = unit.statistics, exact_blocks(unit)
     frozen, old_right = _frozen_entries(unit), unit.right.detach().to("cpu", torch.float64)
     right_is_frozen = frozen.log_widths.all(1) if isinstance(unit, NonUniformPWLU) else frozen.right
     mu, sigma = (s.to("cpu", torch.float64) for s in (statistics.running_mean, statistics.running_std))

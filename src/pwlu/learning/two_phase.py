@@ -15,13 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from pwlu.common.checks import check_integer
 from pwlu.common.text import abbreviate, counted
 from pwlu.learning.freezing import remove_gradients
 from pwlu.learning.optimizers import add_momentum_buffers, complete_state, state_optimizer, unwrap_optimizer
 from pwlu.learning.realignment import Realigned, realign_
 from pwlu.learning.shared_rule import DEFAULT_RULE, SharedRule, add_penalty_, find_rule, share_gradients_, smooth_
-from pwlu.learning.two_phase_checks import check_copy, check_optimizer, check_rule, check_steps, check_weights, warn_of_decay
-from pwlu.units.module import PWLU, require_units
+from pwlu.learning.two_phase_checks import check_copy, check_optimizer, check_rule, check_weights, warn_of_decay
+from pwlu.units.module import PWLU, controlled, require_units
 from pwlu.units.nonuniform import NonUniformPWLU
 from pwlu.units.sharding import full_values, write_parameter
 from pwlu.units.statistics import InputStatistics, advance_
@@ -81,7 +82,8 @@ class TwoPhase:
         copies: nn.Module | Sequence[nn.Module] = (),
         process_group: "dist.ProcessGroup | None" = None,
     ) -> None:
-        self.realign_at = check_steps(realign_at)
+        hint = "the number of optimizer steps, such as 5 * len(loader); to train without Phase I, do not use TwoPhase"
+        self.realign_at = check_integer("TwoPhase", "realign_at", realign_at, hint, 1)
         self.rule = find_rule(rule)
         self.model = model
         why = "and the rule needs equally spaced knots. Write rule='paper', or convert the model with to='pwlu'"
@@ -257,13 +259,8 @@ class TwoPhase:
         self._momentum_ready = False
 
     def _check_no_other_controller(self) -> None:
-        """Check that no unit has another TwoPhase, because two would count every step twice.
-
-        A TwoPhase whose optimizer was deleted may wait for garbage collection, so collect garbage first.
-        """
-        if any(unit.phase for unit in self._units.values()):
-            gc.collect()
-        if taken := [name for name, unit in self._units.items() if unit.phase]:
+        """Check that no unit has another TwoPhase, because two would count every step twice."""
+        if taken := controlled(self._units):
             raise RuntimeError(
                 f"TwoPhase: {abbreviate(taken)} already has a TwoPhase. Keep that one, which works as long as its optimizer "
                 "exists, or call its remove() first."

@@ -12,16 +12,6 @@ from pwlu.units.module import PWLU, units_of, weight_parameter
 from pwlu.units.squeeze import function_parameters
 
 
-def check_steps(realign_at: Any) -> int:
-    """Check that the number of steps of Phase I is a positive integer, and return it."""
-    if isinstance(realign_at, bool) or not isinstance(realign_at, int) or realign_at < 1:
-        raise ValueError(
-            f"TwoPhase: realign_at must be a number of optimizer steps, an integer of at least 1, such as 5 * len(loader), not "
-            f"{realign_at!r}. To train without Phase I, do not use TwoPhase."
-        )
-    return realign_at
-
-
 def check_rule(rule: Any, optimizer: Optimizer) -> None:
     """Check that a rule, None for the paper's, can use the optimizer: it needs a finite rate."""
     if rule is None:
@@ -75,7 +65,7 @@ def check_copy(caller: str, copy: nn.Module, units: Mapping[str, PWLU]) -> list[
 
 def warn_of_decay(optimizer: Optimizer, units: Mapping[str, PWLU]) -> None:
     """Warn if the optimizer applies weight decay to the units."""
-    learned = {id(p) for unit in units.values() for p in function_parameters(unit)}
+    learned = function_parameters(units.values())
     decays = [g.get("weight_decay", 0.0) for g in optimizer.param_groups if any(id(p) in learned for p in g["params"])]
     if any(decays):
         warnings.warn(

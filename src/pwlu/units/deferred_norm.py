@@ -23,6 +23,7 @@ from pwlu import reference
 from pwlu.common import checks
 from pwlu.ops import is_exporting
 from pwlu.ops import norm as norm_ops
+from pwlu.units.sharding import is_sharded
 
 _functional, _autograd = cast("Any", F), cast("Any", torch._C._autograd)  # Any: private names are undeclared
 
@@ -177,7 +178,7 @@ class Deferred:
             else:
                 batches = buffers["num_batches_tracked"]
         state = (parameters["weight"], parameters["bias"], mean, variance, batches, factor, norm.eps, batch, pool)
-        group = _group(norm) if batch else None
+        group = _group(norm)
         act = norm_ops.norm_act if group is None else functools.partial(norm_ops.norm_act_of_processes, group)
         y, norm_vectors = act(x, residual, weight, intervals, *state)
         return y, norm_vectors
@@ -194,7 +195,7 @@ class Deferred:
         x, version, gamma = self.x, _version(self.x), self.norm._parameters["weight"]
         # Save the output as usual in evaluation, under torch.compile (which decides itself what to save), and if parameters
         # are sharded.
-        if not self._uses_batch_statistics() or torch.compiler.is_compiling() or hasattr(type(gamma), "full_tensor"):
+        if not self._uses_batch_statistics() or torch.compiler.is_compiling() or is_sharded(gamma):
             return self.value(), nullcontext()
         recording = self.norm.recorder is not None  # the model may run on fake tensors, which must not be cached
         weight = (_identity.__wrapped__ if recording else _identity)(x.shape[1], reference.compute_dtype(x), x.device)
@@ -231,8 +232,7 @@ class Deferred:
                 return "in Phase I, it needs statistics over all channels"
         if weight.device != x.device:
             return f"it is on {weight.device}"
-        gamma = self.norm._parameters["weight"]
-        if hasattr(type(weight), "full_tensor") or (gamma is not None and hasattr(type(gamma), "full_tensor")):
+        if is_sharded(weight) or is_sharded(self.norm._parameters["weight"]):
             return "parameters are sharded here"
         return ""
 
@@ -258,9 +258,8 @@ class Deferred:
 
     def _recompute(self) -> Tensor:
         """Return the output of the norm, without updating the running statistics a second time for this batch."""
-        norm = self.norm
-        batch = norm.training or (norm.running_mean is None and norm.running_var is None)
-        if batch and _group(norm) is not None:
+        norm, batch = self.norm, self._uses_batch_statistics()
+        if _group(norm) is not None:
             raise RuntimeError(
                 "pwlu: only a PWLU may use the output of a fused SyncBatchNorm, but the model also uses it elsewhere. Undo the "
                 "fusion: pwlu.unfuse_norms_(model)"
@@ -342,7 +341,6 @@ _BINARY = ("sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
 _OTHERS = ("isub", "imul", "itruediv", "neg", "abs", "getitem", "setitem", "len", "iter", "bool", "float")
 for _name in (*_BINARY, *("r" + name for name in _BINARY), *_OTHERS, "lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Deferred, f"__{_name}__", _compute_then_call(f"__{_name}__"))
-Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """The module :class:`PWLU`, and helpers that find, read and write the PWLUs of a model."""
 
+import gc
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -124,16 +125,17 @@ class PWLU(nn.Module):
         self.statistics.phase = value
 
     def initial_weight(self) -> Tensor:
-        """Return the initial weight, ``init`` between ``bounds`` with the constraint applied, in float64 on the CPU."""
-        weight = reference.pack(*self.initial_blocks())
-        if self.constraint is None:
-            return weight
-        return constrained(weight.to(self.weight.dtype), self.intervals, self.constraint).double()
+        """Return the initial weight, in float64 on the CPU; see :meth:`initial_blocks`."""
+        return reference.pack(*self.initial_blocks())
 
     def initial_blocks(self) -> Blocks:
-        """Return the initial function between ``bounds``, as the blocks of a PWLU in float64 on the CPU."""
+        """Return ``init`` between ``bounds`` with the constraint applied, as the blocks of a PWLU in float64 on the CPU."""
         left, right = (torch.full((self.channels,), b, dtype=torch.float64, device="cpu") for b in self.bounds)
-        return Blocks(left, right, *initial_parameters(find_initial_function(self.init), left, right, self.intervals))
+        blocks = Blocks(left, right, *initial_parameters(find_initial_function(self.init), left, right, self.intervals))
+        if self.constraint is None:
+            return blocks
+        weight = constrained(reference.pack(*blocks).to(self.weight.dtype), self.intervals, self.constraint)
+        return reference.unpack(weight.double(), self.intervals)
 
     def reset_parameters(self) -> None:
         """Reset the weight to ``init`` between ``bounds``, and clear the statistics."""
@@ -360,6 +362,21 @@ def require_units(caller: str, model: Any, refused: Mapping[type[PWLU], str] | N
             if isinstance(unit, kind):
                 raise TypeError(f"{caller}: {name or 'the model'} is a {kind.__name__}, {why}")
     return units
+
+
+def controlled(units: Mapping[str, PWLU]) -> list[str]:
+    """Return the names of the units that have a :class:`pwlu.TwoPhase`.
+
+    A TwoPhase whose optimizer was deleted may wait for garbage collection, so collect garbage first.
+    """
+    if any(unit.phase for unit in units.values()):
+        gc.collect()
+    return [name for name, unit in units.items() if unit.phase]
+
+
+def exact_blocks(unit: PWLU) -> Any:
+    """Return the blocks of the weight of a unit in float64 on the CPU, detached from autograd."""
+    return unit._layout.Blocks(*(block.detach().to("cpu", torch.float64) for block in unit.blocks()))
 
 
 def weight_parameter(unit: PWLU) -> Any:

@@ -12,8 +12,8 @@ from pwlu.initial_functions import InitialFunction, find_initial_function
 from pwlu.ops import nonuniform as nonuniform_ops
 from pwlu.reference import nonuniform as nonuniform_reference
 from pwlu.units.deferred_norm import Deferred
-from pwlu.units.module import PWLU, block_view
-from pwlu.units.sharding import gathered
+from pwlu.units.module import PWLU, block_view, exact_blocks
+from pwlu.units.sharding import full_values
 
 _MAX_INTERVALS = 512  # the most intervals that to_uniform tries
 _SHOWN_INTERVALS = 128  # of the functions in figures and reports
@@ -112,8 +112,7 @@ class NonUniformPWLU(PWLU):
 
         `left` and `right` are the first and last knots (C,). Intervals that the mask `kept` (C, N) marks keep their widths.
         """
-        old = self.log_widths.detach().to("cpu", torch.float64)
-        widths = torch.where(kept, old, ((right - left) / self.intervals).log()[:, None])
+        widths = torch.where(kept, exact_blocks(self).log_widths, ((right - left) / self.intervals).log()[:, None])
         knots = nonuniform_reference.knots_of(left, widths)
         function = find_initial_function(self.init).function
         outer = torch.cat([2 * knots[:, :1] - knots[:, 1:2], knots, 2 * knots[:, -1:] - knots[:, -2:-1]], 1)
@@ -130,7 +129,6 @@ class NonUniformPWLU(PWLU):
         weight = self.effective_weight()
         statistics: Any = self._modules["statistics"]
         if statistics.phase == 1 and self.training:
-            checks.check_channels(x, self.channels, self.channel_dim)
             ops.moments(x, self.channel_dim, statistics.pool)
             # The gradient is exactly 0, not None: DistributedDataParallel waits for it.
             weight = weight.detach() + weight[:0].sum()
@@ -166,7 +164,7 @@ class NonUniformPWLU(PWLU):
                 f"NonUniformPWLU.from_uniform: the PWLU is constrained to be {unit.constraint}, and the projections need "
                 "equally spaced knots. Remove the constraint first: pwlu.constrain_(act)"
             )
-        blocks = reference.Blocks(*(block.detach().to("cpu", torch.float64) for block in unit.blocks()))
+        blocks = exact_blocks(unit)
         if not bool((blocks.left < blocks.right).all()):
             raise ValueError(
                 f"NonUniformPWLU.from_uniform: the bounds must satisfy left < right, but channel "
@@ -198,12 +196,8 @@ class NonUniformPWLU(PWLU):
 
             unit, error, relative = pwlu.NonUniformPWLU(channels=64).to_uniform(1e-3)
         """
-        if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 < tolerance < 1:
-            raise ValueError(
-                f"NonUniformPWLU.to_uniform: tolerance is a share of the function's range: write a number between 0 and 1, not "
-                f"{tolerance!r}"
-            )
-        given = self._functions()
+        checks.check_share("NonUniformPWLU.to_uniform", tolerance)
+        given = exact_knots(self)
         if not all(bool(block.isfinite().all()) for block in given):
             raise ValueError(
                 "NonUniformPWLU.to_uniform: the weight has values that are not finite. Write finite ones with assign"
@@ -225,9 +219,11 @@ class NonUniformPWLU(PWLU):
         unit = _converted(self, PWLU, blocks.heights.shape[1] - 1, blocks)
         return ToUniform(unit, float(error.max()), float(relative.max()))
 
-    def _functions(self) -> nonuniform_reference.Knots:
-        weight = gathered(self.weight).detach().to("cpu", torch.float64)
-        return nonuniform_reference.unpack_knots(nonuniform_reference.to_knots(weight, self.intervals), self.intervals)
+
+def exact_knots(unit: NonUniformPWLU) -> nonuniform_reference.Knots:
+    """Return knots, heights and outer slopes of a unit in float64 on the CPU, detached from autograd."""
+    weight = full_values(unit.weight).to("cpu", torch.float64)
+    return nonuniform_reference.unpack_knots(nonuniform_reference.to_knots(weight, unit.intervals), unit.intervals)
 
 
 def _converted(unit: PWLU, kind: type[PWLU], intervals: int, blocks: Any) -> Any:
@@ -248,7 +244,7 @@ def _refuse_to_write(name: str) -> None:
 
 def blocks_to_show(unit: PWLU) -> Any:
     """Return the blocks of a unit. For a :class:`NonUniformPWLU`, they are those of a PWLU that interpolates its functions."""
-    return _interpolated(unit._functions(), _SHOWN_INTERVALS) if isinstance(unit, NonUniformPWLU) else unit.blocks()
+    return _interpolated(exact_knots(unit), _SHOWN_INTERVALS) if isinstance(unit, NonUniformPWLU) else unit.blocks()
 
 
 def _interpolated(given: nonuniform_reference.Knots, intervals: int) -> reference.Blocks:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether a tensor is sharded by fully_shard."""
+def is_sharded(tensor: Tensor | None) -> bool:
+    """Return whether a tensor is sharded by fully_shard; False for None."""
     return hasattr(tensor, "placements")
 
 

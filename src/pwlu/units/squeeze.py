@@ -1,5 +1,6 @@
 """A small network on the means of each sample, for activations that depend on the whole input."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -96,10 +97,11 @@ def sample_means(x: Tensor, features: int, channel_dim: int) -> Tensor:
     return found
 
 
-def function_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that describe the function of an activation: all except those of its Squeeze networks."""
-    others = {id(p) for child in module.modules() if isinstance(child, Squeeze) for p in child.parameters()}
-    return [p for p in module.parameters() if id(p) not in others]
+def function_parameters(activations: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of the parameters that describe the functions of activations: all except those of Squeeze networks."""
+    every = nn.ModuleList(activations)
+    others = {id(p) for module in every.modules() if isinstance(module, Squeeze) for p in module.parameters()}
+    return {id(p) for p in every.parameters()} - others
 
 
 def along_samples(values: Tensor, x: Tensor, channel_dim: int) -> Tensor:

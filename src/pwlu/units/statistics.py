@@ -108,14 +108,12 @@ class InputStatistics(nn.Module):
         self.pool.copy_(state)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        unit_prefix = prefix.removesuffix("statistics.")
-        if self._at_start() and not any(key.startswith(unit_prefix) for key in state_dict):
+        found = any(key.startswith(prefix) for key in state_dict)
+        if not found and self._at_start():
             return  # weights from before the conversion: the unit keeps its initial function
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        if not any(key.startswith(unit_prefix) for key in state_dict):
-            return  # the state dict has nothing of this unit: super() has listed the missing keys
-        self.loaded = True
-        if self.phase and not self.realigned.is_meta:
+        self.loaded |= found  # if not found, super() has listed the missing keys
+        if found and self.phase and not self.realigned.is_meta:
             self.phase = 2 if self.realigned else 1
 
     def _at_start(self) -> bool:

@@ -304,10 +304,12 @@ def load(variant: str) -> Kernel:
         raise OSError(f"unknown or unusable CPU kernel {variant!r}: this processor can run {', '.join(usable_variants())}")
     if kernel := installed(variant):
         return kernel
+    path = build.build(variant)
     try:
+        return Kernel(variant, path)
+    except OSError:  # built on another machine that shares the cache: build it again
+        path.unlink(missing_ok=True)
         return Kernel(variant, build.build(variant))
-    except OSError:  # damaged, or built on another machine that shares the cache
-        return Kernel(variant, build.build(variant, rebuild=True))
 
 
 @functools.cache

@@ -31,26 +31,22 @@ def choose(index: int) -> tuple[Kernel | None, str]:
         return None, "PWLU_CUDA_KERNEL=reference"
     try:
         return _load(index), "compiled by NVRTC at first use"
-    except _NotSupported as error:
+    except OSError as error:
         if named == "cuda":
             raise OSError(f"PWLU_CUDA_KERNEL=cuda, but {error}") from error
         return None, str(error)
 
 
-class _NotSupported(Exception):
-    """The device cannot run the kernels, for the reason in the message."""
-
-
 def _load(index: int) -> Kernel:
-    """Return the kernels of a device after loading one of them; raise :class:`_NotSupported` if that fails."""
+    """Return the kernels of a device after loading one of them; raise OSError if the device cannot run them."""
     if torch.version.hip:
-        raise _NotSupported("this is a build of torch for AMD GPUs and the kernels are for NVIDIA GPUs")
+        raise OSError("this is a build of torch for AMD GPUs and the kernels are for NVIDIA GPUs")
     if torch.cuda.get_device_capability(index) < _MIN_CAPABILITY:
-        raise _NotSupported(f"{torch.cuda.get_device_name(index)} is older than compute capability 7.5")
+        raise OSError(f"{torch.cuda.get_device_name(index)} is older than compute capability 7.5")
     try:
         kernels.core()
     except ImportError as error:
-        raise _NotSupported(f"cuda-core is missing ({error}): {install('cuda')}") from error
+        raise OSError(f"cuda-core is missing ({error}): {install('cuda')}") from error
     with torch.cuda.device(index):
         refuse_during_capture("its first use on this device", index)
     kernel = Kernel(index)
@@ -60,7 +56,7 @@ def _load(index: int) -> Kernel:
     except Exception as error:  # NVRTC and the driver raise various types
         if "out of memory" in str(error).lower():  # a temporary problem
             raise
-        raise _NotSupported(f"NVRTC or the driver failed: {type(error).__name__}: {error}") from error
+        raise OSError(f"NVRTC or the driver failed: {type(error).__name__}: {error}") from error
     return kernel
 
 

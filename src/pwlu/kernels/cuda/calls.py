@@ -77,7 +77,7 @@ class Kernel:
         return self._loaded[name]
 
     def _launch(self, plan: Plan, addresses: Sequence[int]) -> None:
-        kernel = self._loaded.get(plan.kernel) or self.load(plan.kernel)
+        kernel = self.load(plan.kernel)
         if torch._C._cuda_getDevice() == self.index:
             kernel(plan, addresses)
         else:

@@ -23,7 +23,7 @@ from pwlu.kernels import build
 
 SOURCE, *HEADERS = (Path(__file__).with_name(name) for name in ("eager.cpp", "eager_kernels.h", "eager_norm.h"))
 _OPERATIONS = (  # enum What
-    *("forward", "lookup", "observe", "moments", "backward", "backward_input"),
+    *("forward", "lookup", "observe", "backward", "backward_input"),
     *("norm_forward", "norm_add_forward", "norm_observe", "norm_add_observe"),
     *("norm_backward", "norm_add_backward", "norm_input", "norm_add_input", "batch_norm", "running_norm"),
 )
@@ -101,8 +101,8 @@ def compile_library(keep: bool = False, announce: str = "") -> Path:
 # Loading.
 
 
-def load() -> bool:
-    """Load the library if it is in the cache; return whether it is loaded. The operators must be registered before.
+def load() -> None:
+    """Load the library if it is in the cache. The operators must be registered before.
 
     With ``PWLU_EAGER=compiled``, compile the library if it is missing, and raise OSError if that fails. With
     ``PWLU_EAGER=python``, do nothing.
@@ -120,7 +120,6 @@ def load() -> bool:
     except OSError as error:
         if mode == "compiled":
             raise OSError(f"PWLU_EAGER=compiled, but {error}") from error
-    return library is not None
 
 
 def _open(found: Path) -> None:
@@ -207,7 +206,7 @@ def state() -> str:
 
 
 def is_new(key: tuple[Any, ...]) -> bool:
-    """Return whether a launch has to be registered: see :func:`register_gpu`. ``eager.cpp`` knows no non-uniform operators."""
+    """Return whether a launch has to be registered: see :func:`register_gpu`. ``eager.cpp`` does not know all operators."""
     return library is not None and key[0] in _OPERATIONS and key not in _known
 
 

@@ -49,7 +49,7 @@ Tensor forward(const Tensor &x, const Tensor &weight, int64_t intervals, int64_t
 Tensor observe(const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim, Tensor pool) {
   // In a backward pass, gradient checkpointing recomputes forward: fall back to Python, which does not count the input again.
   if (torch::autograd::get_current_graph_task_id() == -1)
-    if (auto y = run_forward(x, weight, intervals, channel_dim, &pool)) return *y;
+    if (auto y = run_forward(x, weight, intervals, channel_dim, pool)) return *y;
   return by_python<decltype(observe), "pwlu_python::serve_observe">(x, weight, intervals, channel_dim, pool);
 }
 
@@ -277,26 +277,6 @@ Tensor autograd_observe(const Tensor &x, const Tensor &weight, int64_t intervals
                         [&] { return observe(x, weight, intervals, channel_dim, pool); });
 }
 
-Gradients autograd_backward(const Tensor &grad, const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim,
-                            bool need_input, bool need_weight) {
-  if (!is_plain(grad, x, weight) || torch::autograd::compute_requires_grad(grad, x, weight))
-    return call_operator<decltype(backward), "pwlu_python::differentiate_backward">(grad, x, weight, intervals, channel_dim,
-                                                                                    need_input, need_weight);
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  return backward(grad, x, weight, intervals, channel_dim, need_input, need_weight);
-}
-
-// Python's derivative of lookup raises an error.
-Tensor autograd_lookup(const Tensor &x, const Tensor &left, const Tensor &inv_step, const Tensor &slopes, const Tensor &offsets,
-                       int64_t channel_dim) {
-  if (!is_plain(x, left, inv_step, slopes, offsets) ||
-      torch::autograd::compute_requires_grad(x, left, inv_step, slopes, offsets))
-    return call_operator<decltype(lookup), "pwlu_python::differentiate_lookup">(x, left, inv_step, slopes, offsets,
-                                                                                channel_dim);
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  return lookup(x, left, inv_step, slopes, offsets, channel_dim);
-}
-
 // The derivative of norm_act.
 
 struct NormSettings {
@@ -343,27 +323,27 @@ std::tuple<Tensor, Tensor> autograd_norm_act(const Tensor &x, const MaybeTensor 
   if (!is_plain(x, residual, gamma, beta, weight, running_mean, running_var, batches, pool))
     return call_operator<decltype(norm_act), "pwlu_python::differentiate_norm_act">(x, residual, weight, intervals,
                                                                                     PWLU_NORM_NAMES, pool);
-  const auto plain = [](const MaybeTensor &tensor) { return tensor ? *tensor : Tensor(); };
-  const std::array<Tensor, 5> inputs{x, plain(residual), weight, plain(gamma), plain(beta)};
   const at::AutoDispatchBelowADInplaceOrView guard;
   const auto both = norm_act(x, residual, weight, intervals, PWLU_NORM_NAMES, pool);
-  if (!torch::autograd::compute_requires_grad(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4])) return both;
+  if (!torch::autograd::compute_requires_grad(x, residual, weight, gamma, beta)) return both;
   const auto &[y, norm] = both;
   auto node = make_node<Derivative<NormSettings>>();
-  node->set_next_edges(torch::autograd::collect_next_edges(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4]));
-  for (size_t i = 0; i < 5; ++i) node->saved_[i] = SavedVariable(inputs[i], false);
-  node->saved_[5] = SavedVariable(norm, false);
+  node->set_next_edges(torch::autograd::collect_next_edges(x, residual, weight, gamma, beta));
+  const auto plain = [](const MaybeTensor &tensor) { return tensor ? *tensor : Tensor(); };
+  const std::array<Tensor, 6> saved{x, plain(residual), weight, plain(gamma), plain(beta), norm};
+  for (size_t i = 0; i < saved.size(); ++i) node->saved_[i] = SavedVariable(saved[i], false);
   const double count = double(x.numel()) / double(std::max<int64_t>(x.dim() > 1 ? x.size(1) : 1, 1));
   node->settings_ = {intervals, eps, count, training, pool.has_value(), {}};
   torch::autograd::set_history(y, node);
   return both;
 }
 
-// The parts of norm_act have no derivative of their own. Python raises the error.
+// Other operators run only without a gradient. Python differentiates backward, and raises errors for lookup and the parts of
+// norm_act, which have no derivative.
 template <auto kServe, Name kPython>
-struct Part;
+struct WithoutGradient;
 template <class Result, class... Args, Result (*kServe)(Args...), Name kPython>
-struct Part<kServe, kPython> {
+struct WithoutGradient<kServe, kPython> {
   static Result call(Args... args) {
     const auto tensors = std::tuple_cat(tensor_of(args)...);
     const bool plain =
@@ -374,8 +354,7 @@ struct Part<kServe, kPython> {
   }
   template <class T>
   static auto tensor_of(const T &value) {
-    if constexpr (std::is_same_v<T, Tensor>) return std::tuple<Tensor>(value);
-    else if constexpr (std::is_same_v<T, MaybeTensor>) return std::tuple<Tensor>(value ? *value : Tensor());
+    if constexpr (std::is_same_v<T, Tensor> || std::is_same_v<T, MaybeTensor>) return std::tie(value);
     else return std::tuple<>();
   }
 };
@@ -395,14 +374,14 @@ void serve(torch::Library &m) {
 
 void differentiate(torch::Library &m) {
   m.impl("forward", autograd_forward);
-  m.impl("backward", autograd_backward);
-  m.impl("lookup", autograd_lookup);
+  m.impl("backward", WithoutGradient<backward, "pwlu_python::differentiate_backward">::call);
+  m.impl("lookup", WithoutGradient<lookup, "pwlu_python::differentiate_lookup">::call);
   m.impl("observe", autograd_observe);
-  m.impl("normalization", Part<normalization, "pwlu_python::differentiate_normalization">::call);
-  m.impl("norm_forward", Part<norm_forward, "pwlu_python::differentiate_norm_forward">::call);
-  m.impl("norm_observe", Part<norm_observe, "pwlu_python::differentiate_norm_observe">::call);
-  m.impl("norm_backward", Part<norm_backward, "pwlu_python::differentiate_norm_backward">::call);
-  m.impl("norm_input", Part<norm_input, "pwlu_python::differentiate_norm_input">::call);
+  m.impl("normalization", WithoutGradient<normalization, "pwlu_python::differentiate_normalization">::call);
+  m.impl("norm_forward", WithoutGradient<norm_forward, "pwlu_python::differentiate_norm_forward">::call);
+  m.impl("norm_observe", WithoutGradient<norm_observe, "pwlu_python::differentiate_norm_observe">::call);
+  m.impl("norm_backward", WithoutGradient<norm_backward, "pwlu_python::differentiate_norm_backward">::call);
+  m.impl("norm_input", WithoutGradient<norm_input, "pwlu_python::differentiate_norm_input">::call);
   m.impl("norm_act", autograd_norm_act);
 }
 

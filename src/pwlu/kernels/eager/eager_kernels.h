@@ -18,6 +18,7 @@
 namespace {
 
 using at::Tensor;
+using MaybeTensor = std::optional<Tensor>;
 using Tables = std::array<const Tensor *, 4>;  // of the inference form: left, 1/d, slopes, offsets
 
 // What Python registers.
@@ -26,7 +27,6 @@ enum What : int64_t {
   kForward,
   kLookup,
   kObserve,
-  kMoments,
   kBackward,
   kBackwardInput,
   kNormForward,
@@ -41,7 +41,8 @@ enum What : int64_t {
   kRunningNorm,
 };
 
-constexpr size_t kAddresses = 19, kNumbers = 80;  // struct Arguments of element.cuh
+constexpr size_t kAddresses = 19, kNumbers = 80;  // struct Arguments of element.cuh, and indices of its addresses
+constexpr size_t kX = 0, kGrad = 1, kOut = 2, kPartial = 13, kPool = 14, kResidual = 15, kNorm = 16, kSums = 17, kPair = 18;
 
 struct Launch {
   void *function;
@@ -105,6 +106,27 @@ struct Problem {
   }
 };
 
+at::ScalarType computed_in(const Tensor &x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+const void *address(const MaybeTensor &tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
+
+// Return whether kernels can use a tensor without a copy: it has this size and dtype and is on the device of x, or is missing.
+bool fits(const MaybeTensor &tensor, const Tensor &x, at::IntArrayRef sizes, at::ScalarType dtype) {
+  return !tensor || (tensor->sizes() == sizes && tensor->scalar_type() == dtype && tensor->device() == x.device() &&
+                     tensor->is_contiguous() && tensor->const_data_ptr());
+}
+
+bool is_like(const Tensor &tensor, const Tensor &x) {
+  return tensor.sizes() == x.sizes() && tensor.strides() == x.strides() && tensor.device() == x.device() &&
+         tensor.scalar_type() == x.scalar_type() && tensor.const_data_ptr();
+}
+
+// Increment the version counters. Do not call this for running statistics: see layout.note_changes.
+void changed(std::initializer_list<const MaybeTensor *> tensors) {
+  for (const auto *each : tensors)
+    if (*each && !(*each)->is_inference()) (*each)->unsafeGetTensorImpl()->bump_version();
+}
+
 // Describe a call; return nullopt unless a kernel can surely use these tensors without a copy. `parameters` is one of the
 // parameter tensors, which all have the same dtype.
 std::optional<Problem> problem_of(const Tensor &x, const Tensor &parameters, int64_t channels, int64_t intervals,
@@ -120,7 +142,7 @@ std::optional<Problem> problem_of(const Tensor &x, const Tensor &parameters, int
   if (!x.const_data_ptr() || !x.is_non_overlapping_and_dense()) return std::nullopt;
   const auto dtype = x.scalar_type(), kind = parameters.scalar_type();
   if (dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf && dtype != at::kDouble) return std::nullopt;
-  if (!on_gpu(x) && kind != (dtype == at::kDouble ? at::kDouble : at::kFloat)) return std::nullopt;
+  if (!on_gpu(x) && kind != computed_in(x)) return std::nullopt;
   return Problem{dtype, kind, x.numel() / (channels * inner), channels, inner, intervals};
 }
 
@@ -148,9 +170,9 @@ struct Arguments {
 
   Arguments() = default;
   Arguments(const Tensor &x, const Tensor *grad, const Tensor &target) {
-    addresses[0] = x.const_data_ptr();
-    addresses[1] = grad ? grad->const_data_ptr() : nullptr;
-    addresses[2] = target.mutable_data_ptr();
+    addresses[kX] = x.const_data_ptr();
+    addresses[kGrad] = grad ? grad->const_data_ptr() : nullptr;
+    addresses[kOut] = target.mutable_data_ptr();
   }
 
   // Set the addresses of left, right, heights, left_slope and right_slope of a packed weight, or of its gradient if `at` is 8.
@@ -163,7 +185,7 @@ struct Arguments {
 
   bool aligned() const {
     uintptr_t all = 0;
-    for (const size_t i : {0, 1, 2, 15}) all |= uintptr_t(addresses[i]);  // x, grad, out, residual
+    for (const size_t i : {kX, kGrad, kOut, kResidual}) all |= uintptr_t(addresses[i]);
     return !(all & 15);
   }
   void *to(size_t i) const { return const_cast<void *>(addresses[i]); }
@@ -191,7 +213,7 @@ bool launch(const Plan &plan, Arguments &arguments, const Tensor &x, int64_t sum
   Tensor partial;
   if (plan.second.function) {
     partial = at::empty({plan.splits * sums}, x.options().dtype(at::kFloat));
-    arguments.addresses[13] = partial.mutable_data_ptr();
+    arguments.addresses[kPartial] = partial.mutable_data_ptr();
   }
   return launch(plan.first, arguments, x) && (!plan.second.function || launch(plan.second, arguments, x));
 }
@@ -216,9 +238,8 @@ bool call(Function CpuKernel::*function, const Problem &p, Rest... rest) {
 
 // The kernels. They return nullopt if Python has to handle the call.
 
-// Return y; with a pool, add the moments of x to it. `arguments` holds the parameters.
-std::optional<Tensor> run_map(What what, const Tensor &x, const Problem &p, Arguments &arguments, const Tensor &y,
-                              const Tensor *pool = nullptr) {
+// Return y; to observe, also add the moments of x to the pool. `arguments` holds the parameters and the pool.
+std::optional<Tensor> run_map(What what, const Tensor &x, const Problem &p, Arguments &arguments, const Tensor &y) {
   if (on_gpu(x)) {
     const auto plan = plan_of(p.key(what, x, arguments.aligned()));
     return plan && launch(*plan, arguments, x, 3 * p.channels) ? std::optional(y) : std::nullopt;
@@ -229,25 +250,22 @@ std::optional<Tensor> run_map(What what, const Tensor &x, const Problem &p, Argu
       what == kLookup
           ? call(&CpuKernel::lookup, p, a[0], out, p.outer, p.channels, p.inner, p.intervals, a[3], a[4], a[5], a[6])
           : call(&CpuKernel::forward, p, a[0], out, p.outer, p.channels, p.inner, p.intervals, a[3], a[4], a[5], a[6], a[7]);
-  if (!done || (pool && !call(&CpuKernel::moments, p, a[0], p.outer, p.channels, p.inner, pool->mutable_data_ptr())))
+  if (!done) return std::nullopt;
+  if (what == kObserve && !call(&CpuKernel::moments, p, a[0], p.outer, p.channels, p.inner, arguments.to(kPool)))
     return std::nullopt;
   return y;
 }
 
 std::optional<Tensor> run_forward(const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim,
-                                  const Tensor *pool = nullptr) {
+                                  const MaybeTensor &pool = std::nullopt) {
   const auto p = problem_of(x, weight, intervals, channel_dim);
-  if (!p) return std::nullopt;
+  if (!p || !fits(pool, x, {3, p->channels}, computed_in(x))) return std::nullopt;
   const Tensor y = at::empty_like(x);  // has the strides of x, because x is dense
   Arguments arguments(x, nullptr, y);
   arguments.set_blocks(3, weight.const_data_ptr(), *p);
-  if (!pool) return run_map(kForward, x, *p, arguments, y);
-  const bool fits = pool->dim() == 2 && pool->size(0) == 3 && pool->size(1) == p->channels && pool->is_contiguous();
-  if (!fits || pool->scalar_type() != (p->dtype == at::kDouble ? at::kDouble : at::kFloat)) return std::nullopt;
-  if (pool->device() != x.device() || !pool->const_data_ptr()) return std::nullopt;
-  arguments.addresses[14] = pool->mutable_data_ptr();
-  const auto found = run_map(kObserve, x, *p, arguments, y, pool);
-  if (found && !pool->is_inference()) pool->unsafeGetTensorImpl()->bump_version();  // as every in-place operation does
+  if (pool) arguments.addresses[kPool] = pool->mutable_data_ptr();
+  const auto found = run_map(pool ? kObserve : kForward, x, *p, arguments, y);
+  if (found) changed({&pool});
   return found;
 }
 
@@ -265,8 +283,7 @@ std::optional<std::tuple<Tensor, Tensor>> run_backward(const Tensor &grad, const
                                                        int64_t intervals, int64_t channel_dim, bool need_input,
                                                        bool need_weight) {
   const auto p = problem_of(x, weight, intervals, channel_dim);
-  if (!p || grad.scalar_type() != p->dtype || grad.device() != x.device() || grad.sizes() != x.sizes()) return std::nullopt;
-  if (grad.strides() != x.strides() || !grad.const_data_ptr()) return std::nullopt;
+  if (!p || !is_like(grad, x)) return std::nullopt;
   const auto none = [](const Tensor &like) { return at::empty({0}, like.options()); };
   const Tensor grad_x = need_input || on_gpu(x) ? at::empty_like(x) : none(x);  // GPU kernels always write it
   const Tensor grad_weight = need_weight ? at::empty_like(weight) : none(weight);

@@ -5,23 +5,7 @@
 
 namespace {
 
-using MaybeTensor = std::optional<Tensor>;
 using NormGradients = std::tuple<Tensor, Tensor, Tensor>;  // gradient of z (or empty), sums of the norm, gradient of the weight
-
-constexpr size_t kPartial = 13, kPool = 14, kResidual = 15, kNorm = 16, kSums = 17, kPair = 18;  // indices in struct Arguments
-
-// Return whether kernels can use a tensor without a copy: it has this size and dtype and is on the device of x, or is missing.
-bool fits(const MaybeTensor &tensor, const Tensor &x, at::IntArrayRef sizes, at::ScalarType dtype) {
-  return !tensor || (tensor->sizes() == sizes && tensor->scalar_type() == dtype && tensor->device() == x.device() &&
-                     tensor->is_contiguous() && tensor->const_data_ptr());
-}
-
-bool is_like(const MaybeTensor &tensor, const Tensor &x) {
-  return !tensor || (tensor->sizes() == x.sizes() && tensor->strides() == x.strides() && tensor->device() == x.device() &&
-                     tensor->scalar_type() == x.scalar_type() && tensor->const_data_ptr());
-}
-
-const void *address(const MaybeTensor &tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
 
 const void *pair(double factor, double eps) {
   const float both[2] = {float(factor), float(eps)};
@@ -31,18 +15,11 @@ const void *pair(double factor, double eps) {
   return packed;
 }
 
-// Increment the version counters. Do not call this for running statistics: see layout.note_changes.
-void changed(std::initializer_list<const MaybeTensor *> tensors) {
-  for (const auto *each : tensors)
-    if (*each && !(*each)->is_inference()) (*each)->unsafeGetTensorImpl()->bump_version();
-}
-
-at::ScalarType computed_in(const Tensor &x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
-
 // Describe a call with a norm; return nullopt if Python has to handle it.
 std::optional<Problem> norm_problem_of(const Tensor &x, const MaybeTensor &residual, const Tensor &norm, const Tensor &weight,
                                        int64_t intervals) {
-  if (x.dim() < 2 || (on_gpu(x) && x.scalar_type() == at::kDouble) || !is_like(residual, x)) return std::nullopt;
+  if (x.dim() < 2 || (on_gpu(x) && x.scalar_type() == at::kDouble)) return std::nullopt;
+  if (residual && !is_like(*residual, x)) return std::nullopt;
   const auto p = problem_of(x, weight, intervals, 1);
   if (!p || p->channels != x.size(1) || !fits(norm, x, {4, p->channels}, computed_in(x))) return std::nullopt;
   return p;

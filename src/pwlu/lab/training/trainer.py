@@ -187,6 +187,6 @@ def _schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) 
 
 def _parameter_groups(network: nn.Module, settings: Settings) -> list[dict[str, Any]]:
     """Return parameter groups without weight decay for learned functions, which it would pull towards zero."""
-    functions = {id(p) for module in network.modules() if isinstance(module, LEARNED) for p in function_parameters(module)}
+    functions = function_parameters(module for module in network.modules() if isinstance(module, LEARNED))
     lr = settings.lr * settings.batch / find(settings.recipe).batch
     return split_parameters(network, functions, lr, settings.weight_decay, settings.unit_lr, settings.norm_weight_decay)

@@ -233,6 +233,9 @@ def test_vmap(kind, layout):
     x, dim = batch(layout)
     act = dynamic(kind, dim)
     torch.testing.assert_close(torch.func.vmap(act)(torch.stack([x, 2 * x])), torch.stack([act(x), act(2 * x)]))
+    two = {name: torch.stack([p, p]) for name, p in act.named_parameters()}
+    ensemble = torch.func.vmap(lambda parameters: torch.func.functional_call(act, parameters, (x,)))
+    torch.testing.assert_close(ensemble(two), torch.stack([act(x)] * 2))
 
 
 def test_the_meta_device():

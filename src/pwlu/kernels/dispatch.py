@@ -22,8 +22,9 @@ from pwlu.reference import nonuniform as nonuniform_reference
 
 def _laid_out(x: Tensor, y: Tensor) -> Tensor:
     """Return y in the memory layout of ``torch.empty_like(x)``."""
-    like = torch.empty_like(x)
-    return y if y.stride() == like.stride() else like.copy_(y)
+    like = torch.empty_like(x, device="meta")
+    # The copy is made of y, because under vmap, y may be a batch even if x is not.
+    return y if y.stride() == like.stride() else y.new_empty_strided(like.shape, like.stride()).copy_(y)
 
 
 class Kind(NamedTuple):

@@ -238,6 +238,14 @@ def test_vmap(kind, layout):
     torch.testing.assert_close(ensemble(two), torch.stack([act(x)] * 2))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(3, 5), (3, 5, 6), (3, 5, 6, 7)])
+def test_the_output_may_be_changed_in_place(kind, shape):
+    act, x = dynamic(kind), torch.randn(shape)
+    doubled = act(x).mul_(2)
+    assert torch.equal(*(torch.autograd.grad(y.sum(), act.weight)[0] for y in (doubled, 2 * act(x))))
+
+
 def test_the_meta_device():
     act = dynamic().to("meta")
     assert act(torch.empty(3, 5, 6, 7, device="meta")).shape == (3, 5, 6, 7)

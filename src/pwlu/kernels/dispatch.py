@@ -152,7 +152,8 @@ def per_sample_forward_folded(x: Tensor, weight: Tensor, intervals: int, channel
     if not weight.shape[0]:  # no samples
         return PER_SAMPLE.plain_forward(x, weight, intervals, channel_dim)
     folded = dynamic_reference.fold(x, weight.shape[0] // (intervals + 5), channel_dim)
-    return _laid_out(x, dynamic_reference.unfold(forward(folded, weight, intervals, 0), x, channel_dim))
+    y = _laid_out(x, dynamic_reference.unfold(forward(folded, weight, intervals, 0), x, channel_dim))
+    return y.data  # not a view: autograd forbids to change the views that an operator returns
 
 
 def per_sample_backward_folded(

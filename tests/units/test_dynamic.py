@@ -246,6 +246,16 @@ def test_the_output_may_be_changed_in_place(kind, shape):
     assert torch.equal(*(torch.autograd.grad(y.sum(), act.weight)[0] for y in (doubled, 2 * act(x))))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", ["dynamic_pwlu", "dyrelu", "metaacon", "se_relu"])
+def test_a_traced_model_can_be_saved(name, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 5, 1), torch.nn.ReLU()).eval()
+    pwlu.convert_(model, torch.randn(2, 3, 6, 7), to=name)
+    torch.jit.trace(model, torch.randn(2, 3, 6, 7)).save(tmp_path / "model.ts")
+    x = torch.randn(4, 3, 6, 7)
+    torch.testing.assert_close(torch.jit.load(tmp_path / "model.ts")(x), model(x))
+
+
 def test_the_meta_device():
     act = dynamic().to("meta")
     assert act(torch.empty(3, 5, 6, 7, device="meta")).shape == (3, 5, 6, 7)

@@ -90,7 +90,7 @@ class _Means(torch.autograd.Function):
 
 def sample_means(x: Tensor, features: int, channel_dim: int) -> Tensor:
     """Return the means of each sample; see :func:`pwlu.reference.dynamic.means`."""
-    if ops.transform_is_active() or torch.compiler.is_exporting():
+    if ops.transform_is_active() or torch.compiler.is_exporting() or torch.jit.is_tracing():
         return dynamic_reference.means(x, features, channel_dim)
     found: Tensor = _Means.apply(x, features, channel_dim)
     return found

@@ -382,6 +382,14 @@ def test_json_of_something_else(text):
         Alignment.from_json(text)
 
 
+@pytest.mark.parametrize("change", [{"low": [None, -1.0]}, {"p95": [1.0, None]}, {"count": [1e308, 3]}, {"count": [-3, 3]}])
+def test_json_with_impossible_numbers(change):
+    content = json.loads(alignment(model_of(pwlu.PWLU()), [torch.randn(3, 2)]).to_json())
+    content["units"][0] |= change
+    with pytest.raises(ValueError, match=f"{next(iter(change))} of '.*' must be (finite|integers)"):
+        Alignment.from_json(json.dumps(content))
+
+
 def test_table():
     assert re.search(r"\nSequential, 1 batch: median IOU 0\.\d\d over 9 channels; ", str(alignment(small(), [IMAGES])))
     lines = str(alignment(small(), [IMAGES, IMAGES])).splitlines()

@@ -381,6 +381,11 @@ def test_other_activations():
     model = net()
     pwlu.convert_(model, IMAGES, to=lambda channels, site: nn.PReLU(channels), granularity="layer")
     assert model[3].num_parameters == 1
+    model = net()
+    pwlu.convert_(
+        model, IMAGES, to=lambda channels, site: nn.Sequential()
+    )  # no activation; a container without entries is falsy
+    assert all(type(model[i]) is nn.Sequential for i in (1, 3))
 
 
 def test_every_start_is_a_kind():

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import struct
+import threading
 
 import pytest
 import torch
@@ -196,6 +197,37 @@ def test_tied_weights_and_torchs_transformers(tmp_path):
     pwlu.load_into(fresh, tmp_path / "file")
     assert_the_same(fresh, model, tokens)
     assert fresh.out.weight is fresh.embed.weight
+
+
+class Mirrored(nn.Module):
+    """A module without parameters whose call is rewritten."""
+
+    def forward(self, x):
+        return x.flip(1) + F.relu(x)
+
+
+class Twice(nn.Module):
+    """The same object under two names, with different channels, in a model that cannot be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.lock = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 5, 1), None
+        self.act = Mirrored()
+        self.layers = nn.Sequential(self.act)
+
+    def forward(self, x):
+        return self.layers(self.second(self.act(self.first(x))))
+
+
+@pytest.mark.parametrize("where", [None, lambda site: site.name.startswith("act"), lambda site: site.name.startswith("layers")])
+def test_an_object_with_two_names_and_a_lock(tmp_path, where):
+    model = converted(Twice(), where=where)
+    pwlu.save(model, tmp_path / "file")
+    fresh = Twice()
+    fresh.lock = threading.Lock()
+    pwlu.load_into(fresh, tmp_path / "file")
+    fresh.lock = None
+    assert_the_same(fresh, model)
 
 
 def test_a_wrapped_model(tmp_path):

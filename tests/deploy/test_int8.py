@@ -230,6 +230,11 @@ class Mixed(nn.Module):
         return first, second, self.block["act"](x), wide, moving
 
 
+def test_one_after_another():
+    """The 8-bit output of a table is the input of the next."""
+    assert_unchanged(nn.Sequential(*(Quantised(act_of()) for _ in range(3))), every_number(6), tables=3)
+
+
 def test_which_and_why():
     """Units with an 8-bit input become tables; the report says why others do not."""
     q, x = every_number(6), torch.randn(2, 6, 3)

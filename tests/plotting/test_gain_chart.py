@@ -34,7 +34,7 @@ def dots(axis):
 
 
 def test_improvements():
-    figure = plot_improvements(ROWS, paper={"b": {"PWLU": 0.7, "PAU": 0.2}})
+    figure = plot_improvements(ROWS, paper={"b": {"ReLU": 0.0, "PWLU": 0.7, "PAU": 0.2}})
     a, b = figure.axes
     assert names(a) == ["Swish", "PAU", "PWLU"]  # PWLUs last
     assert names(b) == ["", "", ""]  # the same as to the left

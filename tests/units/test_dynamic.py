@@ -233,6 +233,27 @@ def test_vmap(kind, layout):
     x, dim = batch(layout)
     act = dynamic(kind, dim)
     torch.testing.assert_close(torch.func.vmap(act)(torch.stack([x, 2 * x])), torch.stack([act(x), act(2 * x)]))
+    two = {name: torch.stack([p, p]) for name, p in act.named_parameters()}
+    ensemble = torch.func.vmap(lambda parameters: torch.func.functional_call(act, parameters, (x,)))
+    torch.testing.assert_close(ensemble(two), torch.stack([act(x)] * 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(3, 5), (3, 5, 6), (3, 5, 6, 7)])
+def test_the_output_may_be_changed_in_place(kind, shape):
+    act, x = dynamic(kind), torch.randn(shape)
+    doubled = act(x).mul_(2)
+    assert torch.equal(*(torch.autograd.grad(y.sum(), act.weight)[0] for y in (doubled, 2 * act(x))))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", ["dynamic_pwlu", "dyrelu", "metaacon", "se_relu"])
+def test_a_traced_model_can_be_saved(name, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 5, 1), torch.nn.ReLU()).eval()
+    pwlu.convert_(model, torch.randn(2, 3, 6, 7), to=name)
+    torch.jit.trace(model, torch.randn(2, 3, 6, 7)).save(tmp_path / "model.ts")
+    x = torch.randn(4, 3, 6, 7)
+    torch.testing.assert_close(torch.jit.load(tmp_path / "model.ts")(x), model(x))
 
 
 def test_the_meta_device():

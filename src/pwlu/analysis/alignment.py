@@ -355,6 +355,11 @@ def _check_unit(unit: UnitAlignment) -> None:
         numbers = [number for row in values for number in row] if name == "histogram" else values
         if name != "name" and not (len(values) == expected and all(type(number) in (int, float) for number in numbers)):
             raise ValueError(f"{name} of {unit.name!r} must be {counted(expected, 'number')}, one per channel")
+    if not all(type(count) is int and 0 <= count < 2**63 for count in unit.count):
+        raise ValueError(f"count of {unit.name!r} must be integers from 0 to 2^63 - 1")
+    for name in ("p5", "p95", "low", "high"):
+        if not all(math.isfinite(number) for number, count in zip(getattr(unit, name), unit.count, strict=False) if count):
+            raise ValueError(f"{name} of {unit.name!r} must be finite for channels with inputs")
     if unit.histogram and {len(row) for row in unit.histogram} != {BARS}:
         raise ValueError(f"the histograms of {unit.name!r} must have {BARS} bars")
 

@@ -106,7 +106,8 @@ def convert_(
     _warn_if_far(report, tolerance)
     measured = any(site.error is None or site.error > EXACT for site in report.converted)
     before = runs.outputs() if measured else None
-    insert_(model, {each.site.name: (each.module, each.edit) for each in candidates if each.selected and each.module})
+    new = {each.site.name: (each.module, each.edit) for each in candidates if each.selected and each.module is not None}
+    insert_(model, new)
     if before is not None:
         _record_change(report, before, runs.outputs())
     return report

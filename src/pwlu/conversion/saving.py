@@ -3,14 +3,12 @@
 The conversion is JSON in the file's metadata: every PWLU by name, and the calls that were rewritten. No pickle is used.
 """
 
-import copy
 import json
 import os
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from pwlu import reference
 from pwlu.common import checks, files
@@ -19,7 +17,7 @@ from pwlu.conversion import rewrite
 from pwlu.conversion.convert import check_unwrapped
 from pwlu.conversion.replacing import insert_, inserted_modules
 from pwlu.conversion.safetensors_file import read_file, tensors_to_bytes
-from pwlu.conversion.tracing import full_name
+from pwlu.conversion.tracing import full_name, stateless_leaf
 from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction, find_initial_function
 from pwlu.learning.constraining import check_constraint
 from pwlu.units.constraints import Constraint, keep_constrained
@@ -264,12 +262,22 @@ def _make_unit(row: dict[str, Any], model: nn.Module, again: bool) -> tuple[PWLU
 
 
 def _check_shapes(model: nn.Module, units: _Units, found: dict[str, tuple[int, ...]]) -> None:
-    """Raise ValueError if the file does not have the tensors that the converted model needs."""
-    with FakeCopyMode(FakeTensorMode(allow_non_fake_inputs=True)):  # the copy has shapes, but no values
-        converted = copy.deepcopy(model)
-    insert_(converted, units)
-    state = converted.state_dict().items()
-    expected = {key: tuple(value.shape) if isinstance(value, Tensor) else None for key, value in state}
+    """Raise ValueError if the file does not have the tensors that the converted model needs.
+
+    This does not copy the model, which may hold what cannot be copied, such as a lock.
+    """
+    everywhere: dict[str, PWLU] = {}  # the new PWLUs by all of their names, because a shared parent has several
+    names = list(model.named_modules(remove_duplicate=False))
+    for name, (unit, _) in units.items():
+        path, _, key = name.rpartition(".")
+        owner = model.get_submodule(path)
+        # A stateless parent gets a copy for each of its names: see insert_.
+        paths = [path] if stateless_leaf(owner) else [alias for alias, module in names if module is owner]
+        everywhere |= {full_name(alias, key): unit for alias in paths}
+    old = model.state_dict().items()
+    parts = {key: value for key, value in old if not any(key.startswith(f"{name}.") for name in everywhere)}
+    parts |= {f"{name}.{key}": value for name, unit in everywhere.items() for key, value in unit.state_dict().items()}
+    expected = {key: tuple(value.shape) if isinstance(value, Tensor) else None for key, value in parts.items()}
     wrong = [f"{key} is missing" for key in expected if key not in found]
     wrong += [f"{key} is not in the model" for key in found if key not in expected]
     wrong += [

@@ -73,14 +73,14 @@ class Tables:
 
 
 class _Plan(NamedTuple):
-    """The plan to replace a call: ``table[starts + source]`` takes the place of the nodes in `replaced`.
+    """The plan to replace a call: ``table[starts + q]`` takes the place of the nodes in `replaced`.
 
-    ``table``: (256 rows,). ``starts``: for each row, the index of its entry for q = 0, in a shape that broadcasts.
+    q is the quantized input of the call. ``table``: (256 rows,). ``starts``: for each row, the index of its entry for q = 0, in
+    a shape that broadcasts.
     """
 
     call: fx.Node
     entry: Tabulated
-    source: fx.Node
     replaced: list[fx.Node]
     table: Tensor
     starts: Tensor
@@ -166,7 +166,7 @@ def _plan(model: fx.GraphModule, call: fx.Node) -> _Plan | Tabulated:
     entry.given, entry.gives = (str(tensor.dtype).removeprefix("torch.") for tensor in (numbers, value))
     starts = torch.arange(entry.rows, dtype=torch.int32, device=value.device) * 256 - limits.min
     starts = starts.reshape(-1, *[1] * (ndim - 1 - dims[0])) if dims else starts.reshape(())
-    return _Plan(call, entry, before.args[0], list(call.users) if after else [call], value.t().reshape(-1), starts)
+    return _Plan(call, entry, list(call.users) if after else [call], value.t().reshape(-1), starts)
 
 
 def _why_not(model: fx.GraphModule, call: fx.Node) -> str:
@@ -231,10 +231,11 @@ def _run(node: fx.Node, arguments: dict[str, Any], value: Tensor) -> Tensor:
 
 def _apply_plan(model: fx.GraphModule, plan: _Plan) -> None:
     graph, owner = model.graph, _owner(plan.call)
+    dequantised: Any = plan.call.args[0]
     with graph.inserting_before(plan.call):
         starts, table = _constant(model, owner, "starts", plan.starts), _constant(model, owner, "table", plan.table)
         # Use one 32-bit index: in a compiled network, two indices take a tenth more time, and 64-bit indices a sixth.
-        number = graph.call_function(torch.ops.aten.to.dtype, (plan.source, torch.int32))
+        number = graph.call_function(torch.ops.aten.to.dtype, (dequantised.args[0], torch.int32))
         place = graph.call_function(torch.ops.aten.add.Tensor, (number, starts))
         look_up = graph.call_function(torch.ops.aten.index.Tensor, (table, [place]))
     look_up.meta = dict(plan.replaced[0].meta)

@@ -22,8 +22,9 @@ from pwlu.reference import nonuniform as nonuniform_reference
 
 def _laid_out(x: Tensor, y: Tensor) -> Tensor:
     """Return y in the memory layout of ``torch.empty_like(x)``."""
-    like = torch.empty_like(x)
-    return y if y.stride() == like.stride() else like.copy_(y)
+    like = torch.empty_like(x, device="meta")
+    # The copy is made of y, because under vmap, y may be a batch even if x is not.
+    return y if y.stride() == like.stride() else y.new_empty_strided(like.shape, like.stride()).copy_(y)
 
 
 class Kind(NamedTuple):
@@ -146,7 +147,8 @@ def per_sample_forward_folded(x: Tensor, weight: Tensor, intervals: int, channel
     if not weight.shape[0]:  # no samples
         return PER_SAMPLE.plain_forward(x, weight, intervals, channel_dim)
     folded = dynamic_reference.fold(x, weight.shape[0] // (intervals + 5), channel_dim)
-    return _laid_out(x, dynamic_reference.unfold(forward(folded, weight, intervals, 0), x, channel_dim))
+    y = _laid_out(x, dynamic_reference.unfold(forward(folded, weight, intervals, 0), x, channel_dim))
+    return y.data  # not a view: autograd forbids to change the views that an operator returns
 
 
 def per_sample_backward_folded(

@@ -45,8 +45,9 @@ def transform_is_active() -> bool:
 
 
 def is_exporting() -> bool:
-    """Return whether torch.export traces this call: the result has to run without the operators of pwlu."""
-    return torch.compiler._is_exporting_flag  # in torch 2.11, torch.compiler.is_exporting() is also true under torch.compile
+    """Return whether torch.export or torch.jit.trace traces this call: the result has to run without the operators of pwlu."""
+    # Read the flag, because in torch 2.11 torch.compiler.is_exporting() is also true under torch.compile.
+    return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
 
 
 def wanted(*tensors: Tensor | None) -> bool:

@@ -54,6 +54,7 @@ def plot_improvements(
         require_known("plot_improvements", "group", group, list(rows))
     for group, results in rows.items():
         require_known("plot_improvements", f"in {group!r}, the baseline", baseline, list(results))
+    paper = {group: {label: gain for label, gain in theirs.items() if label != baseline} for group, theirs in paper.items()}
     labels = list(dict.fromkeys(label for part in (rows, paper) for results in part.values() for label in results))
     if not (labels := sorted((label for label in labels if label != baseline), key=lambda label: "PWLU" in label)):
         raise ValueError(

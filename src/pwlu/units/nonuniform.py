@@ -266,7 +266,7 @@ def from_uniform_blocks(blocks: reference.Blocks) -> nonuniform_reference.Blocks
 
 def apply(x: Tensor, packed: Tensor, intervals: int, channel_dim: int) -> Tensor:
     """Apply the functions of a knot weight. While exporting, use only operators that other runtimes have."""
-    if ops.is_exporting() or torch.jit.is_tracing():
+    if ops.is_exporting():
         return nonuniform_reference.forward(x, *nonuniform_reference.unpack_knots(packed, intervals), channel_dim)
     y: Tensor = nonuniform_ops.forward(x, packed, intervals, channel_dim)
     return y

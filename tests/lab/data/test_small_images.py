@@ -53,6 +53,9 @@ def test_bad_files(tmp_path):
         listed.write_text(listed.read_text() + line + "\n")
         with pytest.raises(UserError, match=r"line 7: .* is not a class of .*train"):
             tiny_imagenet(root)
+    listed.write_text("")
+    with pytest.raises(UserError, match=r"val_annotations\.txt is empty, but must have a line for each image"):
+        tiny_imagenet(root)
     (root / "train" / IMAGE_CLASSES[0] / "images" / f"{IMAGE_CLASSES[0]}_1.JPEG").write_bytes(b"damaged")
     with pytest.raises(UserError, match=r"_1\.JPEG cannot be read: .*Unpack the data set again"):
         tiny_imagenet(root)

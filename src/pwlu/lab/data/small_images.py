@@ -69,6 +69,8 @@ def _test_samples(folder: Path, classes: list[str]) -> list[Sample]:
         if label not in labels:
             raise UserError(f"{listed}, line {number}: {label!r} is not a class of {folder.parent}/train")
         samples.append((str(folder / "images" / name), labels[label]))
+    if not samples:
+        raise UserError(f"{listed} is empty, but must have a line for each image. Unpack the data set again")
     return samples
 
 

@@ -180,6 +180,8 @@ def test_settings_of_a_program_are_checked_too():
     ("package", "text"),
     [
         ("sklearn", "the digits data set needs scikit-learn: pip install '.[train]'"),
+        ("matplotlib", "training needs more packages (no matplotlib): pip install '.[train]'"),
+        ("safetensors", "training needs more packages (no safetensors): pip install '.[train]'"),
         ("pwlu.lab.training.loop", "training needs more packages (no pwlu.lab.training.loop): pip install '.[train]'"),
     ],
 )

@@ -324,6 +324,9 @@ class _Loop:
 def _task(settings: Settings, processes: Processes) -> Task:
     """Return the task of a recipe. Import only its module, because each task needs packages that the other does not."""
     with explain_import_error(f"training needs more packages ({{}}): {install('train')}"):
+        import matplotlib  # noqa: F401 (both are needed at the end of the run: ask for them before it)
+        import safetensors  # noqa: F401
+
         if find(settings.recipe).detects:
             from pwlu.lab.tasks.detection import Detection
 

@@ -73,7 +73,7 @@ class OnnxReport:
 
     def __str__(self) -> str:
         batch = "any batch size" if self.any_batch else f"batches of {self.batches[0]}"
-        units = f"{counted(len(self.units), 'PWLU')} as {self.form}" if self.units else "no PWLUs"
+        units = f"{counted(len(self.units), 'PWLU')} as {self.form}" if self.units else "no fused PWLUs"
         lines = [
             f"{self.path}: {self.size / 1e6:.2f} MB, opset {self.opset}, {batch}, {units}",
             "operators: " + ", ".join(f"{name} {count}" for name, count in self.operators.items()),

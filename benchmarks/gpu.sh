@@ -17,4 +17,10 @@ OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive "$python" -m pytest -q --device cuda -
   --kinds pwlu dynamic_pwlu dyrelu metaacon se_relu --output "$folder/dynamic-cuda.csv"
 "$python" benchmarks/detection.py --device cuda --output "$folder/detection-cuda.csv"
 "$python" benchmarks/learning_rule.py --device cuda --output "$folder/learning-rule-cuda.csv"
+networks="resnet50 resnet18 mobilenetv2_100 efficientnet_b0"
+"$python" benchmarks/model.py training --device cuda --trained $networks --modes eager --kinds silu pwlu "pwlu, norms fused" \
+  --output "$folder/training-norms-cuda.csv"
+"$python" benchmarks/model.py training --device cuda --trained $networks --modes compiled --kinds "own activation" \
+  --output "$folder/training-compiled-cuda.csv"
+"$python" benchmarks/norms_figure.py --input "$folder/training-norms-cuda.csv" "$folder/training-compiled-cuda.csv"
 "$python" benchmarks/norm.py --device cuda --output "$folder/norm-cuda.csv"

@@ -8,7 +8,7 @@ folder=${1:-benchmarks/results}
 python=${PYTHON:-python3}
 export PYTHONPATH=src PWLU_EAGER="${PWLU_EAGER-compiled}"  # not what the first process on a machine has
 "$python" -m pwlu info
-"$python" -m pytest -q --device cuda tests/kernels/test_kernels.py tests/ops/test_ops.py tests/kernels/test_cuda_kernel.py tests/kernels/test_cuda_knots.py tests/kernels/test_per_sample.py \
+"$python" -m pytest -q --device cuda tests/kernels/test_kernels.py tests/ops/test_ops.py tests/kernels/test_cuda_kernel.py tests/kernels/test_cuda_knots.py tests/kernels/test_cuda_rule.py tests/kernels/test_per_sample.py \
   tests/deploy/test_fuse.py tests/kernels/test_eager.py tests/kernels/test_norm_ops.py tests/units
 "$python" tests/torture/torture.py --device cuda --models 0 --kills 0
 "$python" benchmarks/op.py --device cuda --output "$folder/op-cuda.csv"

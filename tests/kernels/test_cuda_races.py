@@ -4,8 +4,10 @@ import cuda_emulator
 import pytest
 import test_cuda_kernel
 import test_cuda_knots
+import test_cuda_rule
 import test_norm_ops
 import torch
+from test_cuda_rule import use  # noqa: F401  # a fixture
 
 from pwlu.kernels.cuda import compile as kernels
 
@@ -34,6 +36,11 @@ def test_no_races(checked, form):
     compare(checked, form)
 
 
+def test_no_races_in_the_learning_rule(checked, use, device):  # noqa: F811
+    for intervals in (16, 64):
+        test_cuda_rule.compare(use, checked, device, intervals, test_cuda_rule.ADAM)
+
+
 BARRIERS = {
     "room_for_knots);\n    __syncthreads();": "rows",
     "make_float2(0.0f, 0.0f));\n  __syncthreads();\n  const unsigned table": "planes",
@@ -49,3 +56,22 @@ def test_missing_barriers_are_found(checked, barrier, monkeypatch):
     monkeypatch.setattr(kernels, "source", lambda chosen: source(chosen).replace(barrier, without))
     with pytest.raises(AssertionError, match="between two barriers"):
         compare(checked, BARRIERS[barrier])
+
+
+BARRIERS_OF_THE_RULE = [
+    "__syncthreads();\n  double sum = 0.0;",
+    "sum += room[warp];\n  __syncthreads();",
+    "__syncthreads();\n  for (int i = threadIdx.x; i < columns; i += blockDim.x)",
+    "sums[group * columns + i];\n  __syncthreads();",
+    "__syncthreads();\n  for (int c = threadIdx.x; c < now.channels",
+]
+
+
+@pytest.mark.parametrize("barrier", BARRIERS_OF_THE_RULE)
+def test_missing_barriers_of_the_learning_rule_are_found(checked, use, device, barrier, monkeypatch):  # noqa: F811
+    source = kernels.source
+    assert source([]).count(barrier) == 1
+    without = barrier.replace("__syncthreads();", "")
+    monkeypatch.setattr(kernels, "source", lambda chosen: source(chosen).replace(barrier, without))
+    with pytest.raises(AssertionError, match="between two barriers"):
+        test_cuda_rule.compare(use, checked, device, 16, test_cuda_rule.ADAM)

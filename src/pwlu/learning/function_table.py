@@ -27,6 +27,8 @@ class FunctionTable:
         self.rows = parameter_indices(tuple(self.lengths), intervals, device)
         self.places = self.rows.reshape(-1).argsort()  # the inverse permutation
         counts = torch.tensor(channels)
+        # The offset of each unit in the concatenated weights, and its number of functions, for kernels.
+        self.units = torch.stack([counts.cumsum(0).sub(counts).mul(intervals + 5), counts], 1).to(device)
         layers = torch.arange(len(channels)).repeat_interleave(counts)
         self.layer = layers.to(device)
         self.counts = counts.repeat_interleave(counts)[:, None].to(device, dtype)
@@ -38,11 +40,12 @@ class FunctionTable:
         tensors = list(tensors)
         if is_sharded(tensors[0]):
             tensors = [gathered(t) for t in tensors]
-        return torch.cat(tensors)[self.rows].to(self.dtype)
+        # index_select is several times as fast as indexing on CPUs.
+        return torch.cat(tensors).index_select(0, self.rows.view(-1)).view(self.rows.shape).to(self.dtype)
 
     def write(self, tensors: Sequence[Tensor], table: Tensor) -> None:
         """Write a table into tensors that have the layout of the weights, in place."""
-        values = table.reshape(-1)[self.places].split(self.lengths)
+        values = table.reshape(-1).index_select(0, self.places).split(self.lengths)
         if is_sharded(tensors[0]):
             for tensor, value in zip(tensors, values, strict=True):
                 write_parameter(tensor, value)
@@ -55,7 +58,7 @@ class FunctionTable:
 
     def layer_mean(self, values: Tensor) -> Tensor:
         """Return, for each row, the mean over the rows of its layer."""
-        return self.mean(values)[self.layer]
+        return self.mean(values).index_select(0, self.layer)
 
 
 @functools.lru_cache(64)

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pwlu.kernels import dispatch
 from pwlu.learning.function_table import HEIGHTS, SLOPES, FunctionTable, bends, interval, table_of
 from pwlu.units.module import PWLU
 from pwlu.units.sharding import is_sharded
@@ -101,15 +102,18 @@ def add_penalty_(rule: SharedRule, units: Iterable[PWLU]) -> Tensor:
 
 
 class _Group(NamedTuple):
-    """Units that are computed together, with their state before the optimizer's step."""
+    """Units that are computed together, with their state before the optimizer's step.
+
+    Kernels compute with concatenated weights and gradients, and torch with their tables.
+    """
 
     weights: list[Any]
     table: FunctionTable
     settings: dict[str, Any]  # the optimizer's settings of their parameter group
-    before: Tensor  # the table of the weights
-    gradient: Tensor  # the table of the shared gradients
-    share: Tensor  # w, (F, 1)
-    factors: Tensor | None  # the factors of scale_gradients, (F, N + 5)
+    before: Tensor  # the weights
+    gradient: Tensor  # the shared gradients
+    share: Tensor | None = None  # w, (F, 1); None with kernels
+    factors: Tensor | None = None  # the factors of scale_gradients, (F, N + 5)
 
 
 @torch._disable_dynamo  # it reads cached tables; torch.compiler.disable would import the compiler with pwlu
@@ -125,19 +129,38 @@ def share_gradients_(rule: SharedRule, units: Iterable[PWLU], optimizer: Optimiz
             key = unit.intervals, weight.device, weight.dtype, group_index[id(weight)], is_sharded(weight)
             units_by_key[key].append(unit)
     groups = []
-    for (_, device, _, number, _), members in units_by_key.items():
+    for (_, device, _, number, sharded), members in units_by_key.items():
         weights: list[Any] = [unit._parameters["weight"] for unit in members]
         gradients = [weight.grad for weight in weights]
-        table = table_of(members)
+        table, settings = table_of(members), optimizer.param_groups[number]
+        scaled = any(unit._buffers["gradient_scale"] is not None for unit in members)
+        if not (sharded or scaled) and (found := _shared_by_kernel(rule, weights, gradients, table)) is not None:
+            groups.append(_Group(weights, table, settings, *found))
+            continue
         with torch.autocast(device.type, enabled=False):
             before = table.read(weights)
             d = interval(before)
             share = d * (table.mean(d.square()) + _TINY).rsqrt()[table.layer]
-            factors = _gradient_factors(members, table)
+            factors = _gradient_factors(members, table) if scaled else None
             gradient = shared(table.read(gradients), share, table, rule.sharing, factors)
             table.write(gradients, gradient)
-        groups.append(_Group(weights, table, optimizer.param_groups[number], before, gradient, share, factors))
+        groups.append(_Group(weights, table, settings, before, gradient, share, factors))
     return groups
+
+
+def _shared_by_kernel(
+    rule: SharedRule, weights: list[Tensor], gradients: list[Tensor], table: FunctionTable
+) -> tuple[Tensor, Tensor] | None:
+    """Share gradients by a kernel, in place. Return the concatenated weights and gradients, or None if there is no kernel."""
+    kernel = dispatch.kernel_of(weights[0])
+    if not hasattr(kernel, "share_gradients") or {t.dtype for t in (*weights, *gradients)} != {torch.float32}:
+        return None
+    before = torch.cat(weights)
+    gradient = kernel.share_gradients(before, torch.cat(gradients), table.units, table.intervals, rule.sharing)
+    if gradient is NotImplemented:
+        return None
+    torch._foreach_copy_(gradients, gradient.split(table.lengths))
+    return before, gradient
 
 
 def shared(gradient: Tensor, share: Tensor, table: FunctionTable, sharing: float, factors: Tensor | None) -> Tensor:
@@ -159,16 +182,39 @@ def smooth_(rule: SharedRule, groups: Iterable[_Group], optimizer: Optimizer) ->
         return
     for group in groups:
         table = group.table
+        rate = _known_rate(group, optimizer)
+        if group.share is None:
+            _smooth_by_kernel(rule, group, rate, getattr(optimizer, "grad_scale", None))
+            continue
         with torch.autocast(table.device.type, enabled=False):
             now = table.read(group.weights)
             d = interval(now)
             bent = bends(now, d)
-            rate = _rate(rule, group, optimizer, now, bent)
+            if rate is None:
+                rate = _measured_rate(rule, group, optimizer, now, bent)
             change = implicit_change(bent, group.share, table, rule, rate)
             change[:, SLOPES].div_(d).nan_to_num_(0.0, 0.0, 0.0)  # if d is 0, the slopes do not change
             if group.factors is not None:
                 change = change * group.factors.clamp(max=1)  # a frozen entry does not change; factors above 1 are unstable
             table.write(group.weights, now - change)
+
+
+def _smooth_by_kernel(rule: SharedRule, group: _Group, rate: Any, scale: Tensor | None) -> None:
+    """Take the implicit step by a kernel. `rate` is the known rate, or None; gradients have been multiplied by `scale`."""
+    table = group.table
+    now = torch.cat(group.weights)
+    strength = 2 * rule.bend * (table.intervals / INTERVALS) ** 4
+    gradient = None
+    if rate is None:  # the kernel measures it
+        gradient, scale = group.gradient, scale if scale is None else scale.to(now)
+    elif isinstance(rate, Tensor) and rate.device.type != "cpu":
+        rate, scale = rate.to(now), None
+    else:
+        strength, rate, scale = strength * float(rate), None, None
+    new = dispatch.kernel_of(now).smooth(
+        now, group.before, gradient, table.units, table.intervals, rule.sharing, strength, rate, scale
+    )
+    torch._foreach_copy_(group.weights, new.split(table.lengths))
 
 
 def implicit_change(bent: Tensor, share: Tensor, table: FunctionTable, rule: SharedRule, rate: Any) -> Tensor:
@@ -189,14 +235,19 @@ def implicit_change(bent: Tensor, share: Tensor, table: FunctionTable, rule: Sha
     return torch.addcmul(coefficients * deviation_factor, common, common_factor - deviation_factor) @ modes.back
 
 
-def _rate(rule: SharedRule, group: _Group, optimizer: Optimizer, now: Tensor, bent: Tensor) -> Any:
-    """Return how far a constant gradient of 1 moves a parameter per step: a number, or one value per row (F, 1)."""
+def _known_rate(group: _Group, optimizer: Optimizer) -> Any:
+    """Return how far a constant gradient of 1 moves a parameter per step, if the settings say so: a number or a tensor."""
     settings, found_inf = group.settings, getattr(optimizer, "found_inf", None)
-    if "momentum" in settings and "dampening" in settings:
-        momentum = settings["momentum"]  # without it, SGD ignores dampening
-        rate = settings["lr"] * ((1 - settings["dampening"]) / (1 - momentum) if momentum else 1)
-        # GradScaler calls a fused optimizer even for a skipped step, and sets found_inf.
-        return rate if found_inf is None else rate * (found_inf == 0).to(now)
+    if "momentum" not in settings or "dampening" not in settings:
+        return None
+    momentum = settings["momentum"]  # without it, SGD ignores dampening
+    rate = settings["lr"] * ((1 - settings["dampening"]) / (1 - momentum) if momentum else 1)
+    # GradScaler calls a fused optimizer even for a skipped step, and sets found_inf.
+    return rate if found_inf is None else rate * (found_inf == 0).to(group.before)
+
+
+def _measured_rate(rule: SharedRule, group: _Group, optimizer: Optimizer, now: Tensor, bent: Tensor) -> Tensor:
+    """Return how far a constant gradient of 1 moved a parameter in this step: one value per row (F, 1)."""
     table = group.table
     steps = (now - group.before)[:, HEIGHTS].square().mean(1, keepdim=True)
     scale = getattr(optimizer, "grad_scale", None)
@@ -208,11 +259,9 @@ def _rate(rule: SharedRule, group: _Group, optimizer: Optimizer, now: Tensor, be
     return torch.where(rate.isfinite(), rate, 0.0)  # not finite: there was no gradient, or the step was skipped
 
 
-def _gradient_factors(units: list[PWLU], table: FunctionTable) -> Tensor | None:
-    """Return the factors of scale_gradients, or None if no unit has any."""
+def _gradient_factors(units: list[PWLU], table: FunctionTable) -> Tensor:
+    """Return the factors of scale_gradients, 1 for units without any."""
     scales = [unit._buffers["gradient_scale"] for unit in units]
-    if all(scale is None for scale in scales):
-        return None
     ones = [torch.ones(length, device=table.device) for length in table.lengths]
     return table.read(one if scale is None else scale for one, scale in zip(ones, scales, strict=True))
 

@@ -20,6 +20,7 @@ from pwlu.kernels.cuda.plan import (
     plan_finish,
     plan_finish_channels,
     plan_map,
+    plan_rule,
     plan_running_norm,
     sum_lines,
 )
@@ -67,6 +68,7 @@ class Kernel:
         self._backward_plan = functools.lru_cache(_PLANS)(functools.partial(plan_backward, gpu=gpu))
         self._finish_plan = functools.lru_cache(_PLANS)(plan_finish)
         self._finish_channels_plan = functools.lru_cache(_PLANS)(plan_finish_channels)
+        self._rule_plan = functools.lru_cache(_PLANS)(functools.partial(plan_rule, processor=self.processor))
 
     def load(self, name: str) -> Loaded:
         """Return the kernel with this name; compile and load it on first use."""
@@ -315,6 +317,41 @@ class Kernel:
         self._run(x, key, plan, second, 3 * channels, tensors)
         layout.note_changes(state)
         return norm
+
+    # The learning rule "shared". Tensors are concatenated weights, or have their layout: contiguous float32.
+
+    def share_gradients(self, weights: Tensor, gradients: Tensor, units: Tensor, intervals: int, sharing: float) -> Tensor:
+        """Return the shared gradients. `units` holds the offset and the number of functions of each unit."""
+        tensors = {"x": weights.data_ptr(), "grad": gradients.data_ptr(), "factor": sharing}
+        return self._run_rule("share_gradients", weights, units, intervals, tensors)
+
+    def smooth(
+        self,
+        weights: Tensor,
+        before: Tensor,
+        gradients: Tensor | None,
+        units: Tensor,
+        intervals: int,
+        sharing: float,
+        strength: float,
+        rate: Tensor | None,
+        scale: Tensor | None,
+    ) -> Tensor:
+        """Return the weights after the implicit step; see ``smooth`` in rule.cu for the arguments."""
+        of_rate, of_scale, of_gradients = layout.optional_addresses(rate, scale, gradients)
+        tensors: dict[str, Any] = {"x": weights.data_ptr(), "residual": before.data_ptr(), "grad": of_gradients}
+        tensors |= {"pool": of_rate, "norm": of_scale, "factor": strength, "eps": sharing}
+        return self._run_rule("smooth", weights, units, intervals, tensors)
+
+    def _run_rule(self, what: str, weights: Tensor, units: Tensor, intervals: int, tensors: dict[str, Any]) -> Tensor:
+        plan = self._rule_plan(what, len(units), intervals)
+        if plan is None:
+            return NotImplemented
+        for name in ("factor", "eps"):  # so that they are numbers in float32, too
+            tensors[name] = min(tensors.get(name, 0.0), 1e38)
+        out = torch.empty_like(weights)
+        self._launch(plan, _arguments(out=out.data_ptr(), parameters=[units.data_ptr(), 0, 0, 0, 0], **tensors))
+        return out
 
 
 def _processor(index: int) -> Processor:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from pwlu.kernels import build
 
-SOURCES = ("element.cuh", "share.cuh", "map.cu", "backward.cu", "finish.cu")
+SOURCES = ("element.cuh", "share.cuh", "map.cu", "backward.cu", "finish.cu", "rule.cu")
 TYPES = {"float32": "float", "bfloat16": "Bfloat16", "float16": "Float16"}
 
 # Vector widths: the number of elements that a thread reads at once, largest first, for maps and for backward kernels. Backward
@@ -61,7 +61,7 @@ RESIDENT_IN_PLANES = {  # the others need more registers
     "observe": "1536",
     "nonuniform_forward": "1024",
 }
-MAP_THREADS, BACKWARD_THREADS, MIXED_THREADS, FINISH_THREADS = 256, 128, 256, 512
+MAP_THREADS, BACKWARD_THREADS, MIXED_THREADS, FINISH_THREADS, RULE_THREADS = 256, 128, 256, 512, 512
 
 _CACHE_BYTES = 64 << 20
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -96,7 +96,7 @@ def _of_form(form: str, operations: dict[str, str], widths: tuple[int, ...]) -> 
 
 
 def functions() -> dict[str, Function]:
-    """Return all kernels by name: ``{operation}_{planes|rows|mixed}_{dtype}_{vector width}``."""
+    """Return all kernels by name: ``{operation}_{planes|rows|mixed}_{dtype}_{vector width}``, ``finish_*`` and ``rule_*``."""
     finishing = {
         "gradients": "reduce_gradients<0>",
         "knots": "reduce_gradients<KNOTS>",
@@ -105,6 +105,7 @@ def functions() -> dict[str, Function]:
         "norm": "reduce_norm",
     }
     found = [Function(f"finish_{what}", template, FINISH_THREADS) for what, template in finishing.items()]
+    found += [Function(f"rule_{what}", what, RULE_THREADS) for what in ("share_gradients", "smooth")]
     for (dtype, of_c), (form, (template, last)) in itertools.product(TYPES.items(), FORMS.items()):
         for what, kind, width in _of_form(form, MAPS, VECTORS[form][dtype]):
             of_template = f"map_{template}<{of_c}, {width}, {kind}{last}>"

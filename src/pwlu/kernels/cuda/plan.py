@@ -285,6 +285,16 @@ def plan_finish_channels(what: str, plan: Plan, channels: int) -> Plan:
     return Plan(f"finish_{what}", (-(-channels // 4), 1, 1), 128, 0, plan.splits, plan.numbers)
 
 
+def plan_rule(what: str, units: int, intervals: int, processor: Processor) -> Plan | None:
+    """Return the plan of a kernel of the learning rule, one block per unit; None if either of them exceeds shared memory."""
+    threads, columns = kernels.RULE_THREADS, intervals + 3
+    groups = max(1, threads // columns)
+    shared = 8 * (threads // 32 + 8 * columns + groups * columns)  # `smooth` needs a little less for its systems
+    numbers = _Numbers(0, 1, 0, 0, 0, intervals, 0, 0, groups=groups)
+    plan = Plan(f"rule_{what}", (units, 1, 1), threads, shared, 0, numbers.pack())
+    return plan if shared <= processor.shared_of_block else None
+
+
 def plan_running_norm(channels: int) -> Plan:
     """Return the plan of the kernel that computes a norm from running statistics."""
     return Plan("finish_norm", (-(-channels // 4), 1, 1), 128, 0, 0, _Numbers(0, 1, 0, 0, channels, 1, 0, 0).pack())

@@ -451,7 +451,7 @@ MISTAKES = [
     ("share.cuh", "c % W * PANEL + c / W", "c"),
     ("share.cuh", "place[j] = MIXED ? (active ? within : 0)", "place[j] = MIXED ? 0"),
     ("backward.cu", "if (same) a.x += h, a.y = fmaf(h, s, a.y);", ""),
-    ("backward.cu", "if (!valid) clear(values, g, added);", ""),
+    ("backward.cu", "{ x = {}, grad = {}, residual = {}; }", "{}"),
     ("backward.cu", "pair.y -= i * pair.x;", ""),
     ("backward.cu", "pair.x += more.x, pair.y += more.y;", ""),
     ("finish.cu", "for (int group = 1; group < groups; ++group)", "for (int group = 2; group < groups; ++group)"),
@@ -470,7 +470,7 @@ MISTAKES = [
 MISTAKES_IN_NORMS = [
     ("element.cuh", "__fadd_rn(__fmul_rn(centred(x), scale), shift)", "fmaf(centred(x), scale, shift)"),
     ("element.cuh", "__fadd_rn(z(x), residual)", "z(x)"),
-    ("backward.cu", "if (!valid) clear(values, g, added);", ""),
+    ("backward.cu", "{ x = {}, grad = {}, residual = {}; }", "{}"),
     ("backward.cu", "centred_term = fmaf(g_z, centred, centred_term)", "centred_term = fmaf(g_z, g_z, centred_term)"),
     ("backward.cu", "scale * (g_z - g_term - centred * centred_term)", "scale * (g_z - centred * centred_term)"),
     ("backward.cu", "a.factor * inv_std * inv_std", "a.factor * inv_std"),

@@ -26,6 +26,7 @@ extern "C" __global__ const char *launch(void (*kernel)(Arguments), const Argume
 }
 """
 _ASSEMBLER = {
+    'asm volatile("" : "+r"(address));': "",
     'asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));': "value = emulator::at<float>(address);",
     'asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address));': (
         "pair = emulator::at<float2>(address);"

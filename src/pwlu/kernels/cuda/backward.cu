@@ -130,13 +130,6 @@ __device__ void derivatives(float (&x)[U][W], const float (&g)[U][W], const Find
     }
 }
 
-// Set a vector past the end to zeros, which change no sum.
-template <int W>
-__device__ void clear(float (&x)[W], float (&g)[W], float (&residual)[W]) {
-#pragma unroll
-  for (int j = 0; j < W; ++j) x[j] = 0.0f, g[j] = 0.0f, residual[j] = 0.0f;
-}
-
 // Replace x by its gradients, in U vectors of W elements. With EACH, element j has its own norm, bounds and slopes; else all
 // elements share the first ones.
 template <int KIND, int U, int W, bool EACH>
@@ -227,11 +220,12 @@ struct Read {
     x = from[at], grad = of_grad[at];
     if (Pass<KIND>::reads_residual) residual = of_residual[at];
   }
-  __device__ void decode(float (&values)[W], float (&g)[W], float (&added)[W], bool valid) const {
+  // Stand for a vector past the end: zeros change no sum. It takes fewer instructions to clear a vector than its elements.
+  __device__ void clear() { x = {}, grad = {}, residual = {}; }
+  __device__ void decode(float (&values)[W], float (&g)[W], float (&added)[W]) const {
     x.decode(values);
     grad.decode(g);
     if (Pass<KIND>::reads_residual) residual.decode(added);
-    if (!valid) clear(values, g, added);
   }
 };
 
@@ -254,6 +248,7 @@ __device__ void backward_planes(const Arguments &a) {
   for (int u = 0; u < U; ++u) {
     at[u] = stretch.at(threadIdx.x + u * threads);
     if (threadIdx.x + u * threads < stretch.count) ahead[u].fetch(x, grad, residual, at[u]);
+    else if (U > 1) ahead[u].clear();
   }
   NormBackward norm;
   if (On::norm) norm = NormBackward(a, channel, On::sums);
@@ -278,12 +273,14 @@ __device__ void backward_planes(const Arguments &a) {
     i64 here[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      ahead[u].decode(values[u], g[u], added[u], u == 0 || i + u * threads < stretch.count);
+      ahead[u].decode(values[u], g[u], added[u]);
       here[u] = at[u];
       const int next = i + (U + u) * threads;
       if (next < stretch.count) {
         at[u] = stretch.at(next);
         ahead[u].fetch(x, grad, residual, at[u]);
+      } else if (U > 1) {
+        ahead[u].clear();
       }
     }
     differentiate<KIND, U, W, false>(values, g, added, &norm, &b, &table, 4, intervals, limit, t, bits);
@@ -357,8 +354,10 @@ __device__ void backward_rows(const Arguments &a) {
   Vector<T, W> *__restrict__ out = static_cast<Vector<T, W> *>(a.out) + panel.start;
   Read<T, W, KIND> ahead[U];
 #pragma unroll
-  for (int u = 0; u < U; ++u)
+  for (int u = 0; u < U; ++u) {
     if (u < panel.count) ahead[u].fetch(x, grad, residual, u * stride);
+    else ahead[u].clear();
+  }
 
   float *slopes = reinterpret_cast<float *>(columns + (On::sums ? sum_lines * OWN * threads : 0));
   float *origins = slopes + lines * places, *after = (KIND & KNOTS) ? origins + lines * places : origins;
@@ -386,7 +385,7 @@ __device__ void backward_rows(const Arguments &a) {
 #pragma unroll
   for (int j = 0; j < W; ++j) {
     const int own_column = MIXED ? panel.channel[j] - panel.channel[0] : j;
-    column[j] = lines_from<KIND>(own_address + own_column * 8 * threads, column_bytes);
+    column[j] = keep(lines_from<KIND>(own_address + own_column * 8 * threads, column_bytes));
     table[j] = lines_from<KIND>(address_of(slopes + panel.place[j]), line_bytes);
   }
   const float intervals = (float)a.intervals;
@@ -397,6 +396,7 @@ __device__ void backward_rows(const Arguments &a) {
     for (int u = 0; u < U; ++u) {
       now[u] = ahead[u];
       if (i + U + u < panel.count) ahead[u].fetch(x, grad, residual, u * stride);
+      else ahead[u].clear();
     }
 #pragma unroll
     for (int u = 0; u < U; u += 2) {
@@ -404,7 +404,7 @@ __device__ void backward_rows(const Arguments &a) {
       unsigned bits[2][W];
       const bool valid[2] = {u == 0 || i + u < panel.count, i + u + 1 < panel.count};
 #pragma unroll
-      for (int v = 0; v < 2; ++v) now[u + v].decode(values[v], g[v], added[v], valid[v]);
+      for (int v = 0; v < 2; ++v) now[u + v].decode(values[v], g[v], added[v]);
       differentiate<KIND, 2, W, true>(values, g, added, norm, b, table, line_bytes, intervals, limit, t, bits);
 #pragma unroll
       for (int v = 0; v < 2; ++v) {

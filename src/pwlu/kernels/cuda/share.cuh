@@ -45,7 +45,7 @@ struct Panel {
     const bool active = mine < length && down < rows;
     first_channel = MIXED ? begin / inner : begin;
     channels = min(MIXED ? a.width * W / inner : a.width * W, a.channels - first_channel);
-    places = MIXED ? a.places : W * PANEL;
+    places = a.places;
     unsigned within = MIXED ? across * W / inner : across * W, rest = MIXED ? across * W - within * inner : 0;
 #pragma unroll
     for (int j = 0; j < W; ++j) {

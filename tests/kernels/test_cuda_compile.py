@@ -384,6 +384,13 @@ def test_too_many_intervals_are_left_to_plain_torch():
         assert plans.plan_backward("backward", "float32", geometry, 5000, 0, True, gpu(H200)) is None
 
 
+def test_rows_too_far_apart_for_32_bits(monkeypatch):
+    monkeypatch.setattr(plans, "choose_splits", lambda *_: plans._MOST_BLOCKS)
+    near, far = (plans.plan_backward("backward", "bfloat16", (2**30, c, 1), 16, 0, True, gpu(H200)) for c in (2**16, 2**17))
+    assert "rows" in near.kernel
+    assert far is None or "rows" not in far.kernel
+
+
 def test_more_than_2_to_the_31_elements():
     for geometry in [(1, 1, 2**33), (2**31, 4, 1), (8, 2, 2**30), (2**20, 3, 2**12 + 1), (2**27, 3, 49)]:
         for plan in (

@@ -347,7 +347,7 @@ __device__ void backward_rows(const Arguments &a) {
   const int lines = LINES(KIND, a.intervals), sum_lines = SUM_LINES(KIND, a.intervals), threads = blockDim.x;
   const Panel<W, MIXED> panel(a);
   const int rows = panel.rows, places = panel.places;
-  const i64 stride = panel.stride;
+  const unsigned stride = panel.stride;
   const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x) + panel.start;
   const Vector<T, W> *__restrict__ grad = static_cast<const Vector<T, W> *>(a.grad) + panel.start;
   const Vector<T, W> *__restrict__ residual = static_cast<const Vector<T, W> *>(a.residual) + panel.start;
@@ -355,7 +355,7 @@ __device__ void backward_rows(const Arguments &a) {
   Read<T, W, KIND> ahead[U];
 #pragma unroll
   for (int u = 0; u < U; ++u) {
-    if (u < panel.count) ahead[u].fetch(x, grad, residual, u * stride);
+    if (u < panel.count) ahead[u].fetch(x, grad, residual, (i64)u * stride);
     else ahead[u].clear();
   }
 
@@ -391,11 +391,11 @@ __device__ void backward_rows(const Arguments &a) {
   const float intervals = (float)a.intervals;
   for (int i = 0; i < panel.count; i += U) {
     Read<T, W, KIND> now[U];
-    x += U * stride, grad += U * stride, residual += U * stride;
+    x += (i64)U * stride, grad += (i64)U * stride, residual += (i64)U * stride;
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       now[u] = ahead[u];
-      if (i + U + u < panel.count) ahead[u].fetch(x, grad, residual, u * stride);
+      if (i + U + u < panel.count) ahead[u].fetch(x, grad, residual, (i64)u * stride);
       else ahead[u].clear();
     }
 #pragma unroll
@@ -410,11 +410,11 @@ __device__ void backward_rows(const Arguments &a) {
       for (int v = 0; v < 2; ++v) {
         Vector<T, W> result;
         result.encode(values[v]);
-        if (On::writes && valid[v]) out[(u + v) * stride] = result;
+        if (On::writes && valid[v]) out[(i64)(u + v) * stride] = result;
       }
       if (On::sums) accumulate<2, W, true, !MIXED>(g, t, bits, column, column_bytes);
     }
-    out += U * stride;
+    out += (i64)U * stride;
   }
   if (!On::sums) return;
   if (On::norm) {

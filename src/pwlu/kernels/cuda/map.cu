@@ -157,14 +157,14 @@ __device__ void map_rows(const Arguments &a) {
   constexpr int U = MIXED ? MAP_MIXED_AT_ONCE : MAP_ROWS_AT_ONCE;
   extern __shared__ float2 table[];  // [line][place], then origins with KNOTS, then room for heights; later, moments
   const Panel<W, MIXED> panel(a);
-  const i64 stride = panel.stride;
+  const unsigned stride = panel.stride;
   const Vector<T, W> *__restrict__ x = static_cast<const Vector<T, W> *>(a.x) + panel.start;
   const Vector<T, W> *__restrict__ residual = static_cast<const Vector<T, W> *>(a.residual) + panel.start;
   Vector<T, W> *__restrict__ y = static_cast<Vector<T, W> *>(a.out) + panel.start;
   Vector<T, W> ahead[U], added[U];
   const auto fetch = [&](int u) {
-    ahead[u] = x[u * stride];
-    if (KIND & ADD) added[u] = residual[u * stride];
+    ahead[u] = x[(i64)u * stride];
+    if (KIND & ADD) added[u] = residual[(i64)u * stride];
   };
 #pragma unroll
   for (int u = 0; u < U; ++u)
@@ -222,7 +222,7 @@ __device__ void map_rows(const Arguments &a) {
   const unsigned stride_of_lines = 8 * panel.places, lines = lines_from<KIND>(address_of(table), stride_of_lines);
   for (int i = 0; i < panel.count; i += U) {
     Vector<T, W> now[U], now_added[U];
-    x += U * stride, residual += U * stride;
+    x += (i64)U * stride, residual += (i64)U * stride;
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       now[u] = ahead[u], now_added[u] = added[u];
@@ -243,10 +243,10 @@ __device__ void map_rows(const Arguments &a) {
         else evaluate<KIND, true, true>(values, b, lines, panel.place, stride_of_lines, intervals);
         Vector<T, W> result;
         result.encode(values[0]);
-        if (valid) y[u * stride] = result;
+        if (valid) y[(i64)u * stride] = result;
       }
     }
-    y += U * stride;
+    y += (i64)U * stride;
   }
   if (KIND & MOMENTS) {
     Moments *of_threads = reinterpret_cast<Moments *>(table);  // [own channel][thread], as in backward.cu

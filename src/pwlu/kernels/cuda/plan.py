@@ -208,7 +208,10 @@ def _plan_rows(
     kernel, panels = f"{work.name}_{form}_{work.dtype}_{vector}", -(-across // width)
     splits = choose_splits(work, samples * panels, outer / (threads // width), gpu.slots(kernel, threads, shared))
     splits = max(min(splits, _MOST_BLOCKS), -(-outer // _MOST_UNITS))
-    of_split = outer // (splits * (threads // width))
+    at_once = splits * (threads // width)  # rows
+    if at_once < outer and at_once * across >= 1 << 32:  # a thread counts the vectors to its next row in 32 bits
+        return None
+    of_split = outer // at_once
     numbers = _Numbers(outer, inner, outer * inner, of_split, channels, intervals, splits, kind, width=width, places=places)
     return Plan(kernel, (panels, splits, samples), threads, shared, splits, numbers.pack())
 

@@ -34,6 +34,16 @@ def test_cifar_as_image_folders(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_one_rank_shows_the_progress(tmp_path, monkeypatch, capsys, rank):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    tiny_imagenet(write_tiny_imagenet(tmp_path))
+    shown = capsys.readouterr().err
+    assert ("reading images: 100%" in shown) == (rank == "0")
+    assert ("12/12" in shown) == (rank == "0")
+
+
 def test_the_data_of_a_recipe(tmp_path):
     task = task_of("tinyimagenet/resnet18", data=str(write_tiny_imagenet(tmp_path)), batch=4, width=0.125)
     assert (len(task.data.train), len(task.data.test), task.data.channels) == (12, 6, 3)

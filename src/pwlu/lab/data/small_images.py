@@ -1,7 +1,9 @@
 """Read data sets of small images into memory: CIFAR-100, Tiny-ImageNet, or image folders with images of the same size."""
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from torchvision.datasets import CIFAR100
 from pwlu.lab.data.file_images import Folder, check_classes
 from pwlu.lab.data.image_file import UnreadableImage, read_image
 from pwlu.lab.recipes.settings import UserError
+from pwlu.lab.runs.progress import Progress
 
 DataSet = tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[str]]  # images and labels for training and test, class names
 Sample = tuple[str, int]  # a path and the number of a class
@@ -77,7 +80,8 @@ def _test_samples(folder: Path, classes: list[str]) -> list[Sample]:
 def _read(samples: Sequence[Sample], pixels: int) -> tuple[Tensor, Tensor]:
     """Return the images, uint8 (n, 3, pixels, pixels), and their labels (n,)."""
     images = torch.empty(len(samples), pixels, pixels, 3, dtype=torch.uint8)
-    with ThreadPoolExecutor(8) as pool:  # Pillow decodes without Python's lock
+    progress = Progress("reading images", len(samples), silent=os.environ.get("RANK", "0") != "0", unit="image")
+    with ThreadPoolExecutor(8) as pool, closing(progress):  # Pillow decodes without Python's lock
         for image, (path, _), found in zip(images, samples, pool.map(_pixels, (path for path, _ in samples)), strict=True):
             if found.shape != image.shape:
                 height, width, _ = found.shape
@@ -86,6 +90,7 @@ def _read(samples: Sequence[Sample], pixels: int) -> tuple[Tensor, Tensor]:
                     "images, choose an imagenette or imagenet recipe"
                 )
             image.copy_(torch.from_numpy(found))
+            progress.step()
     return images.movedim(-1, 1).contiguous(), torch.tensor([label for _, label in samples])
 
 

@@ -454,7 +454,7 @@ MISTAKES = [
     ("backward.cu", "{ x = {}, grad = {}, residual = {}; }", "{}"),
     ("backward.cu", "pair.y -= i * pair.x;", ""),
     ("backward.cu", "pair.x += more.x, pair.y += more.y;", ""),
-    ("finish.cu", "for (int group = 1; group < groups; ++group)", "for (int group = 2; group < groups; ++group)"),
+    ("finish.cu", "for (int group = 1; group < groups; ++group) {", "for (int group = 2; group < groups; ++group) {"),
     ("finish.cu", "__fadd_rn(*pool_mean, __fmul_rn(distance, share))", "fmaf(distance, share, *pool_mean)"),
     ("finish.cu", "__fmul_rn(__fmul_rn(distance, n_1), __fmul_rn(distance, share))", "distance * distance * n_1 * share"),
     ("finish.cu", "*pool_m2 = pool_mean + a.channels", "*pool_m2 = pool_mean"),

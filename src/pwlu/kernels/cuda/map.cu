@@ -31,7 +31,8 @@ __device__ Moments merge(Moments a, Moments b) {
   return {count, fmaf(difference, share, a.mean), a.m2 + b.m2 + difference * difference * a.count * share};
 }
 
-__device__ float warp_sum(float value) {
+template <typename T>
+__device__ T warp_sum(T value) {
 #pragma unroll
   for (int step = 16; step; step >>= 1) value += __shfl_xor_sync(~0u, value, step);
   return value;

@@ -29,8 +29,7 @@ struct Unit {
 
 // Return the sum over all threads of a block. `room` holds one number per warp.
 __device__ double block_sum(double value, double *room) {
-#pragma unroll
-  for (int step = 16; step; step >>= 1) value += __shfl_xor_sync(~0u, value, step);
+  value = warp_sum(value);
   if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = value;
   __syncthreads();
   double sum = 0.0;

@@ -231,7 +231,7 @@ class Mixed(nn.Module):
 
 
 def test_one_after_another():
-    """The 8-bit output of a table is the input of the next."""
+    """Chain tables: the 8-bit output of one is the input of the next."""
     assert_unchanged(nn.Sequential(*(Quantised(act_of()) for _ in range(3))), every_number(6), tables=3)
 
 

@@ -57,7 +57,7 @@ def doubled(made):
 
 
 def compare(use, kernel, device, intervals, make=SGD, rule=RULES["default"]):
-    """A step of some units by kernels against the same in float64, with bounds that follow from rounding.
+    """Compare a step of some units by kernels with the same in float64, within bounds that follow from rounding.
 
     The kernels compute in float64, from `sharing`, t and the shared gradients as float32 numbers. So a shared gradient is off
     by U of itself and of the shared part. The change of a weight is off
@@ -131,7 +131,7 @@ def test_straight_lines_stay_to_the_last_bit(use, kernel, device):
 
 
 def test_rates_and_scales_on_the_device(kernel, device):
-    """A rate of 1/2 in a tensor is as half the strength. Gradients times 4, with this scale, are as before."""
+    """Halve the rate, and multiply gradients by a scale: as half the strength, and as without the scale."""
     made = layers(16, device)
     now = torch.cat([unit.weight.detach() for unit in made])
     before, gradient, units = now + 0.01 * torch.randn_like(now), torch.randn_like(now), table_of(made).units
@@ -159,7 +159,7 @@ def test_a_step_that_a_scaler_skips_changes_nothing(use, kernel, device, make):
 
 
 def test_training(use, kernel, device, monkeypatch):
-    """A controller launches both kernels in every step of Phase II, and ends where torch ends, up to torch's tolerance."""
+    """Launch both kernels in every step of Phase II, and end where torch ends, up to the tolerance of assert_close."""
     launched, launch = [], type(kernel)._launch
     monkeypatch.setattr(
         type(kernel), "_launch", lambda self, plan, *rest: launched.append(plan.kernel) or launch(self, plan, *rest)

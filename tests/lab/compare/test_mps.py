@@ -12,7 +12,7 @@ VARIABLES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 
 @pytest.fixture
 def control(tmp_path, monkeypatch):
-    """A program in place of NVIDIA's, which logs its arguments and its input; and the file of that log."""
+    """Put a program in place of NVIDIA's that logs its arguments and its input. Return the path of the log."""
     program, log = tmp_path / mps._CONTROL, tmp_path / "log"
     program.write_text(f'#!/bin/sh\necho "$* $CUDA_MPS_PIPE_DIRECTORY" >> {log}\n[ "$1" = -d ] || cat >> {log}\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)

@@ -1,6 +1,5 @@
 """Read data sets of small images into memory: CIFAR-100, Tiny-ImageNet, or image folders with images of the same size."""
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -14,6 +13,7 @@ from torchvision.datasets import CIFAR100
 from pwlu.lab.data.file_images import Folder, check_classes
 from pwlu.lab.data.image_file import UnreadableImage, read_image
 from pwlu.lab.recipes.settings import UserError
+from pwlu.lab.runs.processes import launched_rank
 from pwlu.lab.runs.progress import Progress
 
 DataSet = tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[str]]  # images and labels for training and test, class names
@@ -80,7 +80,7 @@ def _test_samples(folder: Path, classes: list[str]) -> list[Sample]:
 def _read(samples: Sequence[Sample], pixels: int) -> tuple[Tensor, Tensor]:
     """Return the images, uint8 (n, 3, pixels, pixels), and their labels (n,)."""
     images = torch.empty(len(samples), pixels, pixels, 3, dtype=torch.uint8)
-    progress = Progress("reading images", len(samples), silent=os.environ.get("RANK", "0") != "0", unit="image")
+    progress = Progress("reading images", len(samples), silent=launched_rank() != 0, unit="image")
     with ThreadPoolExecutor(8) as pool, closing(progress):  # Pillow decodes without Python's lock
         for image, (path, _), found in zip(images, samples, pool.map(_pixels, (path for path, _ in samples)), strict=True):
             if found.shape != image.shape:

@@ -66,11 +66,16 @@ class Processes:
         return objects[0]
 
 
+def launched_rank() -> int:
+    """Return the rank that torchrun gave this process; 0 without torchrun."""
+    return int(os.environ.get("RANK", 0))
+
+
 @contextmanager
 def join_process_group(device: str | None) -> Iterator[Processes]:
     """Join the process group if torchrun started this process, and leave it at the end."""
     chosen = _device(device)
-    rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, count = launched_rank(), int(os.environ.get("WORLD_SIZE", 1))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if "RANK" not in os.environ or dist.is_initialized():

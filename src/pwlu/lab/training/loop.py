@@ -324,7 +324,8 @@ class _Loop:
 def _task(settings: Settings, processes: Processes) -> Task:
     """Return the task of a recipe. Import only its module, because each task needs packages that the other does not."""
     with explain_import_error(f"training needs more packages ({{}}): {install('train')}"):
-        import matplotlib  # noqa: F401 (both are needed at the end of the run: ask for them before it)
+        # Both are needed at the end of the run: ask for them before it.
+        import matplotlib  # noqa: F401
         import safetensors  # noqa: F401
 
         if find(settings.recipe).detects:

@@ -121,8 +121,8 @@ def _compare(options: argparse.Namespace) -> int:
             options.runs,
             options.results,
             lambda missing: _pool(options, missing),
-            options.processes_per_run,
-            options.nodes_per_run,
+            processes=options.processes_per_run,
+            nodes=options.nodes_per_run,
         )
     _show(comparisons, options.results)
     if failures:

@@ -142,13 +142,15 @@ def export_onnx(
             f"export_onnx: {type(model).__name__} has no PWLU, only {', '.join(f'{n} {kind}' for kind, n in kinds.items())}. "
             "Export it without pwlu: torch.onnx.export(model, args, path)"
         )
-    return export(model, sample, Path(path), form, opset, dynamic_batch, tolerance, metadata)
+    options: dict[str, Any] = {"form": form, "opset": opset, "dynamic_batch": dynamic_batch, "tolerance": tolerance}
+    return export(model, sample, Path(path), metadata=metadata, **options)
 
 
 def export(
     model: nn.Module,
     sample: Any,
     target: Path,
+    *,
     form: str = FASTEST,
     opset: int = _OLDEST_OPSET,
     dynamic_batch: bool = True,

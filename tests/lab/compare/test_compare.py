@@ -324,7 +324,7 @@ def test_flags_that_would_be_misunderstood(here, words, capsys):
 
 
 def test_keyboard_interrupt(here, capsys, monkeypatch):
-    def stopped(*_):
+    def stopped(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(comparison, "complete_runs", stopped)

@@ -24,7 +24,13 @@ def required_runs(comparisons: Iterable[Comparison], seeds: int) -> list[Setting
 
 
 def complete_runs(
-    required: list[Settings], runs: Path, results: Path, make_pool: Callable[[int], Pool], processes: int = 1, nodes: int = 1
+    required: list[Settings],
+    runs: Path,
+    results: Path,
+    make_pool: Callable[[int], Pool],
+    *,
+    processes: int = 1,
+    nodes: int = 1,
 ) -> list[Failure]:
     """Train the missing runs. When a run finishes, copy its small files to the results.
 

@@ -86,6 +86,7 @@ class Job:
         log: BinaryIO,
         side_by_side: int,
         cores: int | None,
+        *,
         launcher: Sequence[str] = ("--standalone",),
     ) -> Child:
         """Start the processes of one node, with the log from :meth:`open_log`.

@@ -23,7 +23,7 @@ def train(job: Job, gpus: float, cores: int) -> Outcome:
         return _watch(job.start_node(command, log, side_by_side, cores))
     launcher = [f"--nnodes={job.nodes}", *_rendezvous_flags()]
     others = _start_others(job, command, launcher, gpus, cores)
-    return _watch(job.start_node(command, log, side_by_side, cores, [*launcher, "--node-rank=0"]), others)
+    return _watch(job.start_node(command, log, side_by_side, cores, launcher=[*launcher, "--node-rank=0"]), others)
 
 
 def join(job: Job, node: int, command: list[str], launcher: list[str], gpus: float, cores: int) -> Outcome:
@@ -31,7 +31,7 @@ def join(job: Job, node: int, command: list[str], launcher: list[str], gpus: flo
     log = job.open_log(node)
     if log is None:
         return BUSY
-    return _watch(job.start_node(command, log, _side_by_side(gpus, cores), cores, [*launcher, f"--node-rank={node}"]))
+    return _watch(job.start_node(command, log, _side_by_side(gpus, cores), cores, launcher=[*launcher, f"--node-rank={node}"]))
 
 
 def task_outcome(ray: Any, task: Any) -> Outcome:

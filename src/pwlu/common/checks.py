@@ -131,8 +131,7 @@ def _fit_each_other(
 
 def check_dynamic_backward(grad: Tensor, x: Tensor, *rest: Any) -> None:
     """Check that the arguments of ``dynamic_backward`` match each other."""
-    *parameters, _, intervals, channel_dim = rest
-    check_dynamic(x, *parameters, intervals, channel_dim)
+    check_dynamic(x, *rest[:6], *rest[7:])
     check_gradient(grad, x)
 
 

@@ -20,7 +20,9 @@ from pwlu.reference import dynamic as dynamic_reference
 
 _PARAMETERS = "Tensor weight, Tensor directions, Tensor first, Tensor first_bias, Tensor second, Tensor second_bias"
 _FORWARD = f"(Tensor x, {_PARAMETERS}, int intervals, int channel_dim) -> (Tensor, Tensor)"
-_BACKWARD = f"(Tensor grad, Tensor x, {_PARAMETERS}, Tensor state, int intervals, int channel_dim) -> ({', '.join(['Tensor'] * 7)})"
+_BACKWARD = (
+    f"(Tensor grad, Tensor x, {_PARAMETERS}, Tensor state, int intervals, int channel_dim) -> ({', '.join(['Tensor'] * 7)})"
+)
 
 
 def _fake_forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -53,9 +55,8 @@ class _Dynamic(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        x, *parameters, _ = ctx.saved_tensors
         if grad is None:  # no gradient reaches y; DistributedDataParallel waits for those of the parameters
-            return None, *map(torch.zeros_like, parameters), None, None
+            return None, *map(torch.zeros_like, ctx.saved_tensors[1:-1]), None, None
         arguments = (grad, *ctx.saved_tensors, ctx.intervals, ctx.channel_dim)
         # Gradients are enabled in a backward pass only if create_graph=True.
         differentiable = torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0
@@ -73,8 +74,8 @@ def _plain_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Compute the state again, so that the result can be differentiated."""
     weight, directions, *network, _, intervals, channel_dim = rest
     found = dynamic_reference.layers(x, *network, channel_dim)
-    arguments = (grad, x, weight, directions, network, found, intervals, channel_dim)
-    return dynamic_reference.gradients(dispatch.PER_SAMPLE.plain_backward, *arguments)
+    plain = dispatch.PER_SAMPLE.plain_backward
+    return dynamic_reference.gradients(plain, grad, x, weight, directions, network, found, intervals, channel_dim)
 
 
 def _differentiate_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -94,7 +95,9 @@ def _differentiate_backward(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return ops.below_autograd(backward, grad, *rest)
 
 
-forward = ops.define("dynamic_forward", _FORWARD, dispatch.dynamic_forward, _fake_forward, _differentiate_forward, _plain_forward)
+forward = ops.define(
+    "dynamic_forward", _FORWARD, dispatch.dynamic_forward, _fake_forward, _differentiate_forward, _plain_forward
+)
 backward = ops.define(
     "dynamic_backward", _BACKWARD, dispatch.dynamic_backward, _fake_backward, _differentiate_backward, _plain_backward
 )

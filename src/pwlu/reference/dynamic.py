@@ -16,7 +16,7 @@ Shapes: x is (B, ...), with the samples in dimension 0. Y is (C, N+1), D is (M, 
 1. The means are (B, F), and the coefficients (B, M, R). R is 1 (per layer) or F (per channel).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ def gradients(
     x: Tensor,
     weight: Tensor,
     directions: Tensor,
-    network: tuple[Tensor, ...],
+    network: Sequence[Tensor],
     found: tuple[Tensor, Tensor, Tensor],
     intervals: int,
     channel_dim: int,

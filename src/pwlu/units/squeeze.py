@@ -101,4 +101,3 @@ def function_parameters(activations: Iterable[nn.Module]) -> set[int]:
     every = nn.ModuleList(activations)
     others = {id(p) for module in every.modules() if isinstance(module, Squeeze) for p in module.parameters()}
     return {id(p) for p in every.parameters()} - others
-

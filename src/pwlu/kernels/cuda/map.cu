@@ -99,7 +99,7 @@ __device__ void map_planes(const Arguments &a) {
     b = finder<KIND>(a, channel, address_of(origins), 4);
     if (KIND & FORWARD) limit = b.limit();
     for (int k = threadIdx.x; k < entries; k += threads) {
-      table[k] = (KIND & LOOKUP) ? entry_of_lookup(a, channel, k) : line(a, channel, k, b);
+      table[k] = (KIND & LOOKUP) ? entry_of_lookup(a, channel, k) : line<KIND>(a, channel, k, b);
       if (KIND & KNOTS) origins[k] = origin(a, channel, k);
     }
     __syncthreads();
@@ -194,7 +194,7 @@ __device__ void map_rows(const Arguments &a) {
         __syncthreads();
       } else {
         for (int part = 0; part < 2; ++part) {
-          stage(a, a.parameters[2 + part], panel, a.intervals + 2, room);
+          stage<0>(a, 2 + part, panel, a.intervals + 2, room);
           __syncthreads();
           for (int c = threadIdx.x; c < panel.channels; c += blockDim.x)
             for (int k = 0; k < a.intervals + 2; ++k)

@@ -63,18 +63,25 @@ struct Panel {
   __device__ int place_of(int c) const { return MIXED ? c : c % W * PANEL + c / W; }
 };
 
-// Copy the rows of a table (C, length) to shared memory. There, the rows have an odd length, so that threads that read down a
-// column access different banks. A warp has eight loads in flight.
-template <int W, bool MIXED>
-__device__ void stage(const Arguments &a, const void *array, const Panel<W, MIXED> &panel, int length, float *to) {
+// Copy the rows of a table (C, length) to shared memory: parameter `which` or, with DYNAMIC, the mixed heights. There, the rows
+// have an odd length, so that threads that read down a column access different banks. A warp has eight loads in flight.
+template <int KIND, int W, bool MIXED>
+__device__ void stage(const Arguments &a, int which, const Panel<W, MIXED> &panel, int length, float *to) {
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
   for (int k = threadIdx.x % 32; k < length; k += 32)
     for (int c = warp; c < panel.channels; c += 8 * warps) {
       float values[8];
+      if (KIND & DYNAMIC) {
+        int channel[8], knot[8];
 #pragma unroll
-      for (int u = 0; u < 8; ++u)
-        if (c + u * warps < panel.channels)
-          values[u] = read(array, (i64)(panel.first_channel + c + u * warps) * length + k, a.kind);
+        for (int u = 0; u < 8; ++u) channel[u] = panel.first_channel + min(c + u * warps, panel.channels - 1), knot[u] = k;
+        read_heights<KIND>(a, channel, knot, values);
+      } else {
+#pragma unroll
+        for (int u = 0; u < 8; ++u)
+          if (c + u * warps < panel.channels)
+            values[u] = read(a.parameters[which], (i64)(panel.first_channel + c + u * warps) * length + k, a.kind);
+      }
 #pragma unroll
       for (int u = 0; u < 8; ++u)
         if (c + u * warps < panel.channels) to[(c + u * warps) * (length | 1) + k] = values[u];
@@ -91,18 +98,18 @@ __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel,
 #pragma unroll 4
     for (int i = threadIdx.x; i < panel.channels * lines; i += blockDim.x) {
       const int c = i / lines, k = i % lines, channel = panel.first_channel + c;
-      put(k, c, line(a, channel, k, finder<KIND>(a, channel, 0, 0)), (KIND & KNOTS) ? origin(a, channel, k) : 0.0f);
+      put(k, c, line<KIND>(a, channel, k, finder<KIND>(a, channel, 0, 0)), (KIND & KNOTS) ? origin(a, channel, k) : 0.0f);
     }
     return;
   }
   const auto get = [&](int which, int c) {
-    return read(a.parameters[which], panel.first_channel + min(c, panel.channels - 1), a.kind);
+    return read(a.parameters[which], function_of<KIND>(a, panel.first_channel + min(c, panel.channels - 1)), a.kind);
   };
   if (KIND & KNOTS) {
     const int row = (n + 1) | 1;
     float *room_for_knots = room + panel.channels * row;
-    stage(a, a.parameters[2], panel, n + 1, room);
-    stage(a, a.parameters[0], panel, n + 1, room_for_knots);
+    stage<0>(a, 2, panel, n + 1, room);
+    stage<0>(a, 0, panel, n + 1, room_for_knots);
     __syncthreads();
     for (int c = threadIdx.x; c < panel.channels; c += blockDim.x) {
       const float *heights = room + c * row, *knots = room_for_knots + c * row;
@@ -118,7 +125,7 @@ __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel,
   }
   int c = threadIdx.x;  // load the other parameters of its first channel while the heights are copied
   float left = get(0, c), right = get(1, c), left_slope = get(3, c), right_slope = get(4, c);
-  stage(a, a.parameters[2], panel, n + 1, room);
+  stage<KIND>(a, 2, panel, n + 1, room);
   __syncthreads();
   while (c < panel.channels) {
     const int place = panel.place_of(c);
@@ -139,8 +146,7 @@ __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel,
   }
 }
 
-// Run a kernel on sample blockIdx.z, which has its own functions. The arguments hold the functions of all samples, those of the
-// first sample first, but the numbers are those of one sample.
+// Run a kernel with DYNAMIC on sample blockIdx.z. The numbers are those of one sample.
 template <typename T, void (*KERNEL)(const Arguments &)>
 __device__ void per_sample(const Arguments &all) {
   const i64 sample = blockIdx.z, functions = sample * all.channels, elements = sample * all.outer * all.channels * all.inner;
@@ -148,12 +154,7 @@ __device__ void per_sample(const Arguments &all) {
   a.x = static_cast<const Vector<T, 1> *>(all.x) + elements;
   a.grad = static_cast<const Vector<T, 1> *>(all.grad) + elements;
   a.out = static_cast<Vector<T, 1> *>(all.out) + elements;
-#pragma unroll
-  for (int i = 0; i < 5; ++i) {
-    const i64 bytes = functions * (i == 2 ? all.intervals + 1 : 1) * (all.kind == 0 ? 4 : 2);
-    a.parameters[i] = static_cast<const char *>(all.parameters[i]) + bytes;
-    a.gradients[i] = static_cast<char *>(all.gradients[i]) + bytes;
-  }
+  a.first = (int)functions;
   a.partial = static_cast<float2 *>(all.partial) + functions * all.splits * LINES(0, all.intervals);
   KERNEL(a);
 }

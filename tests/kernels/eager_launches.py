@@ -70,7 +70,7 @@ def place(address, known, gradient):
 
 
 def cases():
-    shapes = {(8, 64, 14, 14): 1, (4, 3): -1, (16, 128, 7, 7): 1, (4096, 64): -1, (2, 5, 6, 8): 1, (33,): 0}
+    shapes = {(8, 64, 14, 14): 1, (4, 3): -1, (16, 128, 7, 7): 1, (4096, 64): -1, (2, 5, 6, 8): 1, (33,): 0, (70, 8, 3, 4): 1}
     for (shape, dim), layout in itertools.product(shapes.items(), ("contiguous", "channels_last")):
         for dtype, kind, intervals in itertools.product(
             (torch.float32, torch.bfloat16), (torch.float32, torch.float16), (1, 16)

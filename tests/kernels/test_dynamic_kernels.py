@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cuda_emulator import Emulated
+from cuda_emulator import H200, Emulated
 from test_cuda_kernel import DTYPES, INTERVALS, fresh
 
 import pwlu
@@ -107,9 +107,19 @@ def test_many_splits(kernel, device, form, monkeypatch):
     compare(fresh(kernel), form, torch.float32, device)
 
 
-@pytest.mark.parametrize("form", ["rows", "planes"])
-def test_several_channels_per_block(kernel, device, form):
-    compare(fresh(kernel, multiprocessors=2), form, torch.float32, device)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["rows", "planes", "many channels", "rows of no even length"])
+def test_small_gpus(kernel, device, form, dtype):
+    """Blocks that finish several channels, and a kernel for the means: see test_the_kernel_of_the_means."""
+    compare(fresh(kernel, multiprocessors=2), form, dtype, device)
+
+
+def test_the_kernel_of_the_means(kernel, device):
+    """It serves if channels are neighbours in memory, and there are enough samples."""
+    for form, runs in {"many samples": True, "rows": False, "planes": False, "matrix": False}.items():
+        own = fresh(kernel)
+        compare(own, form, torch.float32, device)
+        assert any(name.startswith("means") for name in own._loaded) == runs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -182,7 +192,8 @@ def test_more_samples_than_a_grid_has_blocks(kernel, device, monkeypatch):
 def test_no_races(device, form):
     if device.type == "cuda":
         pytest.skip("races are found in emulation")
-    compare(Emulated(races=True), form, torch.float32, device)
+    for processor in (H200, H200._replace(multiprocessors=2)):
+        compare(Emulated(0, processor, races=True), form, torch.float32, device)
 
 
 MISTAKES = [
@@ -192,7 +203,9 @@ MISTAKES = [
     ("a.grad = static_cast<const Vector<T, 1> *>(all.grad) + elements", "a.grad = all.grad"),
     ("a.first = (int)functions", "a.first = 0"),
     ("(a.rates == 1 ? 0u : a.first + channel - sample * of_sample)", "0u"),
-    ("direction[at[u]], heights[u])", "direction[at[u]], 0.0f)"),
+    ("directions[at[u]], heights[u])", "directions[at[u]], 0.0f)"),
+    ("for (int j = 0; j < W; ++j) sums[j] += values[j];", "for (int j = 0; j < W; ++j) sums[j] = values[j];"),
+    ("for (int row = 0; row < rows; ++row) sum += of_rows", "for (int row = 0; row < 1; ++row) sum += of_rows"),
     ("if (base + warp * PER_WARP >= depth) continue;", "if (warp) continue;"),
     ("return z < 0.0f ? 0.0f : z;", "return z;"),
     ("return hidden[at] <= 0.0f ? 0.0f : sum;", "return sum;"),
@@ -215,4 +228,4 @@ def test_mistakes_are_found(kernel, device, mistake, monkeypatch):
     monkeypatch.setattr(kernels, "source", lambda chosen: source(chosen).replace(old, new))
     monkeypatch.setattr(cuda.plan.Gpu, "slots", lambda *_: 100_000)
     with pytest.raises(AssertionError):
-        compare(fresh(kernel), "rows", torch.float32, device)
+        compare(fresh(kernel, multiprocessors=2), "rows", torch.float32, device)

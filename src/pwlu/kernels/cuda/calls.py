@@ -27,6 +27,7 @@ from pwlu.kernels.cuda.plan import (
     plan_running_norm,
     sum_lines,
 )
+from pwlu.reference import dynamic as dynamic_reference
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -58,7 +59,8 @@ class _DynamicCall:
     """A call of a dynamic unit: x with its samples first, the parameters as kernels need them, and sizes."""
 
     def __init__(self, x: Tensor, parameters: Sequence[Tensor], intervals: int, channel_dim: int) -> None:
-        self.x, self.parameters = x, [p.to(torch.float32).contiguous() for p in parameters]
+        self.x, self.channel_dim = x, channel_dim
+        self.parameters = [p.to(torch.float32).contiguous() for p in parameters]
         weight, directions, first, _, second, _ = self.parameters
         self.outputs, (hidden, features) = second.shape[0], first.shape
         functions = weight.shape[0] // (intervals + 5)
@@ -304,17 +306,8 @@ class Kernel:
             return NotImplemented
         like, x = torch.empty_like(x), layout.samples_first(x)
         call = _DynamicCall(x, parameters, intervals, channel_dim)
-        samples, features = call.sizes.samples, call.sizes.features
-        state = x.new_empty(samples * (features + call.sizes.hidden + call.outputs), dtype=torch.float32)
-        means, positions = (
-            state[: samples * features],
-            [d for d in range(1, x.ndim) if features == 1 or d != channel_dim % x.ndim],
-        )
-        if positions:
-            torch.mean(x, positions, dtype=torch.float32, out=means.view((samples, features) if features > 1 else (samples,)))
-        else:
-            means.view(samples, features).copy_(x)
-        y = torch.empty_like(x)
+        of_sample = call.sizes.features + call.sizes.hidden + call.outputs
+        state, y = x.new_empty(call.sizes.samples * of_sample, dtype=torch.float32), torch.empty_like(x)
         if not self._run_dynamic("dynamic_forward", call, state, y):
             return NotImplemented
         return layout.laid_out_as(like, y), state
@@ -374,6 +367,9 @@ class Kernel:
         if plans is None:
             return False
         (*form, intervals), sizes = (*call.shape[0], call.shape[1]), call.sizes
+        if what == "dynamic_forward" and len(plans) == 3:  # no kernel computes the means
+            means = dynamic_reference.means(x, sizes.features, call.channel_dim)
+            state[: means.numel()].view_as(means).copy_(means)
         key = (what, self.index, x.dtype, torch.float32, intervals, *form, aligned, call.samples, *sizes[1:], call.inner)
         parameters = layout.blocks(weight, sizes.functions, intervals, 4)
         tensors |= {"x": source, "grad": of_grad, "out": target, "parameters": parameters}

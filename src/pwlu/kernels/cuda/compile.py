@@ -59,6 +59,7 @@ RESIDENT_IN_PLANES = {  # the others need more registers
     "nonuniform_forward": "1024",
 }
 MAP_THREADS, BACKWARD_THREADS, MIXED_THREADS, FINISH_THREADS, RULE_THREADS = 256, 128, 256, 512, 512
+MEANS_THREADS = 512
 TILE = 16  # in dynamic.cu: a block of TILE * TILE threads computes a tile of a matrix product
 
 _CACHE_BYTES = 64 << 20
@@ -91,16 +92,17 @@ def functions() -> dict[str, Function]:
     finishing = {
         "gradients": "reduce_gradients<0>",
         "knots": "reduce_gradients<KNOTS>",
-        "samples": "reduce_samples",
         "moments": "reduce_moments",
         "norm": "reduce_norm",
     }
     found = [Function(f"finish_{what}", template, FINISH_THREADS) for what, template in finishing.items()]
+    found.append(Function("finish_samples", "reduce_samples", FINISH_THREADS, "1024"))
     found += [Function(f"rule_{what}", what, RULE_THREADS) for what in ("share_gradients", "smooth")]
-    found += [Function(f"network_{what}", what, TILE * TILE) for what in NETWORK]
+    found += [Function(f"network_{what}", what, TILE * TILE, "768") for what in NETWORK]
     for dtype, of_c in TYPES.items():
         widths = VECTORS["planes"][dtype]
         found += [Function(f"add_means_{dtype}_{width}", f"add_means<{of_c}, {width}>", MAP_THREADS) for width in widths]
+        found += [Function(f"means_{dtype}_{width}", f"means<{of_c}, {width}>", MEANS_THREADS) for width in widths]
     for (dtype, of_c), (form, (template, last)) in itertools.product(TYPES.items(), FORMS.items()):
         for width, (what, kind) in itertools.product(VECTORS[form][dtype], MAPS.items()):
             of_template = f"map_{template}<{of_c}, {width}, {kind}{last}>"

@@ -2,7 +2,7 @@
 // samples, and the gradient of the means. Sums have a fixed order, so the results are bitwise reproducible.
 
 #define TILE 16
-#define PER_WARP 32  // terms of a sum that a warp adds up at a time
+#define PER_WARP 16  // terms of a sum that a warp adds up at a time
 #define TILE_ROW (TILE + 4)  // of shared memory, so that few writes share a bank
 
 // Compute a tile of a matrix product: put(i, j, sum over k < depth of left(i, k) right(k, j)). The warps of a block take turns
@@ -14,10 +14,10 @@ __device__ void product(int rows, int columns, int depth, int tile, const Left &
   const int across = (columns + TILE - 1) / TILE, first_row = tile / across * TILE, first_column = tile % across * TILE;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4 * 2, column = lane % 4 * 4;
   float *of_right = factors + TERMS * TILE_ROW, sums[2][4] = {};
-  for (int base = 0; base < depth; base += TERMS) {
-    float lefts[LOADS], rights[LOADS];
-    const auto k_of = [&](bool along_k, int e) { return along_k ? e % TERMS : e / TILE; };
-    const auto i_of = [&](bool along_k, int e) { return along_k ? e / TERMS : e % TILE; };
+  float lefts[LOADS], rights[LOADS];
+  const auto k_of = [](bool along_k, int e) { return along_k ? e % TERMS : e / TILE; };
+  const auto i_of = [](bool along_k, int e) { return along_k ? e / TERMS : e % TILE; };
+  const auto fetch = [&](int base) {
 #pragma unroll
     for (int u = 0; u < LOADS; ++u) {
       const int e = u * THREADS + threadIdx.x, i = first_row + i_of(LEFT_ALONG_K, e), j = first_column + i_of(RIGHT_ALONG_K, e);
@@ -25,6 +25,9 @@ __device__ void product(int rows, int columns, int depth, int tile, const Left &
       lefts[u] = i < rows && k < depth ? left(i, k) : 0.0f;
       rights[u] = j < columns && l < depth ? right(l, j) : 0.0f;
     }
+  };
+  fetch(0);
+  for (int base = 0; base < depth; base += TERMS) {
     __syncthreads();
 #pragma unroll
     for (int u = 0; u < LOADS; ++u) {
@@ -33,6 +36,7 @@ __device__ void product(int rows, int columns, int depth, int tile, const Left &
       of_right[k_of(RIGHT_ALONG_K, e) * TILE_ROW + i_of(RIGHT_ALONG_K, e)] = rights[u];
     }
     __syncthreads();
+    if (base + TERMS < depth) fetch(base + TERMS);
     if (base + warp * PER_WARP >= depth) continue;
 #pragma unroll 8
     for (int k = warp * PER_WARP; k < (warp + 1) * PER_WARP; ++k)
@@ -58,16 +62,15 @@ __device__ void product(int rows, int columns, int depth, int tile, const Left &
 __device__ int tiles(int rows, int columns) { return (rows + TILE - 1) / TILE * ((columns + TILE - 1) / TILE); }
 
 __device__ float *hidden_of(const Arguments &a) { return a.network.state + (i64)a.samples * a.features; }
-__device__ float *outputs_of(const Arguments &a) { return a.network.state + (i64)a.samples * (a.features + a.hidden); }
 
 // Compute a layer of the network: out = change(in W' + bias).
 template <typename Change>
 __device__ void layer(int samples, int inputs, int outputs, const float *in, const float *weight, const float *bias, float *out,
                       const Change &change) {
   product<true, true>(
-      samples, outputs, inputs, blockIdx.x, [&](int i, int k) { return in[(i64)i * inputs + k]; },
-      [&](int k, int j) { return weight[(i64)j * inputs + k]; },
-      [&](int i, int j, float sum) { out[(i64)i * outputs + j] = change(sum + bias[j]); });
+      samples, outputs, inputs, blockIdx.x, [&](int i, int k) { return in[i * inputs + k]; },
+      [&](int k, int j) { return weight[j * inputs + k]; },
+      [&](int i, int j, float sum) { out[i * outputs + j] = change(sum + bias[j]); });
 }
 
 __device__ void first_layer(const Arguments &a) {
@@ -77,7 +80,7 @@ __device__ void first_layer(const Arguments &a) {
 
 __device__ void second_layer(const Arguments &a) {
   const auto squash = [](float z) { return tanhf(z); };
-  layer(a.samples, a.hidden, a.directions * a.rates, hidden_of(a), a.network.second, a.network.second_bias, outputs_of(a),
+  layer(a.samples, a.hidden, a.directions * a.rates, hidden_of(a), a.network.second, a.network.second_bias, coefficients_of(a),
         squash);
 }
 
@@ -88,26 +91,26 @@ __device__ void layer_backward(int samples, int inputs, int outputs, const float
   const int first_tiles = tiles(samples, inputs), tile = blockIdx.x;
   if (tile < first_tiles) {
     product<true, false>(
-        samples, inputs, outputs, tile, [&](int i, int k) { return grad[(i64)i * outputs + k]; },
-        [&](int k, int j) { return weight[(i64)k * inputs + j]; },
-        [&](int i, int j, float sum) { of_in[(i64)i * inputs + j] = change((i64)i * inputs + j, sum); });
+        samples, inputs, outputs, tile, [&](int i, int k) { return grad[i * outputs + k]; },
+        [&](int k, int j) { return weight[k * inputs + j]; },
+        [&](int i, int j, float sum) { of_in[i * inputs + j] = change(i * inputs + j, sum); });
     return;
   }
   product<false, false>(
-      outputs, inputs + 1, samples, tile - first_tiles, [&](int i, int k) { return grad[(i64)k * outputs + i]; },
-      [&](int k, int j) { return j < inputs ? in[(i64)k * inputs + j] : 1.0f; },  // the last column is the bias
-      [&](int i, int j, float sum) { *(j < inputs ? of_weight + (i64)i * inputs + j : of_bias + i) = sum; });
+      outputs, inputs + 1, samples, tile - first_tiles, [&](int i, int k) { return grad[k * outputs + i]; },
+      [&](int k, int j) { return j < inputs ? in[k * inputs + j] : 1.0f; },  // the last column is the bias
+      [&](int i, int j, float sum) { *(j < inputs ? of_weight + i * inputs + j : of_bias + i) = sum; });
 }
 
 __device__ void second_layer_backward(const Arguments &a) {
   const float *hidden = hidden_of(a);
-  const auto through_relu = [&](i64 at, float sum) { return hidden[at] <= 0.0f ? 0.0f : sum; };
+  const auto through_relu = [&](int at, float sum) { return hidden[at] <= 0.0f ? 0.0f : sum; };
   layer_backward(a.samples, a.hidden, a.directions * a.rates, a.network.of_outputs, hidden, a.network.second,
                  a.network.of_hidden, a.network.of_second, a.network.of_second_bias, through_relu);
 }
 
 __device__ void first_layer_backward(const Arguments &a) {
-  const auto per_element = [&](i64, float sum) { return sum * a.factor; };
+  const auto per_element = [&](int, float sum) { return sum * a.factor; };
   layer_backward(a.samples, a.features, a.hidden, a.network.of_hidden, a.network.state, a.network.first, a.network.of_means,
                  a.network.of_first, a.network.of_first_bias, per_element);
 }
@@ -123,7 +126,7 @@ __device__ void reduce_samples(const Arguments &a) {
   const i64 to_line = a.channels, to_split = lines * to_line,
             to_sample = a.channels == of_sample ? a.splits * to_split : of_sample;
   const float2 *const partial = static_cast<const float2 *>(a.partial) + first;
-  const float *const coefficients = outputs_of(a);
+  const float *const coefficients = coefficients_of(a);
   const auto coefficient = [&](int sample, int m, int c) {
     return ((i64)sample * a.directions + m) * a.rates + (a.rates == 1 ? 0 : first + c);
   };
@@ -172,6 +175,46 @@ __device__ void reduce_samples(const Arguments &a) {
     const float value = (float)(sum * (1.0 - (double)coefficients[at] * coefficients[at]));
     if (a.rates < of_sample) a.network.of_coefficients[((i64)sample * a.directions + m) * of_sample + first + c] = value;
     else a.network.of_outputs[at] = value;
+  }
+}
+
+// Compute the means of the channels of every sample if inner is 1. Blocks are (panel of `width` vectors, sample). The threads of a
+// block process several rows at a time.
+template <typename T, int W>
+__device__ void means(const Arguments &a) {
+  extern __shared__ float of_rows[];  // [row][channel]
+  constexpr int AT_ONCE = 8;
+  const int across = threadIdx.x % a.width, down = threadIdx.x / a.width, rows = blockDim.x / a.width, length = a.features / W;
+  const int vector = blockIdx.x * a.width + across, channels = a.width * W, sample = blockIdx.y;
+  const Vector<T, W> *x = static_cast<const Vector<T, W> *>(a.x) + (i64)sample * a.outer * length + vector;
+  float sums[W];
+#pragma unroll
+  for (int j = 0; j < W; ++j) sums[j] = 0.0f;
+  const bool active = vector < length && down < rows;
+  for (int row = down; active && row < a.outer; row += AT_ONCE * rows) {
+    Vector<T, W> vectors[AT_ONCE];
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; ++u) {
+      vectors[u] = {};
+      if (row + u * rows < a.outer) vectors[u] = x[(i64)(row + u * rows) * length];
+    }
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; ++u) {
+      float values[W];
+      vectors[u].decode(values);
+#pragma unroll
+      for (int j = 0; j < W; ++j) sums[j] += values[j];
+    }
+  }
+  if (down < rows)
+#pragma unroll
+    for (int j = 0; j < W; ++j) of_rows[down * channels + across * W + j] = sums[j];
+  __syncthreads();
+  for (int c = threadIdx.x; c < channels && blockIdx.x * channels + c < a.features; c += blockDim.x) {
+    float sum = 0.0f;
+#pragma unroll 8
+    for (int row = 0; row < rows; ++row) sum += of_rows[row * channels + c];
+    a.network.state[(i64)sample * a.features + blockIdx.x * channels + c] = sum / (float)a.outer;
   }
 }
 

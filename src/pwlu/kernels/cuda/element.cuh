@@ -191,32 +191,35 @@ __device__ int function_of(const Arguments &a, int channel) {
   return a.functions == 1 ? 0 : (int)((unsigned)(a.first + channel) % (unsigned)a.functions);
 }
 
-// Return the address of the first coefficient of a channel with DYNAMIC. The next is a.rates further.
-__device__ const float *coefficients_of(const Arguments &a, int channel) {
+// Return the place of the first coefficient of a channel with DYNAMIC. The next is a.rates further.
+__device__ unsigned coefficient_of(const Arguments &a, int channel) {
   const unsigned of_sample = max(a.functions, a.rates), sample = (a.first + channel) / of_sample;
-  const float *all = a.network.state + (i64)a.samples * (a.features + a.hidden) + (i64)sample * a.directions * a.rates;
-  return all + (a.rates == 1 ? 0u : a.first + channel - sample * of_sample);
+  return sample * a.directions * a.rates + (a.rates == 1 ? 0u : a.first + channel - sample * of_sample);
 }
+
+// Return the coefficients of all samples.
+__device__ float *coefficients_of(const Arguments &a) { return a.network.state + (i64)a.samples * (a.features + a.hidden); }
 
 // Read heights: that of knot k[u] of channel[u]. With DYNAMIC, mix the directions. The loads do not depend on each other.
 template <int KIND, int U>
 __device__ void read_heights(const Arguments &a, const int (&channel)[U], const int (&k)[U], float (&heights)[U]) {
   const int knots = a.intervals + 1;
-  i64 at[U];
+  if (!(KIND & DYNAMIC)) {
+#pragma unroll
+    for (int u = 0; u < U; ++u) heights[u] = read(a.parameters[2], (i64)channel[u] * knots + k[u], a.kind);
+    return;
+  }
+  unsigned at[U], coefficient[U];  // plan.py checks that 32 bits suffice
 #pragma unroll
   for (int u = 0; u < U; ++u) {
-    at[u] = (i64)function_of<KIND>(a, channel[u]) * knots + k[u];
-    heights[u] = read(a.parameters[2], at[u], a.kind);
+    at[u] = function_of<KIND>(a, channel[u]) * knots + k[u], coefficient[u] = coefficient_of(a, channel[u]);
+    heights[u] = static_cast<const float *>(a.parameters[2])[at[u]];
   }
-  if (!(KIND & DYNAMIC)) return;
-  const float *coefficients[U];
+  const float *coefficients = coefficients_of(a), *directions = a.network.directions;
+#pragma unroll 1
+  for (int m = 0; m < a.directions; ++m, coefficients += a.rates, directions += a.functions * knots) {
 #pragma unroll
-  for (int u = 0; u < U; ++u) coefficients[u] = coefficients_of(a, channel[u]);
-#pragma unroll 2
-  for (int m = 0; m < a.directions; ++m) {
-    const float *direction = a.network.directions + (i64)m * a.functions * knots;
-#pragma unroll
-    for (int u = 0; u < U; ++u) heights[u] = fmaf(coefficients[u][m * a.rates], direction[at[u]], heights[u]);
+    for (int u = 0; u < U; ++u) heights[u] = fmaf(coefficients[coefficient[u]], directions[at[u]], heights[u]);
   }
 }
 

@@ -323,19 +323,38 @@ def _plan_network(what: str, sizes: Sizes) -> Plan:
     products = [(sizes.samples, inputs), (outputs, inputs + 1)] if "backward" in what else [(sizes.samples, outputs)]
     tiles = sum(math.prod(-(-size // kernels.TILE) for size in product) for product in products)
     threads = kernels.TILE**2
-    plan = Plan(f"network_{what}", (tiles, 1, 1), threads, 8 * threads * (kernels.TILE + 4), 1, _Numbers(*[0] * 8).pack())
+    plan = Plan(f"network_{what}", (tiles, 1, 1), threads, 4 * threads * (kernels.TILE + 4), 1, _Numbers(*[0] * 8).pack())
     return _with_sizes(plan, sizes)
 
 
 def plan_dynamic_forward(
     dtype: str, geometry: tuple[int, int, int], intervals: int, aligned: bool, samples: int, sizes: Sizes, inner: int, gpu: Gpu
 ) -> list[Plan] | None:
-    """Return the plans of the network and of the map, for x (outer, channels, inner); None if the map does not fit.
+    """Return the plans of the means, the network and the map, for x (outer, channels, inner); None if the map does not fit.
 
-    `samples` and the geometry are those of :func:`pwlu.kernels.layout.sample_geometry`. `inner` is not used.
+    `samples` and the geometry are those of :func:`pwlu.kernels.layout.sample_geometry`. `inner` is the number of neighbours in
+    memory with the same mean. If that is 1 and there are enough samples, the first plan computes the means. Else PyTorch does.
     """
+    outputs = sizes.directions * sizes.rates
+    if max(sizes.samples, sizes.hidden) * max(sizes.features + 1, sizes.hidden, outputs) >= 1 << 31:  # places take 32 bits
+        return None
     found = plan_map("dynamic_forward", dtype, geometry, intervals, 0, aligned, gpu, samples)
-    return found and [*(_plan_network(what, sizes) for what in kernels.NETWORK[:2]), _with_sizes(found, sizes)]
+    means = _plan_means(dtype, samples * math.prod(geometry), aligned, sizes, inner, gpu)
+    return found and [*means, *(_plan_network(what, sizes) for what in kernels.NETWORK[:2]), _with_sizes(found, sizes)]
+
+
+def _plan_means(dtype: str, elements: int, aligned: bool, sizes: Sizes, inner: int, gpu: Gpu) -> list[Plan]:
+    """Return the plan of the means; an empty list if PyTorch computes them."""
+    positions, threads = elements // (sizes.samples * sizes.features), kernels.MEANS_THREADS
+    vector = next(v for v in kernels.VECTORS["planes"][dtype] if v == 1 or (aligned and sizes.features % v == 0))
+    across = sizes.features // vector
+    panels = -(-across // _PANEL)
+    enough = 2 * panels * sizes.samples > gpu.processor.multiprocessors and sizes.samples <= _MOST_BLOCKS
+    if inner != 1 or positions == 1 or positions >= 1 << 30 or not enough:
+        return []
+    numbers = _Numbers(positions, 1, *[0] * 6)._replace(width=-(-across // panels))
+    plan = Plan(f"means_{dtype}_{vector}", (panels, sizes.samples, 1), threads, 4 * vector * threads, 1, numbers.pack())
+    return [_with_sizes(plan, sizes)]
 
 
 def plan_dynamic_backward(
@@ -362,7 +381,7 @@ def plan_dynamic_backward(
 def plan_dynamic_input(
     dtype: str, geometry: tuple[int, int, int], intervals: int, aligned: bool, samples: int, sizes: Sizes, inner: int, gpu: Gpu
 ) -> list[Plan] | None:
-    """Return the plans of the gradients of the network and of the means. `inner` is the number of neighbours with one mean."""
+    """Return the plans of the gradients of the network and of the means; see :func:`plan_dynamic_forward`."""
     of_sample = samples * math.prod(geometry) // sizes.samples
     if of_sample >= 1 << 31:
         return None

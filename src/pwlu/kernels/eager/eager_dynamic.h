@@ -104,13 +104,15 @@ std::optional<std::tuple<Tensor, Tensor>> run_dynamic_forward(const Tensor &x, c
   Arguments a = dynamic_arguments(x, nullptr, y, unit, state, *p);
   const auto plan = plan_of(p->key(kDynamicForward, x, a.aligned()));
   if (!plan) return std::nullopt;
-  std::vector<int64_t> positions;
-  for (int64_t d = 1; d < x.dim(); ++d)
-    if (p->features == 1 || d != (channel_dim + x.dim()) % x.dim()) positions.push_back(d);
-  const Tensor flat = state.narrow(0, 0, p->samples * p->features);
-  Tensor means = p->features > 1 ? flat.view({p->samples, p->features}) : flat;
-  if (positions.empty()) flat.view({p->samples, p->features}).copy_(x);
-  else at::mean_out(means, x, positions, false, at::kFloat);
+  if (plan->launches.size() == 3) {  // no kernel computes the means
+    std::vector<int64_t> positions;
+    for (int64_t d = 1; d < x.dim(); ++d)
+      if (p->features == 1 || d != (channel_dim + x.dim()) % x.dim()) positions.push_back(d);
+    const Tensor flat = state.narrow(0, 0, p->samples * p->features);
+    Tensor means = p->features > 1 ? flat.view({p->samples, p->features}) : flat;
+    if (positions.empty()) flat.view({p->samples, p->features}).copy_(x);
+    else at::mean_out(means, x, positions, false, at::kFloat);
+  }
   if (!launch(*plan, a, x, 0)) return std::nullopt;
   return std::tuple(y, state);
 }

@@ -109,8 +109,8 @@ def mix_backward(grad: Tensor, directions: Tensor, coefficients: Tensor) -> tupl
     outer, heights = grad.split([4 * samples * functions, samples * functions * knots])
     outer = outer.view(4, samples, functions).sum(1).sum_to_size(4, channels)
     heights = heights.view(samples, functions, knots)
-    of_coefficients = torch.einsum("bck,mck->bmc", heights, directions.to(grad.dtype).expand(-1, functions, -1))
-    of_directions = torch.einsum("bck,bmc->mck", heights, coefficients.expand(-1, -1, functions))
+    of_coefficients = torch.stack([(heights * d).sum(2) for d in directions.to(grad.dtype).unbind()], 1)
+    of_directions = torch.stack([(heights * a[:, :, None]).sum(0) for a in coefficients.unbind(1)])
     of_weight = torch.cat([outer.reshape(-1), heights.sum(0).sum_to_size(channels, knots).reshape(-1)])
     return of_weight, of_directions.sum_to_size(directions.shape), of_coefficients.sum_to_size(coefficients.shape)
 

@@ -57,7 +57,9 @@ RESIDENT_IN_PLANES = {  # the others need more registers
     "lookup": "RESIDENT_THREADS",
     "observe": "1536",
     "nonuniform_forward": "1024",
+    "dynamic_forward": "1536",
 }
+RESIDENT_IN_ROWS = {"dynamic_forward": "512"}  # as many as without mixing
 MAP_THREADS, BACKWARD_THREADS, MIXED_THREADS, FINISH_THREADS, RULE_THREADS = 256, 128, 256, 512, 512
 MEANS_THREADS = 512
 TILE = 16  # in dynamic.cu: a block of TILE * TILE threads computes a tile of a matrix product
@@ -106,7 +108,7 @@ def functions() -> dict[str, Function]:
     for (dtype, of_c), (form, (template, last)) in itertools.product(TYPES.items(), FORMS.items()):
         for width, (what, kind) in itertools.product(VECTORS[form][dtype], MAPS.items()):
             of_template = f"map_{template}<{of_c}, {width}, {kind}{last}>"
-            resident = RESIDENT_IN_PLANES.get(what, "1") if form == "planes" else "1"
+            resident = (RESIDENT_IN_PLANES if form == "planes" else RESIDENT_IN_ROWS).get(what, "1")
             threads = MIXED_THREADS if form == "mixed" else MAP_THREADS
             if "DYNAMIC" in kind and form != "planes":  # planes: samples are folded into channels
                 of_template = f"per_sample<{of_c}, {of_template}>"

@@ -134,7 +134,7 @@ __device__ void reduce_samples(const Arguments &a) {
     const int group = i / per_group, m = i % per_group / (lines * together), k = i / together % lines, c = i % together;
     double2 sum = make_double2(0.0, 0.0);
     const int entries = first + c < of_sample ? a.samples * a.splits : 0;
-#pragma unroll 4
+#pragma unroll 8
     for (int entry = group; entry < entries; entry += groups) {
       const int sample = entry / a.splits, split = entry - sample * a.splits;
       const float2 part = partial[sample * to_sample + split * to_split + k * to_line + c];

@@ -216,7 +216,7 @@ __device__ void read_heights(const Arguments &a, const int (&channel)[U], const 
     heights[u] = static_cast<const float *>(a.parameters[2])[at[u]];
   }
   const float *coefficients = coefficients_of(a), *directions = a.network.directions;
-#pragma unroll 1
+#pragma unroll 2
   for (int m = 0; m < a.directions; ++m, coefficients += a.rates, directions += a.functions * knots) {
 #pragma unroll
     for (int u = 0; u < U; ++u) heights[u] = fmaf(coefficients[coefficient[u]], directions[at[u]], heights[u]);

@@ -194,7 +194,7 @@ __device__ void map_rows(const Arguments &a) {
         __syncthreads();
       } else {
         for (int part = 0; part < 2; ++part) {
-          stage<0>(a, 2 + part, panel, a.intervals + 2, room);
+          stage(a, a.parameters[2 + part], panel, a.intervals + 2, room);
           __syncthreads();
           for (int c = threadIdx.x; c < panel.channels; c += blockDim.x)
             for (int k = 0; k < a.intervals + 2; ++k)

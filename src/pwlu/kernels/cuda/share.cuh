@@ -63,29 +63,41 @@ struct Panel {
   __device__ int place_of(int c) const { return MIXED ? c : c % W * PANEL + c / W; }
 };
 
-// Copy the rows of a table (C, length) to shared memory: parameter `which` or, with DYNAMIC, the mixed heights. There, the rows
-// have an odd length, so that threads that read down a column access different banks. A warp has eight loads in flight.
-template <int KIND, int W, bool MIXED>
-__device__ void stage(const Arguments &a, int which, const Panel<W, MIXED> &panel, int length, float *to) {
+// Copy the rows of a table (C, length) to shared memory. There, the rows have an odd length, so that threads that read down a
+// column access different banks. A warp has eight loads in flight.
+template <int W, bool MIXED>
+__device__ void stage(const Arguments &a, const void *array, const Panel<W, MIXED> &panel, int length, float *to) {
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
   for (int k = threadIdx.x % 32; k < length; k += 32)
     for (int c = warp; c < panel.channels; c += 8 * warps) {
       float values[8];
-      if (KIND & DYNAMIC) {
-        int channel[8], knot[8];
 #pragma unroll
-        for (int u = 0; u < 8; ++u) channel[u] = panel.first_channel + min(c + u * warps, panel.channels - 1), knot[u] = k;
-        read_heights<KIND>(a, channel, knot, values);
-      } else {
-#pragma unroll
-        for (int u = 0; u < 8; ++u)
-          if (c + u * warps < panel.channels)
-            values[u] = read(a.parameters[which], (i64)(panel.first_channel + c + u * warps) * length + k, a.kind);
-      }
+      for (int u = 0; u < 8; ++u)
+        if (c + u * warps < panel.channels)
+          values[u] = read(array, (i64)(panel.first_channel + c + u * warps) * length + k, a.kind);
 #pragma unroll
       for (int u = 0; u < 8; ++u)
         if (c + u * warps < panel.channels) to[(c + u * warps) * (length | 1) + k] = values[u];
     }
+}
+
+// Do the same for the mixed heights of a dynamic unit.
+template <int W, bool MIXED>
+__device__ void stage_mixed(const Arguments &a, const Panel<W, MIXED> &panel, float *to) {
+  const int length = a.intervals + 1, count = panel.channels * length, threads = blockDim.x;
+  for (int first = threadIdx.x; first < count; first += 8 * threads) {
+    int channel[8], k[8];
+    float values[8];
+#pragma unroll
+    for (int u = 0; u < 8; ++u) {
+      const int at = min(first + u * threads, count - 1), c = at / length;
+      channel[u] = panel.first_channel + c, k[u] = at - c * length;
+    }
+    read_heights<DYNAMIC>(a, channel, k, values);
+#pragma unroll
+    for (int u = 0; u < 8; ++u)
+      if (first + u * threads < count) to[(channel[u] - panel.first_channel) * (length | 1) + k[u]] = values[u];
+  }
 }
 
 // Call put(line, place, (S, P), origin) for every line of every channel of a panel; the origin is for KNOTS. `room` is shared
@@ -108,8 +120,8 @@ __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel,
   if (KIND & KNOTS) {
     const int row = (n + 1) | 1;
     float *room_for_knots = room + panel.channels * row;
-    stage<0>(a, 2, panel, n + 1, room);
-    stage<0>(a, 0, panel, n + 1, room_for_knots);
+    stage(a, a.parameters[2], panel, n + 1, room);
+    stage(a, a.parameters[0], panel, n + 1, room_for_knots);
     __syncthreads();
     for (int c = threadIdx.x; c < panel.channels; c += blockDim.x) {
       const float *heights = room + c * row, *knots = room_for_knots + c * row;
@@ -125,7 +137,8 @@ __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel,
   }
   int c = threadIdx.x;  // load the other parameters of its first channel while the heights are copied
   float left = get(0, c), right = get(1, c), left_slope = get(3, c), right_slope = get(4, c);
-  stage<KIND>(a, 2, panel, n + 1, room);
+  if (KIND & DYNAMIC) stage_mixed(a, panel, room);
+  else stage(a, a.parameters[2], panel, n + 1, room);
   __syncthreads();
   while (c < panel.channels) {
     const int place = panel.place_of(c);

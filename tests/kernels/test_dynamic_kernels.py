@@ -8,8 +8,9 @@ from cuda_emulator import H200, Emulated
 from test_cuda_kernel import DTYPES, INTERVALS, fresh
 
 import pwlu
-from pwlu.kernels import cuda, dispatch
+from pwlu.kernels import cuda, dispatch, eager
 from pwlu.kernels.cuda import compile as kernels
+from pwlu.ops import dynamic as dynamic_ops
 
 # (shape, channel_dim) of contiguous tensors. In some, the samples have several rows.
 FORMS = {
@@ -162,6 +163,7 @@ USES = {  # input, channels of the unit
 def test_the_operators_use_the_kernels(kernel, device, monkeypatch, use):
     """For every layout, with the same results as without kernels."""
     monkeypatch.setattr(dispatch, "_kernel_for_device", lambda device: kernel)
+    eager.forget()  # on a GPU, eager.cpp would not call Python
     x, channels = USES[use]
     x, calls, run = x.to(device).requires_grad_(), [], type(kernel)._run
     monkeypatch.setattr(type(kernel), "_run", lambda *arguments: calls.append(arguments[2][0]) or run(*arguments))
@@ -172,12 +174,28 @@ def test_the_operators_use_the_kernels(kernel, device, monkeypatch, use):
     assert calls == ([] if x.dtype == torch.float64 else ["dynamic_forward", "dynamic_backward", "dynamic_input"])
     assert y.stride() == torch.empty_like(x).stride()
     monkeypatch.setattr(dispatch, "_kernel_for_device", lambda device: None)
+    eager.forget()
     plain = act(x)
     torch.testing.assert_close(y, plain, rtol=1e-5, atol=1e-5)
     for found, wanted in zip(
         (grad_x, *gradients), torch.autograd.grad(plain.square().sum(), (x, *act.parameters())), strict=True
     ):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("layered", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("form", ["rows", "many samples", "small planes", "planes", "matrix", "one sample"])
+def test_the_same_bits_by_eager_cpp(device, form, layered):
+    """The first call comes to Python, and the second one does not."""
+    grad, x, parameters, dim = problem(form, torch.bfloat16, device, layered=layered)
+    inputs = [t.requires_grad_() for t in (x, *parameters)]
+    eager.forget()
+    results = []
+    for _ in range(2):
+        y, state = dynamic_ops.forward(*inputs, 16, dim)
+        results.append([y, state, *torch.autograd.grad(y, inputs, grad)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_more_samples_than_a_grid_has_blocks(kernel, device, monkeypatch):

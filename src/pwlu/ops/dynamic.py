@@ -34,11 +34,7 @@ def _fake_forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 def _fake_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     checks.check_dynamic_backward(grad, x, *rest)
-    return tuple(torch.empty_like(t, memory_format=_format(t is x)) for t in (x, *rest[:6]))
-
-
-def _format(keep: bool) -> torch.memory_format:
-    return torch.preserve_format if keep else torch.contiguous_format
+    return torch.empty_like(x), *(p.new_empty(p.shape) for p in rest[:6])
 
 
 class _Dynamic(torch.autograd.Function):

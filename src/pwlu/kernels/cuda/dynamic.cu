@@ -143,13 +143,7 @@ __device__ void reduce_samples(const Arguments &a) {
     }
     sums[i] = sum;
   }
-  __syncthreads();
-  for (int i = threadIdx.x; i < per_group; i += blockDim.x)
-    for (int group = 1; group < groups; ++group) {
-      sums[i].x += sums[group * per_group + i].x;
-      sums[i].y += sums[group * per_group + i].y;
-    }
-  __syncthreads();
+  add_groups(sums, groups, per_group);
   for (int c = threadIdx.x / 32; c < together; c += blockDim.x / 32)
     if (first + c < of_sample)
       finish<DYNAMIC>(a, first + c, [&](int k, int m = 0) { return sums[(m * lines + k) * together + c]; });

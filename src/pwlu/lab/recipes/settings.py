@@ -123,8 +123,8 @@ class Settings:
     compile: bool = _setting(False, "compile the network with torch.compile", machine=True)
     fuse_norms: str = _setting(
         "auto",
-        "run batch norm, addition and PWLU in one pass; auto: wherever possible, but not with --compile, and on a CPU not with "
-        "--channels-last",
+        "run batch norm, addition and PWLU in one pass; auto: wherever possible, but on a CPU not with --channels-last or "
+        "--compile",
         machine=True,
         choices=FUSE_NORMS,
     )

@@ -59,9 +59,7 @@ def main() -> None:
         axis.axhline(1, color="black", linewidth=0.8)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_title("times the same network with its own activation", loc="left")
-    figure.legend(
-        *axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False, columnspacing=1.2
-    )
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False, columnspacing=1.2)
     for path in (options.output, options.output.with_suffix(".svg")):
         figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
         print(f"written to {path}")

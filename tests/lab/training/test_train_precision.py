@@ -124,7 +124,12 @@ def test_where_norms_are_fused(monkeypatch):
     monkeypatch.setattr(nn.Module, "to", lambda self, *_, **__: self)
     never = ({"fuse_norms": "off"}, {"activation": "relu"})
     for device, last in (("cuda", 3), ("cpu", 0)):
-        for changes, fused in (({}, 3), ({"channels_last": True}, last), ({"compile": True}, last), *((changes, 0) for changes in never)):
+        for changes, fused in (
+            ({}, 3),
+            ({"channels_last": True}, last),
+            ({"compile": True}, last),
+            *((changes, 0) for changes in never),
+        ):
             task = task_of(**changes)
             trainer = Trainer(task, task.settings, Processes(0, 1, torch.device(device)))
             assert sum(isinstance(module, DeferredNorm) for module in trainer.network.modules()) == fused

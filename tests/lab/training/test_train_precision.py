@@ -90,12 +90,13 @@ def test_channels_last(exact):
     torch.testing.assert_close(weight, exact.network[3].weight, rtol=1e-9, atol=1e-12)
 
 
-def test_compiled(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fuse_norms", ["off", "on"])
+def test_compiled(tmp_path, monkeypatch, fuse_norms):
     """The whole command, in both phases: to rounding the same training. The quickest compiler will do."""
     compiled = []
     compiler = partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or compiler(model))
-    folder = short_run(tmp_path / "compiled", "--compile", "--precision", "float64")
+    folder = short_run(tmp_path / "compiled", "--compile", "--precision", "float64", "--fuse-norms", fuse_norms)
     assert len(compiled) == 1
     plain = short_run(tmp_path / "plain", "--precision", "float64")
     assert len(compiled) == 1

@@ -63,10 +63,11 @@ def serialise(model: nn.Module) -> bytes:
 def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
     """Convert a model in the same way as the saved model, and load the weights from the file.
 
-    No sample is needed. Names and shapes are checked before the model changes.
+    No sample is needed. Names and shapes are checked before the model changes. Weights that the model shares between modules
+    stay shared, and the new PWLUs share the weights that they shared when they were saved.
 
     Args:
-        model: the unconverted model, or the converted model.
+        model: the unconverted model, or the converted model. It may be on the meta device.
         path: a file that :func:`save` wrote.
 
     Returns:
@@ -94,10 +95,13 @@ def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
     except json.JSONDecodeError as error:
         raise ValueError(f"load_into: the conversion in the file is damaged: {error!r}. {_AGAIN}") from error
     units = _units("load_into", model, conversion)
-    state |= {key: state[other] for key, other in conversion.get("tied", {}).items() if other in state}
+    tied = {key: other for key, other in conversion.get("tied", {}).items() if other in state}
+    state |= {key: state[other] for key, other in tied.items()}
     _check_shapes(model, units, {key: tuple(value.shape) for key, value in state.items()})
     insert_(model, units)
-    model.load_state_dict(state, assign=any(value.is_meta for value in model.state_dict().values()))
+    _tie(model, units, tied)
+    _materialise(model, state)
+    model.load_state_dict(state)
     return list(units)
 
 
@@ -259,6 +263,30 @@ def _make_unit(row: dict[str, Any], model: nn.Module, again: bool) -> tuple[PWLU
         if not child.isidentifier() or child != expected:
             raise ValueError(f"the edit of {row['name']!r} must name the child {expected!r}, not {child!r}")
     return unit, edit
+
+
+def _tie(model: nn.Module, units: _Units, tied: dict[str, str]) -> None:
+    """Give the new PWLUs the parameters that they shared, with each other or with other modules, when they were saved."""
+    new = {module for unit, _ in units.values() for module in unit.modules()}
+    groups: dict[str, list[str]] = {}
+    for key, first in tied.items():
+        groups.setdefault(first, [first]).append(key)
+    for keys in groups.values():
+        places = [(model.get_submodule(owner), name) for owner, _, name in (key.rpartition(".") for key in keys)]
+        places = sorted((place for place in places if place[1] in place[0]._parameters), key=lambda place: place[0] in new)
+        for owner, name in places[1:]:
+            if owner in new:  # the model itself decides what its other modules share
+                setattr(owner, name, getattr(*places[0]))
+
+
+def _materialise(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Replace each tensor on the meta device by that of the file, once, because load_state_dict would separate shared ones."""
+    own = {key: value for key, value in model.state_dict(keep_vars=True).items() if value.is_meta}
+    made = {
+        id(old): nn.Parameter(state[key], old.requires_grad) if isinstance(old, nn.Parameter) else state[key]
+        for key, old in own.items()
+    }
+    model.load_state_dict({key: made[id(old)] for key, old in own.items()}, strict=False, assign=True)
 
 
 def _check_shapes(model: nn.Module, units: _Units, found: dict[str, tuple[int, ...]]) -> None:

@@ -37,11 +37,6 @@ class TrainedNetwork:
         """Return whether it is a detector, which takes a list of images instead of a tensor."""
         return find(self.settings.recipe).detects
 
-    @property
-    def sites(self) -> dict[str, str]:
-        """Return the name of every activation that the run inserted, and the original activation there."""
-        return self.info.sites
-
     def sample(self, batch: int) -> Tensor:
         """Return random numbers in place of normalized images, (batch, C, H, W)."""
         return torch.randn(batch, *self.info.shape, generator=torch.Generator().manual_seed(0))
@@ -49,7 +44,7 @@ class TrainedNetwork:
     def backbone(self) -> "TrainedNetwork":
         """Return the ResNet of a detector with its feature pyramid. It maps a tensor of images to a dictionary of maps."""
         own = "backbone."
-        sites = {name.removeprefix(own): was for name, was in self.sites.items() if name.startswith(own)}
+        sites = {name.removeprefix(own): was for name, was in self.info.sites.items() if name.startswith(own)}
         info = dataclasses.replace(self.info, sites=sites)
         return dataclasses.replace(self, network=self.network.get_submodule("backbone"), info=info)
 

@@ -1,12 +1,12 @@
 """Fuse batch norms with the PWLUs after them: norm, addition and PWLU take one pass over memory in training."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pwlu.common.reports import RowReport
 from pwlu.common.text import columns, counted
 from pwlu.conversion.convert import check_unwrapped
 from pwlu.conversion.sample_runs import Run, Runs
@@ -37,17 +37,11 @@ class NormSite:
 
 
 @dataclass
-class NormReport:
+class NormReport(RowReport[NormSite], rows="sites"):
     """A report of every batch norm of a model. Printing it shows a table; iterating over it gives the sites."""
 
     model: str
     sites: list[NormSite]
-
-    def __iter__(self) -> Iterator[NormSite]:
-        return iter(self.sites)
-
-    def __len__(self) -> int:
-        return len(self.sites)
 
     @property
     def fused(self) -> list[NormSite]:

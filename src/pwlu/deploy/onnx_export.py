@@ -142,20 +142,18 @@ def export_onnx(
             f"export_onnx: {type(model).__name__} has no PWLU, only {', '.join(f'{n} {kind}' for kind, n in kinds.items())}. "
             "Export it without pwlu: torch.onnx.export(model, args, path)"
         )
-    options: dict[str, Any] = {"form": form, "opset": opset, "dynamic_batch": dynamic_batch, "tolerance": tolerance}
-    return export(model, sample, Path(path), metadata=metadata, **options)
+    return export(model, sample, Path(path), metadata or {}, form, opset, dynamic_batch, tolerance)
 
 
 def export(
     model: nn.Module,
     sample: Any,
     target: Path,
-    *,
+    metadata: Mapping[str, str],
     form: str = FASTEST,
     opset: int = _OLDEST_OPSET,
     dynamic_batch: bool = True,
     tolerance: float | None = None,
-    metadata: Mapping[str, str] | None = None,
 ) -> OnnxReport:
     """Do what :func:`export_onnx` does, also for a model without PWLUs."""
     opset = checks.check_integer("export_onnx", "opset", opset, "18 is the default", _OLDEST_OPSET)
@@ -178,7 +176,7 @@ def export(
     with files.atomic_write(target) as file:
         _write(written, inputs, file, opset, dynamic_batch)
         alone = _check_units_alone(onnx, runtime, file, plain, units, inputs, dynamic_batch)
-        operators = finish(onnx, file, opset, metadata or {})
+        operators = finish(onnx, file, opset, metadata)
         terms = max((units[name].terms for name in alone.units), default=2)
         found = agreement(plain, _runner(runtime, file, inputs), inputs, dynamic_batch, terms, tolerance)
         for each, what in ((alone, f"of the PWLU {alone.unit!r}, on inputs of every segment,"), (found, "of the model")):

@@ -295,7 +295,7 @@ class _Loop:
                 self.folder.write("alignment.json", without_histograms(aligned).to_json().encode())
                 self.folder.write_tensors("functions.pt", self.trainer.functions())
             self.folder.write(MODEL, self.trainer.serialised())
-            self.task.network_info(self.trainer.report).write(self.folder)
+            self.task.network_info({site.name: site.was for site in self.trainer.report.converted}).write(self.folder)
             sites, notes = str(self.trainer.report), self.task.notes
             write_report(self.folder, self.settings, result, sites, self.trainer.measured, aligned, notes=notes)
             self.folder.write_json("result.json", result)

@@ -90,10 +90,7 @@ def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
             f"load_into: {path} does not say how its model was converted, so pwlu.save did not write it. Convert the model in "
             "the same way as before, then write model.load_state_dict(safetensors.torch.load_file(path))"
         )
-    try:
-        conversion = _checked("load_into", json.loads(written))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"load_into: the conversion in the file is damaged: {error!r}. {_AGAIN}") from error
+    conversion = _checked("load_into", written)
     units = _units("load_into", model, conversion)
     tied = {key: other for key, other in conversion.get("tied", {}).items() if other in state}
     state |= {key: state[other] for key, other in tied.items()}
@@ -185,8 +182,9 @@ class _Lines:
 
 
 def _checked(caller: str, conversion: Any) -> dict[str, Any]:
-    """Return the conversion; raise ValueError if a later version wrote it in a format that this version does not know."""
+    """Return a conversion, which may be JSON. Raise ValueError if a later version wrote it in a format that is unknown here."""
     try:
+        conversion = json.loads(conversion) if isinstance(conversion, str) else conversion
         number, version = int(conversion["format"]), conversion["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{caller}: the conversion in the file is damaged: {error!r}. {_AGAIN}") from error

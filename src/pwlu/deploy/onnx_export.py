@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pwlu.common import checks, files
 from pwlu.common.text import counted, install
+from pwlu.conversion.sample_runs import could_not_run
 from pwlu.deploy.fuse import FusedNonUniformPWLU, FusedPWLU, fuse_
 from pwlu.deploy.onnx_check import Difference, Inputs, agreement, outputs
 from pwlu.deploy.onnx_file import finish, write_units_alone
@@ -165,10 +166,7 @@ def export(
     try:
         outputs(plain, inputs)
     except Exception as error:
-        raise RuntimeError(
-            f"export_onnx: the model does not run on the sample: {type(error).__name__}: {error}\nThe sample must be an input "
-            "of the model: a tensor, a tuple of arguments, or a dictionary of keyword arguments."
-        ) from error
+        raise could_not_run("export_onnx: the model does not run on the sample", error) from error
     written = copy.deepcopy(plain)
     if units_of(written):
         fuse_(written)

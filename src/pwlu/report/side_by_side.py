@@ -9,7 +9,7 @@ from typing import Any
 from pwlu.common.text import counted
 from pwlu.lab.compare import presets
 from pwlu.lab.compare.table import difference, join, signed, uncertainty
-from pwlu.lab.recipes import catalog, experiment
+from pwlu.lab.recipes import experiment
 from pwlu.lab.recipes.metrics import TITLES
 from pwlu.lab.recipes.settings import UserError
 from pwlu.report.charts import Line, lines
@@ -172,9 +172,7 @@ def _grouped(runs: Iterable[RunData], shared: set[str]) -> list[Group]:
 
 def _name(run: RunData, shared: set[str]) -> str:
     """Return the activation and what differs from the recipe and between runs; the folder if the settings are unknown."""
-    try:
-        settings = catalog.settings(**run.config)
-    except (TypeError, UserError):
+    if (settings := run.settings) is None:
         return str(run.path)
     changes = {name: value for name, value in experiment.differences(settings).items() if name not in shared}
     words = [f"{name.replace('_', ' ')} {experiment.format_value(value)}" for name, value in changes.items()]

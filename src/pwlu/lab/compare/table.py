@@ -246,11 +246,8 @@ def join(values: Iterable[Any]) -> str:
 def describe_environments(environments: Iterable[dict[str, Any]]) -> str:
     """Return the distinct devices, versions and revisions."""
     formats = {"device": "{}", "torch": "torch {}", "pwlu": "pwlu {}", "revision": "revision {}"}
-    seen: dict[str, dict[str, None]] = {name: {} for name in formats}
-    for environment in environments:
-        for name in formats:
-            if environment.get(name):
-                seen[name][environment[name]] = None
+    known = list(environments)
+    seen = {name: dict.fromkeys(each[name] for each in known if each.get(name)) for name in formats}
     return ", ".join(formats[name].format(join(values)) for name, values in seen.items() if values)
 
 

@@ -277,6 +277,16 @@ def test_only_tensors_on_the_meta_device_are_replaced(tmp_path):
     assert torch.equal(after["4.weight"], model[4].weight)
 
 
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_hooks_get_complete_state_dicts(tmp_path, where):
+    model, fresh, _ = tied_units(where, [(3, 1)])
+    pwlu.save(model, tmp_path / "file")
+    seen = []
+    fresh.register_load_state_dict_pre_hook(lambda module, state, *_: seen.append(set(state)))
+    pwlu.load_into(fresh, tmp_path / "file")
+    assert seen == [set(model.state_dict())] * (2 if where == "meta" else 1)
+
+
 def test_a_model_without_values_is_not_saved(tmp_path):
     with pytest.raises(ValueError, match=r"save: 0\.weight is on the meta device, which holds no values\. Load or initialise"):
         pwlu.save(with_own_unit().to("meta"), tmp_path / "file")

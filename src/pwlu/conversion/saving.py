@@ -279,12 +279,14 @@ def _tie(model: nn.Module, units: _Units, tied: dict[str, str]) -> None:
 
 def _materialise(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Replace each tensor on the meta device by that of the file, once, because load_state_dict would separate shared ones."""
-    own = {key: value for key, value in model.state_dict(keep_vars=True).items() if value.is_meta}
+    own = model.state_dict(keep_vars=True)
     made = {
         id(old): nn.Parameter(state[key], old.requires_grad) if isinstance(old, nn.Parameter) else state[key]
         for key, old in own.items()
+        if old.is_meta
     }
-    model.load_state_dict({key: made[id(old)] for key, old in own.items()}, strict=False, assign=True)
+    if made:
+        model.load_state_dict({key: made.get(id(old), old) for key, old in own.items()}, assign=True)
 
 
 def _check_shapes(model: nn.Module, units: _Units, found: dict[str, tuple[int, ...]]) -> None:

@@ -34,7 +34,7 @@ def tensors_to_bytes(state: Mapping[str, Any], conversion: dict[str, Any] | None
                 f"save: {key} is on the meta device, which holds no values. Load or initialise the weights first, for example "
                 "by pwlu.load_into"
             )
-        same = value.data_ptr(), value.dtype, value.shape, value.stride()
+        same = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
         if value.numel() and first.setdefault(same, key) != key:
             tied[key] = first[same]
         else:

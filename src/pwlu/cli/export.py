@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pwlu.cli import add_number
+from pwlu.common.text import abbreviate
 from pwlu.deploy.onnx_forms import FASTEST, FORMS
 from pwlu.deploy.simplify import simplify_
 from pwlu.lab.recipes.settings import UserError, needs_packages
@@ -137,5 +138,4 @@ def _output(trained: "TrainedNetwork") -> str:
     classes = trained.info.classes
     if trained.detects:
         return f"output: the maps of the feature pyramid, for a detector of {len(classes)} classes"
-    names = f"{', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}"
-    return f"output: batch x {len(classes)}, one score per class before softmax: {names}"
+    return f"output: batch x {len(classes)}, one score per class before softmax: {abbreviate(classes, 10)}"

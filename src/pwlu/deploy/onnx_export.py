@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pwlu.common import checks, files
-from pwlu.common.text import counted, install
+from pwlu.common.text import abbreviate, counted, install
 from pwlu.conversion.sample_runs import could_not_run
 from pwlu.deploy.fuse import FusedNonUniformPWLU, FusedPWLU, fuse_
 from pwlu.deploy.onnx_check import Difference, Inputs, agreement, outputs
@@ -199,8 +199,7 @@ def _check_arguments(model: nn.Module, target: Path, form: str) -> None:
     if target.is_dir():
         raise IsADirectoryError(f"export_onnx: {target} is a folder. Pass a file in it, such as {target / 'model.onnx'}")
     if training := [name for name, module in model.named_modules() if module.training]:
-        listed = ", ".join(name or "the model" for name in training[:3]) + (", ..." if len(training) > 3 else "")
-        raise ValueError(f"export_onnx: {listed} is in training mode. Call model.eval() first")
+        raise ValueError(f"export_onnx: {abbreviate(training)} is in training mode. Call model.eval() first")
     types = {str(t.dtype).removeprefix("torch.") for t in model.parameters() if t.is_floating_point()}
     if wrong := types & {"bfloat16", "float64"}:
         raise ValueError(

@@ -163,7 +163,7 @@ def simplify_(
     if not fits:
         raise ValueError(
             f"simplify_: where must return True for at least one PWLU, but it returned False for all of "
-            f"{abbreviate([name or 'the model' for name in units])}"
+            f"{abbreviate(list(units))}"
         )
     return Simplification(type(model).__name__, tolerance, [_apply_fit(name, units[name], fits[name]) for name in fits])
 

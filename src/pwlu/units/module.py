@@ -367,7 +367,7 @@ def require_units(caller: str, model: Any, refused: Mapping[type[PWLU], str] | N
 
 def require_values(caller: str, units: Mapping[str, PWLU]) -> None:
     """Raise ValueError if units are on the meta device."""
-    if empty := [name or "the model" for name, unit in units.items() if unit.weight.is_meta]:
+    if empty := [name for name, unit in units.items() if unit.weight.is_meta]:
         raise ValueError(f"{caller}: {abbreviate(empty)} is on the meta device and has no values. Load the weights first")
 
 

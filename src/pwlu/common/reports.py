@@ -12,8 +12,9 @@ class RowReport(Generic[Row]):
 
     _rows: str
 
-    def __init_subclass__(cls, rows: str) -> None:
-        cls._rows = rows
+    def __init_subclass__(cls, rows: str = "") -> None:
+        if rows:  # a user's subclass of a report has the same rows
+            cls._rows = rows
 
     def __iter__(self) -> Iterator[Row]:
         return iter(getattr(self, self._rows))

@@ -152,10 +152,10 @@ def test_means_and_deviations(three):
     assert relu.std_of("accuracy") == pytest.approx(math.sqrt(7))  # 14 / (3 - 1)
     assert pwlu.mean_of("accuracy") == pytest.approx(224 / 3)
     assert pwlu.std_of("accuracy") == pytest.approx(math.sqrt(7 / 12))  # (4/9 + 1/36 + 25/36) / 2
-    gain, error = table.gain(pwlu)
+    gain, error = table.gain(pwlu, "accuracy")
     assert gain == pytest.approx(8 / 3)
     assert error == pytest.approx(math.sqrt(7 / 3 + 7 / 36))
-    assert table.gain(relu) is None
+    assert table.gain(relu, "accuracy") is None
 
 
 def test_markdown(three):
@@ -211,7 +211,7 @@ def test_missing_and_diverged_runs_are_shown(tmp_path):
     assert "| PWLU | not measured yet |  |  | 72.57 | +1.23 |" in text
     assert "test images, diverged runs count with their final result. A GPU and Another, " in text
     assert made(tmp_path, "pau,pwlu").markdown() == "not measured yet"
-    assert made(tmp_path, "swish,pwlu").gain(made(tmp_path, "swish,pwlu").rows[0]) is None  # there is no ReLU in it
+    assert made(tmp_path, "swish,pwlu").gain(made(tmp_path, "swish,pwlu").rows[0], "accuracy") is None  # there is no ReLU in it
 
 
 def test_held_out_images_are_another_table(three):

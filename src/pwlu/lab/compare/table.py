@@ -36,11 +36,6 @@ class Row:
         """Return the value with this name in the result of each run."""
         return [run.result[name] for run in self.runs if run.result is not None]
 
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Return the metrics to compare. Charts show the first."""
-        return catalog.find(self.settings.recipe).metrics
-
     def mean_of(self, metric: str) -> float:
         """Return the mean over all runs."""
         return mean(self.values(metric))
@@ -84,17 +79,16 @@ class Table:
             Row(title, settings, [run for _, run in sorted(found.get(experiment_key(settings), {}).items())])
             for title, settings in comparison.experiments.items()
         ]
-        self.metrics = catalog.find(comparison.recipe).metrics
+        self.metrics = catalog.find(comparison.recipe).metrics  # charts show the first
         self.measured = [row for row in self.rows if row.runs]
         self.baseline = next((row for row in self.measured if row.title == BASELINE), None)
         ious = {row.title: iou for row in self.measured if (iou := row.iou) is not None}
         self.ious = ious if len(ious) > 1 else {}  # leave out the column if only one row has a value
 
-    def gain(self, row: Row, metric: str = "") -> tuple[float, float | None] | None:
-        """Return the :func:`difference` to ReLU; None for ReLU itself. Without a metric, take the first."""
+    def gain(self, row: Row, metric: str) -> tuple[float, float | None] | None:
+        """Return the :func:`difference` to ReLU; None for ReLU itself."""
         if self.baseline is None or row is self.baseline:
             return None
-        metric = metric or self.metrics[0]
         return difference(row.values(metric), self.baseline.values(metric))
 
     # Markdown.

@@ -139,7 +139,6 @@ def test_the_paper_has_every_row_of_its_tables():
         "mobilenet_v3_small": 1.91,
         "efficientnet_b0": 1.77,
     }
-    assert paper.INFERENCE["resnet18"]["pwlu"] == 19.9
 
 
 # The numbers.

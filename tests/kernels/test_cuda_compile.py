@@ -96,6 +96,11 @@ def test_arguments_are_packed_in_the_order_of_the_struct():
     assert -(-packed // 8) * 8 == plans.NUMBERS_BYTES  # a C struct with 64-bit members has a multiple of 8 bytes
 
 
+def test_arguments_of_the_learning_rule_fit():
+    assert f"constexpr int RULE_UNITS = {kernels.RULE_UNITS};" in kernels.source([])
+    assert cuda.driver._PACK.size + kernels.RULE_UNITS * struct.calcsize("QQii") <= cuda.driver._LIMIT
+
+
 @needs_nvrtc
 def test_several_threads_at_once(printed_by):
     """In a process where cuda.core has not been imported."""

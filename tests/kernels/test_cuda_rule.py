@@ -49,6 +49,11 @@ def layers(intervals, device, channels=CHANNELS):
     return made
 
 
+def by_kernels(groups):
+    """Return whether kernels share all gradients."""
+    return all(hasattr(group, "kept") for group in groups)
+
+
 def doubled(made):
     other = copy.deepcopy(made)
     for unit, given in zip(other, made, strict=True):
@@ -77,7 +82,7 @@ def compare(use, kernel, device, intervals, make=SGD, rule=RULES["default"]):
     expected = share_gradients_(rule, exact, make([unit.weight for unit in exact]))
     use(kernel)
     groups = share_gradients_(rule, made, optimizer)
-    assert groups[0].share is None  # kernels did it
+    assert by_kernels(groups)
     scaled = given.clone()
     scaled[:, HEIGHTS] *= intervals / 16
     shared = expected[0].gradient
@@ -133,17 +138,26 @@ def test_straight_lines_stay_to_the_last_bit(use, kernel, device):
 def test_rates_and_scales_on_the_device(kernel, device):
     """Halve the rate, and multiply gradients by a scale: as half the strength, and as without the scale."""
     made = layers(16, device)
-    now = torch.cat([unit.weight.detach() for unit in made])
-    before, gradient, units = now + 0.01 * torch.randn_like(now), torch.randn_like(now), table_of(made).units
+    before = [unit.weight.detach() for unit in made]
+    steps, gradients = ([torch.randn_like(weight) for weight in before] for _ in range(2))
     tensor = functools.partial(torch.tensor, device=device)
-    known = kernel.smooth(now, before, None, units, 16, 0.1, 0.3, None, None)
-    assert torch.equal(kernel.smooth(now, before, None, units, 16, 0.1, 0.6, tensor(0.5), None), known)
-    assert torch.equal(kernel.smooth(now, before, None, units, 16, 0.1, 0.6, tensor(0.0), None), now)
-    measured = kernel.smooth(now, before, gradient, units, 16, 0.1, 0.3, None, None)
-    assert torch.equal(kernel.smooth(now, before, 4 * gradient, units, 16, 0.1, 0.3, None, tensor(4.0)), measured)
-    assert not torch.equal(kernel.smooth(now, before, 4 * gradient, units, 16, 0.1, 0.3, None, None), measured)
-    still = kernel.smooth(now, now, torch.zeros_like(now), units, 16, 0.1, 0.3, None, None)
-    assert torch.equal(still, now)
+
+    def after(measure, step, factor, *arguments):
+        weights = [weight.clone() for weight in before]
+        given = [factor * gradient for gradient in gradients]
+        kept = kernel.share_gradients(weights, given, CHANNELS, 16, 0.1, measure)
+        torch._foreach_add_(weights, steps, alpha=step)
+        now = torch.cat(weights)
+        assert kernel.smooth(weights, kept, *arguments) is kept
+        return torch.cat(weights), now
+
+    known, now = after(False, 0.01, 1, 0.3, None, None)
+    assert torch.equal(after(False, 0.01, 1, 0.6, tensor(0.5), None)[0], known)
+    assert torch.equal(after(False, 0.01, 1, 0.6, tensor(0.0), None)[0], now)
+    measured, _ = after(True, 0.01, 1, 0.3, None, None)
+    assert torch.equal(after(True, 0.01, 4, 0.3, None, tensor(4.0))[0], measured)
+    assert not torch.equal(after(True, 0.01, 4, 0.3, None, None)[0], measured)
+    assert torch.equal(*after(True, 0.0, 0, 0.3, None, None))
 
 
 @pytest.mark.parametrize("make", [SGD, ADAM])
@@ -182,7 +196,7 @@ def test_what_the_kernels_leave_to_torch(use, kernel, device):
     def kernels_run(made):
         for unit in made:
             unit.weight.grad = torch.ones_like(unit.weight)
-        return any(group.share is None for group in share_gradients_(SharedRule(), made, SGD([unit.weight for unit in made])))
+        return by_kernels(share_gradients_(SharedRule(), made, SGD([unit.weight for unit in made])))
 
     make = functools.partial(pwlu.PWLU, 3, device=device)
     assert kernels_run([make(16)])
@@ -232,7 +246,12 @@ MISTAKES = [
     ("steps += step * step;", "steps += fabs(step);"),
     ("squares += gradient * gradient + bend * bend;", "squares += gradient * gradient;"),
     ("common_share = share + a.eps", "common_share = share"),
-    ("inverse_size(before, room), share", "inverse_size(now, room), share"),
+    ("[own.first + c] = inverse * unit", "[own.first + c] = unit"),
+    ("partial) + own.first;", "partial);"),
+    ("memory, a.sums + first", "memory, a.sums"),
+    ("memory = static_cast<float *>(a.out) + first", "memory = static_cast<float *>(a.out)"),
+    ("[first + j] = value;", "[first + j] = grad.height(c, k - 2) * 2;"),
+    ("[first + j] = unit.height(c, k - 2);", "[first + j] = 0.0f;"),
     ("own_t * share * sums[k]", "own_t * sums[k]"),
     ("of_common * (common.solution[k] - system.solution[k])", "of_common * common.solution[k]"),
     ("(x - after - fall)", "(x - after)"),

@@ -1,16 +1,17 @@
 """Launch the CUDA kernels on tensors."""
 
 import functools
+import itertools
 import struct
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pwlu.kernels import eager, layout
-from pwlu.kernels.cuda.compile import PER_SAMPLE
+from pwlu.kernels.cuda.compile import PER_SAMPLE, RULE_UNITS
 from pwlu.kernels.cuda.driver import Loaded, launcher
 from pwlu.kernels.cuda.plan import (
     Gpu,
@@ -50,6 +51,16 @@ def _arguments(
     return [x, grad, out, *parameters, *gradients, partial, pool, residual, norm, sums, numbers]
 
 
+class Kept(NamedTuple):
+    """What the learning rule keeps from before an optimizer's step until after it; `memory` is as rule.cu describes it."""
+
+    channels: Sequence[int]
+    intervals: int
+    sharing: float
+    measure: bool
+    memory: Tensor
+
+
 class Kernel:
     """The kernels on one device. The methods take the arguments of the operators.
 
@@ -78,13 +89,13 @@ class Kernel:
                 self._loaded.setdefault(name, loaded)
         return self._loaded[name]
 
-    def _launch(self, plan: Plan, addresses: Sequence[int]) -> None:
+    def _launch(self, plan: Plan, addresses: Sequence[int], units: bytes = b"") -> None:
         kernel = self.load(plan.kernel)
         if torch._C._cuda_getDevice() == self.index:
-            kernel(plan, addresses)
+            kernel(plan, addresses, units)
         else:
             with torch.cuda.device(self.index):
-                kernel(plan, addresses)
+                kernel(plan, addresses, units)
 
     def _run(
         self, x: Tensor, key: tuple[Any, ...], plan: Plan, second: Plan | None, of_split: int, arguments: dict[str, Any]
@@ -318,40 +329,62 @@ class Kernel:
         layout.note_changes(state)
         return norm
 
-    # The learning rule "shared". Tensors are concatenated weights, or have their layout: contiguous float32.
+    # The learning rule "shared". Both kernels change tensors in place.
 
-    def share_gradients(self, weights: Tensor, gradients: Tensor, units: Tensor, intervals: int, sharing: float) -> Tensor:
-        """Return the shared gradients. `units` holds the offset and the number of functions of each unit."""
-        tensors = {"x": weights.data_ptr(), "grad": gradients.data_ptr(), "factor": sharing}
-        return self._run_rule("share_gradients", weights, units, intervals, tensors)
-
-    def smooth(
+    def share_gradients(
         self,
-        weights: Tensor,
-        before: Tensor,
-        gradients: Tensor | None,
-        units: Tensor,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        channels: Sequence[int],
         intervals: int,
         sharing: float,
-        strength: float,
-        rate: Tensor | None,
-        scale: Tensor | None,
-    ) -> Tensor:
-        """Return the weights after the implicit step; see ``smooth`` in rule.cu for the arguments."""
-        of_rate, of_scale, of_gradients = layout.optional_addresses(rate, scale, gradients)
-        tensors: dict[str, Any] = {"x": weights.data_ptr(), "residual": before.data_ptr(), "grad": of_gradients}
-        tensors |= {"pool": of_rate, "norm": of_scale, "factor": strength, "eps": sharing}
-        return self._run_rule("smooth", weights, units, intervals, tensors)
+        measure: bool,
+    ) -> Kept:
+        """Share the gradients of units with these numbers of functions. Return what :meth:`smooth` needs.
 
-    def _run_rule(self, what: str, weights: Tensor, units: Tensor, intervals: int, tensors: dict[str, Any]) -> Tensor:
-        plan = self._rule_plan(what, len(units), intervals)
+        `measure` says that it will have to measure the rate, from copies of the heights and of their gradients.
+        """
+        functions = sum(channels)
+        heights = functions * (intervals + 1)
+        words = functions + (heights if measure else (heights + 1) // 2)  # of 8 bytes: w is float64, heights are float32
+        memory = torch.empty(words, dtype=torch.float64, device=weights[0].device)
+        kept = Kept(channels, intervals, sharing, measure, memory)
+        return self._run_rule("share_gradients", weights, gradients, kept, {"factor": sharing})
+
+    def smooth(self, weights: Sequence[Tensor], kept: Kept, strength: float, rate: Tensor | None, scale: Tensor | None) -> Kept:
+        """Take the implicit step on the weights; see ``smooth`` in rule.cu for the arguments."""
+        of_rate, of_scale = layout.optional_addresses(rate, scale)
+        tensors = {"pool": of_rate, "norm": of_scale, "factor": strength, "eps": kept.sharing}
+        return self._run_rule("smooth", weights, None, kept, tensors)
+
+    def _run_rule(
+        self, what: str, weights: Sequence[Tensor], gradients: Sequence[Tensor] | None, kept: Kept, tensors: dict[str, Any]
+    ) -> Kept:
+        """Launch a kernel. Return `kept`, or NotImplemented if there is no plan or a tensor cannot be changed in place."""
+        channels, intervals = kept.channels, kept.intervals
+        lengths = [count * (intervals + 5) for count in channels]
+        for each in (weights, gradients or ()):
+            if any(not _is_plain(t) or t.numel() != length for t, length in zip(each, lengths, strict=False)):
+                return NotImplemented
+        plan = self._rule_plan(what, 1, intervals)
         if plan is None:
             return NotImplemented
+        of_gradients = layout.addresses(gradients) if gradients else [0] * len(weights)
+        firsts = itertools.accumulate(channels, initial=0)
+        units = [*zip(layout.addresses(weights), of_gradients, firsts, channels, strict=False)]
+        memory, functions = kept.memory.data_ptr(), sum(channels)
+        tensors |= {"partial": memory, "out": memory + 8 * functions}
+        if kept.measure:
+            tensors["sums"] = tensors["out"] + 4 * functions * (intervals + 1)
         for name in ("factor", "eps"):  # so that they are numbers in float32, too
             tensors[name] = min(tensors.get(name, 0.0), 1e38)
-        out = torch.empty_like(weights)
-        self._launch(plan, _arguments(out=out.data_ptr(), parameters=[units.data_ptr(), 0, 0, 0, 0], **tensors))
-        return out
+        addresses = _arguments(**tensors)
+        for start in range(0, len(units), RULE_UNITS):
+            some = units[start : start + RULE_UNITS]
+            packed = struct.pack("QQii" * len(some), *itertools.chain.from_iterable(some))
+            self._launch(self._rule_plan(what, len(some), intervals), addresses, packed)
+        torch.autograd.graph.increment_version(gradients or weights)  # as every in-place operation does
+        return kept
 
 
 def _processor(index: int) -> Processor:

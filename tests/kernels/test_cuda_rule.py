@@ -12,6 +12,7 @@ from torch import optim
 
 import pwlu
 from pwlu.kernels import dispatch
+from pwlu.kernels.cuda import calls
 from pwlu.kernels.cuda import compile as kernels
 from pwlu.learning.function_table import HEIGHTS, SLOPES, interval, table_of
 from pwlu.learning.shared_rule import SharedRule, share_gradients_, smooth_
@@ -193,9 +194,9 @@ def test_training(use, kernel, device, monkeypatch):
 def test_what_the_kernels_leave_to_torch(use, kernel, device):
     use(kernel)
 
-    def kernels_run(made):
+    def kernels_run(made, stride=1):
         for unit in made:
-            unit.weight.grad = torch.ones_like(unit.weight)
+            unit.weight.grad = torch.ones_like(unit.weight).repeat_interleave(stride)[::stride]
         return by_kernels(share_gradients_(SharedRule(), made, SGD([unit.weight for unit in made])))
 
     make = functools.partial(pwlu.PWLU, 3, device=device)
@@ -205,9 +206,63 @@ def test_what_the_kernels_leave_to_torch(use, kernel, device):
     scaled = make(16)
     scaled.scale_gradients(heights=0.5)
     assert not kernels_run([make(16), scaled])
+    assert not kernels_run([make(16)], stride=2)
     assert not kernels_run([make(4000)])  # more than fits into shared memory
     use(None)
     assert not kernels_run([make(16)])
+
+
+def test_more_units_than_fit_into_a_launch(use, kernel, device, monkeypatch):
+    ends = []
+    for most in (calls.RULE_UNITS, 2):
+        monkeypatch.setattr(calls, "RULE_UNITS", most)
+        torch.manual_seed(0)
+        ends.append([unit.weight for unit in compare(use, kernel, device, 16, ADAM)])
+    assert same(*ends)
+
+
+def test_autograd_notices_the_changes(use, kernel, device):
+    use(kernel)
+    made = layers(16, device)
+    optimizer = SGD([unit.weight for unit in made])
+    for unit in made:
+        unit.saved = unit.weight.grad.clone().requires_grad_() * unit.weight.grad, unit.weight.square().sum()
+    smooth_(RULES["default"], share_gradients_(RULES["default"], made, optimizer), optimizer)
+    for unit in made:
+        for result in unit.saved:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                result.sum().backward()
+
+
+def test_several_units_with_one_weight(use, kernel, device):
+    use(kernel)
+    ends = []
+    for units in (1, 2):
+        torch.manual_seed(0)
+        made = layers(16, device)
+        tied = [copy.copy(made[3]) for _ in range(units - 1)]
+        optimizer = SGD([unit.weight for unit in made])
+        smooth_(RULES["default"], share_gradients_(RULES["default"], [*made, *tied], optimizer), optimizer)
+        ends.append([tensor for unit in made for tensor in (unit.weight, unit.weight.grad)])
+    assert same(*ends)
+
+
+def test_an_optimizer_that_replaces_weights(use, kernel, device):
+    use(kernel)
+    ends = []
+    for replaced in (False, True):
+        torch.manual_seed(0)
+        made = layers(16, device)
+        optimizer = SGD([unit.weight for unit in made])
+        groups = share_gradients_(RULES["default"], made, optimizer)
+        if replaced:
+            made[2].weight.data = made[2].weight.data.clone()
+        smooth_(RULES["default"], groups, optimizer)
+        ends.append([unit.weight for unit in made])
+    assert same(*ends)
+    made[2].weight.data = made[2].weight.data.repeat_interleave(2)[::2]
+    with pytest.raises(RuntimeError, match="the optimizer has changed the dtype or layout of weights"):
+        smooth_(RULES["default"], groups, optimizer)
 
 
 @needs_gpu

@@ -130,8 +130,8 @@ def share_gradients_(rule: SharedRule, units: Iterable[PWLU], optimizer: Optimiz
     units_by_key: dict[Any, list[PWLU]] = defaultdict(list)
     for unit in units:
         weight: Any = unit._parameters["weight"]  # TwoPhase has checked that it is a parameter
-        # A unit that was frozen when the optimizer was made is not in it, and no step moves it. Each weight counts once, although
-        # several units may share it.
+        # A unit that was frozen when the optimizer was made is not in it, and no step moves it. pop() because several units may
+        # have one weight.
         number = group_index.pop(id(weight), None)
         if number is not None and weight.requires_grad and weight.grad is not None:
             key = unit.intervals, weight.device, weight.dtype, number, is_sharded(weight)
@@ -217,7 +217,7 @@ def _smooth_by_kernel(rule: SharedRule, group: _KernelGroup, optimizer: Optimize
     else:
         strength, rate = strength * float(rate), None
     if group.kernel.smooth(group.weights, group.kept, strength, rate, scale) is NotImplemented:
-        raise RuntimeError("TwoPhase: rule='shared' cannot go on: the optimizer has changed the dtype or layout of PWLU weights")
+        raise RuntimeError("TwoPhase: the optimizer has changed the dtype or layout of weights, so the rule cannot follow")
 
 
 def implicit_change(bent: Tensor, share: Tensor, table: FunctionTable, rule: SharedRule, rate: Any) -> Tensor:

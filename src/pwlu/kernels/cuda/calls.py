@@ -355,35 +355,31 @@ class Kernel:
         """Take the implicit step on the weights; see ``smooth`` in rule.cu for the arguments."""
         of_rate, of_scale = layout.optional_addresses(rate, scale)
         tensors = {"pool": of_rate, "norm": of_scale, "factor": strength, "eps": kept.sharing}
-        return self._run_rule("smooth", weights, None, kept, tensors)
+        return self._run_rule("smooth", weights, weights, kept, tensors)
 
     def _run_rule(
-        self, what: str, weights: Sequence[Tensor], gradients: Sequence[Tensor] | None, kept: Kept, tensors: dict[str, Any]
+        self, what: str, weights: Sequence[Tensor], changed: Sequence[Tensor], kept: Kept, tensors: dict[str, Any]
     ) -> Kept:
         """Launch a kernel. Return `kept`, or NotImplemented if there is no plan or a tensor cannot be changed in place."""
         channels, intervals = kept.channels, kept.intervals
-        lengths = [count * (intervals + 5) for count in channels]
-        for each in (weights, gradients or ()):
-            if any(not _is_plain(t) or t.numel() != length for t, length in zip(each, lengths, strict=False)):
+        for tensor, count in zip((*weights, *changed), (*channels, *channels), strict=True):
+            if not _is_plain(tensor) or tensor.numel() != count * (intervals + 5):
                 return NotImplemented
-        plan = self._rule_plan(what, 1, intervals)
-        if plan is None:
-            return NotImplemented
-        of_gradients = layout.addresses(gradients) if gradients else [0] * len(weights)
-        firsts = itertools.accumulate(channels, initial=0)
-        units = [*zip(layout.addresses(weights), of_gradients, firsts, channels, strict=False)]
         memory, functions = kept.memory.data_ptr(), sum(channels)
         tensors |= {"partial": memory, "out": memory + 8 * functions}
         if kept.measure:
             tensors["sums"] = tensors["out"] + 4 * functions * (intervals + 1)
         for name in ("factor", "eps"):  # so that they are numbers in float32, too
             tensors[name] = min(tensors.get(name, 0.0), 1e38)
-        addresses = _arguments(**tensors)
+        firsts = itertools.accumulate(channels[:-1], initial=0)
+        units = [*zip(layout.addresses(weights), layout.addresses(changed), firsts, channels, strict=True)]
         for start in range(0, len(units), RULE_UNITS):
             some = units[start : start + RULE_UNITS]
-            packed = struct.pack("QQii" * len(some), *itertools.chain.from_iterable(some))
-            self._launch(self._rule_plan(what, len(some), intervals), addresses, packed)
-        torch.autograd.graph.increment_version(gradients or weights)  # as every in-place operation does
+            plan = self._rule_plan(what, len(some), intervals)
+            if plan is None:  # for any number of units
+                return NotImplemented
+            self._launch(plan, _arguments(**tensors), struct.pack("QQii" * len(some), *itertools.chain.from_iterable(some)))
+        torch.autograd.graph.increment_version(changed)  # as every in-place operation does
         return kept
 
 

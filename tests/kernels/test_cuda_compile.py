@@ -99,7 +99,7 @@ def test_arguments_are_packed_in_the_order_of_the_struct():
 
 def test_arguments_of_the_learning_rule_fit():
     assert f"constexpr int RULE_UNITS = {kernels.RULE_UNITS};" in kernels.source([])
-    assert cuda.driver._PACK.size + kernels.RULE_UNITS * struct.calcsize("QQii") <= cuda.driver._LIMIT
+    assert cuda.driver._PACK.size + kernels.RULE_UNITS * cuda.calls._UNIT.size <= cuda.driver._LIMIT
 
 
 def test_units_follow_the_other_arguments(monkeypatch):

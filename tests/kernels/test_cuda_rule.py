@@ -149,7 +149,7 @@ def test_rates_and_scales_on_the_device(kernel, device):
         kept = kernel.share_gradients(weights, given, CHANNELS, 16, 0.1, measure)
         torch._foreach_add_(weights, steps, alpha=step)
         now = torch.cat(weights)
-        assert kernel.smooth(weights, kept, *arguments) is kept
+        kernel.smooth(weights, kept, *arguments)
         return torch.cat(weights), now
 
     known, now = after(False, 0.01, 1, 0.3, None, None)

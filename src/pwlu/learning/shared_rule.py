@@ -27,7 +27,7 @@ The penalty does not act on the bounds: only the loss moves them. In a :class:`p
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -104,7 +104,7 @@ def add_penalty_(rule: SharedRule, units: Iterable[PWLU]) -> Tensor:
 class _Group(NamedTuple):
     """Units that are computed together, with the tables of their state before the optimizer's step."""
 
-    weights: list[Any]
+    weights: Sequence[Any]
     settings: dict[str, Any]  # the optimizer's settings of their parameter group
     table: FunctionTable
     before: Tensor  # the weights
@@ -116,7 +116,7 @@ class _Group(NamedTuple):
 class _KernelGroup(NamedTuple):
     """Units that kernels compute together."""
 
-    weights: list[Any]
+    weights: Sequence[Any]
     settings: dict[str, Any]
     kernel: Any
     kept: Any  # its state from before the optimizer's step
@@ -127,23 +127,22 @@ class _KernelGroup(NamedTuple):
 def share_gradients_(rule: SharedRule, units: Iterable[PWLU], optimizer: Optimizer) -> list[_Group | _KernelGroup]:
     """Share the gradients of units, in place. Return what :func:`smooth_` needs after the optimizer's step."""
     group_index = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    units_by_key: dict[Any, list[PWLU]] = defaultdict(list)
+    found: dict[Any, list[tuple[PWLU, Any, Tensor]]] = defaultdict(list)
     for unit in units:
         weight: Any = unit._parameters["weight"]  # TwoPhase has checked that it is a parameter
         # A unit that was frozen when the optimizer was made is not in it, and no step moves it. pop() because several units may
         # have one weight.
         number = group_index.pop(id(weight), None)
-        if number is not None and weight.requires_grad and weight.grad is not None:
+        if number is not None and weight.requires_grad and (gradient := weight.grad) is not None:
             key = unit.intervals, weight.device, weight.dtype, number, is_sharded(weight)
-            units_by_key[key].append(unit)
+            found[key].append((unit, weight, gradient))
     groups: list[_Group | _KernelGroup] = []
-    for (_, device, _, number, sharded), members in units_by_key.items():
-        weights: list[Any] = [unit._parameters["weight"] for unit in members]
-        gradients = [weight.grad for weight in weights]
+    for (_, device, _, number, sharded), each in found.items():
+        members, weights, gradients = zip(*each, strict=True)
         settings = optimizer.param_groups[number]
         scaled = any(unit._buffers["gradient_scale"] is not None for unit in members)
-        if not (sharded or scaled) and (found := _shared_by_kernel(rule, members, weights, gradients, settings)) is not None:
-            groups.append(found)
+        if not (sharded or scaled) and (group := _shared_by_kernel(rule, members, weights, gradients, settings)):
+            groups.append(group)
             continue
         table = table_of(members)
         with torch.autocast(device.type, enabled=False):
@@ -158,7 +157,7 @@ def share_gradients_(rule: SharedRule, units: Iterable[PWLU], optimizer: Optimiz
 
 
 def _shared_by_kernel(
-    rule: SharedRule, units: list[PWLU], weights: list[Tensor], gradients: list[Tensor], settings: dict[str, Any]
+    rule: SharedRule, units: Sequence[PWLU], weights: Sequence[Tensor], gradients: Sequence[Tensor], settings: dict[str, Any]
 ) -> _KernelGroup | None:
     """Share gradients by a kernel, in place. Return None if no kernel can."""
     kernel = dispatch.kernel_of(weights[0])
@@ -266,7 +265,7 @@ def _measured_rate(rule: SharedRule, group: _Group, optimizer: Optimizer, now: T
     return torch.where(rate.isfinite(), rate, 0.0)  # not finite: there was no gradient, or the step was skipped
 
 
-def _gradient_factors(units: list[PWLU], table: FunctionTable) -> Tensor:
+def _gradient_factors(units: Sequence[PWLU], table: FunctionTable) -> Tensor:
     """Return the factors of scale_gradients, 1 for units without any."""
     scales = [unit._buffers["gradient_scale"] for unit in units]
     ones = [torch.ones(length, device=table.device) for length in table.lengths]

@@ -30,6 +30,8 @@ NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "f
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PLANS = 4096  # size of the caches of plans
 _NONE = [0] * 5
+_UNIT = struct.Struct("QQii")  # addresses of weight and gradient; `first` and `channels` in rule.cu
+_LARGEST = 1e38  # so that numbers of the learning rule are numbers in float32, too
 
 
 def _arguments(
@@ -52,13 +54,14 @@ def _arguments(
 
 
 class Kept(NamedTuple):
-    """What the learning rule keeps from before an optimizer's step until after it; `memory` is as rule.cu describes it."""
+    """What the learning rule keeps from before an optimizer's step until after it."""
 
     channels: Sequence[int]
     intervals: int
-    sharing: float
-    measure: bool
+    weights: list[int]  # their addresses
+    units: list[bytes]  # the units of each launch
     memory: Tensor
+    arguments: dict[str, Any]  # addresses in the memory, and `sharing`
 
 
 class Kernel:
@@ -344,43 +347,52 @@ class Kernel:
 
         `measure` says that it will have to measure the rate, from copies of the heights and of their gradients.
         """
+        if self._rule_plan("share_gradients", 1, intervals) is None:
+            return NotImplemented
+        units = _pack_units(weights, gradients, channels, intervals)
+        if units is None:
+            return NotImplemented
         functions = sum(channels)
         heights = functions * (intervals + 1)
         words = functions + (heights if measure else (heights + 1) // 2)  # of 8 bytes: w is float64, heights are float32
         memory = torch.empty(words, dtype=torch.float64, device=weights[0].device)
-        kept = Kept(channels, intervals, sharing, measure, memory)
-        return self._run_rule("share_gradients", weights, gradients, kept, {"factor": sharing})
-
-    def smooth(self, weights: Sequence[Tensor], kept: Kept, strength: float, rate: Tensor | None, scale: Tensor | None) -> Kept:
-        """Take the implicit step on the weights; see ``smooth`` in rule.cu for the arguments."""
-        of_rate, of_scale = layout.optional_addresses(rate, scale)
-        tensors = {"pool": of_rate, "norm": of_scale, "factor": strength, "eps": kept.sharing}
-        return self._run_rule("smooth", weights, weights, kept, tensors)
-
-    def _run_rule(
-        self, what: str, weights: Sequence[Tensor], changed: Sequence[Tensor], kept: Kept, tensors: dict[str, Any]
-    ) -> Kept:
-        """Launch a kernel. Return `kept`, or NotImplemented if there is no plan or a tensor cannot be changed in place."""
-        channels, intervals = kept.channels, kept.intervals
-        for tensor, count in zip((*weights, *changed), (*channels, *channels), strict=True):
-            if not _is_plain(tensor) or tensor.numel() != count * (intervals + 5):
-                return NotImplemented
-        memory, functions = kept.memory.data_ptr(), sum(channels)
-        tensors |= {"partial": memory, "out": memory + 8 * functions}
-        if kept.measure:
-            tensors["sums"] = tensors["out"] + 4 * functions * (intervals + 1)
-        for name in ("factor", "eps"):  # so that they are numbers in float32, too
-            tensors[name] = min(tensors.get(name, 0.0), 1e38)
-        firsts = itertools.accumulate(channels[:-1], initial=0)
-        units = [*zip(layout.addresses(weights), layout.addresses(changed), firsts, channels, strict=True)]
-        for start in range(0, len(units), RULE_UNITS):
-            some = units[start : start + RULE_UNITS]
-            plan = self._rule_plan(what, len(some), intervals)
-            if plan is None:  # for any number of units
-                return NotImplemented
-            self._launch(plan, _arguments(**tensors), struct.pack("QQii" * len(some), *itertools.chain.from_iterable(some)))
-        torch.autograd.graph.increment_version(changed)  # as every in-place operation does
+        start = memory.data_ptr()
+        out = start + 8 * functions
+        tensors = {"partial": start, "out": out, "sums": out + 4 * heights if measure else 0, "eps": min(sharing, _LARGEST)}
+        kept = Kept(channels, intervals, layout.addresses(weights), units, memory, tensors)
+        self._run_rule("share_gradients", kept, gradients)
         return kept
+
+    def smooth(self, weights: Sequence[Tensor], kept: Kept, strength: float, rate: Tensor | None, scale: Tensor | None) -> Any:
+        """Take the implicit step on the weights; see ``smooth`` in rule.cu for the arguments."""
+        if layout.addresses(weights) != kept.weights:  # the optimizer has replaced some
+            units = _pack_units(weights, weights, kept.channels, kept.intervals)
+            if units is None:
+                return NotImplemented
+            kept = kept._replace(units=units)
+        of_rate, of_scale = layout.optional_addresses(rate, scale)
+        self._run_rule("smooth", kept, weights, pool=of_rate, norm=of_scale, factor=min(strength, _LARGEST))
+        return None
+
+    def _run_rule(self, what: str, kept: Kept, changed: Sequence[Tensor], **others: Any) -> None:
+        for units in kept.units:
+            plan = self._rule_plan(what, len(units) // _UNIT.size, kept.intervals)
+            assert plan is not None  # share_gradients has checked
+            self._launch(plan, _arguments(**kept.arguments, **others), units)
+        torch.autograd.graph.increment_version(changed)  # as every in-place operation does
+
+
+def _pack_units(
+    weights: Sequence[Tensor], gradients: Sequence[Tensor], channels: Sequence[int], intervals: int
+) -> list[bytes] | None:
+    """Return the units of each launch, as rule.cu reads them. None if a tensor cannot be changed in place."""
+    size = intervals + 5
+    for tensor, count in zip((*weights, *gradients), (*channels, *channels), strict=True):
+        if tensor.numel() != count * size or not _is_plain(tensor):
+            return None
+    firsts = itertools.accumulate(channels[:-1], initial=0)
+    units = [*map(_UNIT.pack, layout.addresses(weights), layout.addresses(gradients), firsts, channels)]
+    return [b"".join(units[start : start + RULE_UNITS]) for start in range(0, len(units), RULE_UNITS)]
 
 
 def _processor(index: int) -> Processor:

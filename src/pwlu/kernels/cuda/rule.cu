@@ -6,7 +6,7 @@
 constexpr int RULE_UNITS = 128;
 
 // The arguments of both kernels, in 4 KB, the limit of a launch. Block b computes units[b]; `first` counts the functions of all
-// units before it. In `common`,
+// units before it. In `common`, `eps` is `sharing`, and
 // - `partial` is w of each function, from the weights before the optimizer's step;
 // - `out` has room for one float32 number per height of all functions, (F, N+1). If the rate has to be measured, it holds the
 //   heights before the step, and `sums` their shared gradients; else `sums` is null.
@@ -71,7 +71,7 @@ __device__ void sum_functions(int functions, int columns, int groups, double *su
   __syncthreads();
 }
 
-// Replace gradients by the shared ones, and keep what `smooth` needs. `factor` is `sharing`.
+// Replace gradients by the shared ones, and keep what `smooth` needs.
 __device__ void share_gradients(const RuleArguments &rule) {
   extern __shared__ double room[];  // one number per warp; sums of the slopes and heights
   double *const sums = room + blockDim.x / 32;
@@ -90,7 +90,7 @@ __device__ void share_gradients(const RuleArguments &rule) {
     // Each thread writes the element that it reads, and neighbouring threads neighbouring elements.
     const int j = i - 2 * unit.channels, k = j < 0 ? i / unit.channels : j % knots + 2,
               c = j < 0 ? i % unit.channels : j / knots;
-    const float value = (float)(gradient(c, k) + a.factor * share(c, k) * sums[k]);
+    const float value = (float)(gradient(c, k) + a.eps * share(c, k) * sums[k]);
     grad.values[2 * unit.channels + i] = value;
     if (a.sums && j >= 0) {
       static_cast<float *>(a.out)[first + j] = unit.height(c, k - 2);
@@ -157,7 +157,7 @@ __device__ double measured_rate(const Arguments &a, const Unit &now, const float
   return rate <= LARGEST ? rate : 0.0;
 }
 
-// Take the implicit step on the weights. `factor` is 2 bend (N/16)^4 times the rate, if that is known; `eps` is `sharing`. Else
+// Take the implicit step on the weights. `factor` is 2 bend (N/16)^4 times the rate, if that is known. Else
 // `pool` points to the rate or, with `sums`, the rate is measured. Gradients have been multiplied by *norm if that is given.
 __device__ void smooth(const RuleArguments &rule) {
   extern __shared__ double room[];  // one number per warp; two systems; sums of the bends

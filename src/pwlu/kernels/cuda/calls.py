@@ -347,10 +347,8 @@ class Kernel:
 
         `measure` says that it will have to measure the rate, from copies of the heights and of their gradients.
         """
-        if self._rule_plan("share_gradients", 1, intervals) is None:
-            return NotImplemented
         units = _pack_units(weights, gradients, channels, intervals)
-        if units is None:
+        if units is None or self._rule_plan("share_gradients", 1, intervals) is None:
             return NotImplemented
         functions = sum(channels)
         heights = functions * (intervals + 1)

@@ -76,16 +76,16 @@ __device__ void share_gradients(const RuleArguments &rule) {
   extern __shared__ double room[];  // one number per warp; sums of the slopes and heights
   double *const sums = room + blockDim.x / 32;
   const Arguments &a = rule.common;
-  const auto own = rule.units[blockIdx.x];
-  const Unit unit(own.weight, own.channels, a.intervals), grad(own.grad, own.channels, a.intervals);
+  const auto mine = rule.units[blockIdx.x];
+  const Unit unit(mine.weight, mine.channels, a.intervals), grad(mine.grad, mine.channels, a.intervals);
   const int knots = a.intervals + 1;
-  const i64 first = (i64)own.first * knots;
+  const i64 first = (i64)mine.first * knots;
   const double inverse = inverse_size(unit, room), speed = a.intervals / 16.0;
   const auto gradient = [&](int c, int k) { return k < 2 ? grad.slope(k, c) : speed * grad.height(c, k - 2); };
   const auto share = [&](int c, int k) { return k < 2 ? 1.0 : inverse * unit.interval(c); };
   sum_functions(unit.channels, knots + 2, a.groups, sums, [&](int c, int k) { return gradient(c, k) * share(c, k); });
   for (int c = threadIdx.x; c < unit.channels; c += blockDim.x)
-    static_cast<double *>(a.partial)[own.first + c] = inverse * unit.interval(c);
+    static_cast<double *>(a.partial)[mine.first + c] = inverse * unit.interval(c);
   for (int i = threadIdx.x; i < unit.channels * (knots + 2); i += blockDim.x) {
     // Each thread writes the element that it reads, and neighbouring threads neighbouring elements.
     const int j = i - 2 * unit.channels, k = j < 0 ? i / unit.channels : j % knots + 2,
@@ -162,13 +162,13 @@ __device__ double measured_rate(const Arguments &a, const Unit &now, const float
 __device__ void smooth(const RuleArguments &rule) {
   extern __shared__ double room[];  // one number per warp; two systems; sums of the bends
   const Arguments &a = rule.common;
-  const auto own = rule.units[blockIdx.x];
+  const auto mine = rule.units[blockIdx.x];
   const int knots = a.intervals + 1, size = 4 * knots + 4;
-  const i64 first = (i64)own.first * knots;
+  const i64 first = (i64)mine.first * knots;
   const System system(room + blockDim.x / 32, knots), common(room + blockDim.x / 32 + size, knots);
   double *const sums = room + blockDim.x / 32 + 2 * size;
-  const Unit now(own.weight, own.channels, a.intervals);
-  const double *const w = static_cast<const double *>(a.partial) + own.first;
+  const Unit now(mine.weight, mine.channels, a.intervals);
+  const double *const w = static_cast<const double *>(a.partial) + mine.first;
   float *const memory = static_cast<float *>(a.out) + first;
   const double share = 1.0 / now.channels, common_share = share + a.eps;
   const double rate = a.pool   ? *a.pool
@@ -177,12 +177,11 @@ __device__ void smooth(const RuleArguments &rule) {
   const double t = a.factor * rate * share, common_t = a.factor * rate * common_share;
   sum_functions(now.channels, knots, a.groups, sums, [&](int c, int k) { return w[c] * now.bend(c, k); });
   if (threadIdx.x < 2) {
-    const System chosen(threadIdx.x ? common.inverse : system.inverse, knots);
+    const System own(threadIdx.x ? common.inverse : system.inverse, knots);
     const double own_t = threadIdx.x ? common_t : t;
-    chosen.factorize(own_t, knots);
-    chosen.solve(
-        knots, chosen.solution, [&](int k) { return own_t * share * sums[k]; },
-        [&](int k, double x) { chosen.solution[k] = x; });
+    own.factorize(own_t, knots);
+    own.solve(
+        knots, own.solution, [&](int k) { return own_t * share * sums[k]; }, [&](int k, double x) { own.solution[k] = x; });
   }
   __syncthreads();
   for (int c = threadIdx.x; c < now.channels; c += blockDim.x) {

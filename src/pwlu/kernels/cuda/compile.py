@@ -62,6 +62,7 @@ RESIDENT_IN_PLANES = {  # the others need more registers
     "nonuniform_forward": "1024",
 }
 MAP_THREADS, BACKWARD_THREADS, MIXED_THREADS, FINISH_THREADS, RULE_THREADS = 256, 128, 256, 512, 512
+RULE_UNITS = 128  # per launch, as in rule.cu
 
 _CACHE_BYTES = 64 << 20
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -75,17 +76,19 @@ class Function(NamedTuple):
         template: the template that it instantiates.
         threads: the largest number of threads per block.
         resident: the number of threads per multiprocessor that the registers must suffice for; "1" means one block.
+        arguments: the type of its argument.
     """
 
     name: str
     template: str
     threads: int
     resident: str = "1"
+    arguments: str = "Arguments"
 
     def declaration(self) -> str:
         """Return the code that instantiates the template as a named kernel."""
         bounds = f"__launch_bounds__({self.threads}, ({self.resident} + {self.threads - 1}) / {self.threads})"
-        return f'extern "C" __global__ void {bounds} {self.name}(const Arguments a) {{ {self.template}(a); }}\n'
+        return f'extern "C" __global__ void {bounds} {self.name}(const {self.arguments} a) {{ {self.template}(a); }}\n'
 
 
 def _of_form(form: str, operations: dict[str, str], widths: tuple[int, ...]) -> Iterator[tuple[str, str, int]]:
@@ -105,7 +108,7 @@ def functions() -> dict[str, Function]:
         "norm": "reduce_norm",
     }
     found = [Function(f"finish_{what}", template, FINISH_THREADS) for what, template in finishing.items()]
-    found += [Function(f"rule_{what}", what, RULE_THREADS) for what in ("share_gradients", "smooth")]
+    found += [Function(f"rule_{what}", what, RULE_THREADS, arguments="RuleArguments") for what in ("share_gradients", "smooth")]
     for (dtype, of_c), (form, (template, last)) in itertools.product(TYPES.items(), FORMS.items()):
         for what, kind, width in _of_form(form, MAPS, VECTORS[form][dtype]):
             of_template = f"map_{template}<{of_c}, {width}, {kind}{last}>"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pwlu.deploy.fewest_knots import fewest_knots
+from pwlu.deploy.fewest_knots import least_errors
 from pwlu.reference.nonuniform import Knots
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -25,7 +25,8 @@ def count(path: Path, tolerance: float) -> tuple[int, torch.Tensor, list[int]]:
         knots = left[:, None] + (right - left)[:, None] * torch.linspace(0, 1, now, dtype=torch.float64)
         slopes = (blocks[name].double()[open_] for name in ("left_slope", "right_slope"))
         of = Knots(knots[open_], heights[open_], *slopes)
-        found = fewest_knots(of, tolerance * (of.heights.amax(1) - of.heights.amin(1)))
+        allowed = tolerance * (of.heights.amax(1) - of.heights.amin(1))
+        found = (least_errors(of)[0] <= allowed[:, None]).int().argmax(1)
         channels.append(found)
         units.append(int(found.max()))
     return now, torch.cat(channels), units

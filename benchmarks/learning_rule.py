@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import pwlu
 from pwlu.lab.inference.timing import interleaved, percentiles
-from pwlu.lab.models import networks
+from pwlu.lab.models import unconverted
 from pwlu.lab.recipes import catalog
 from pwlu.learning.shared_rule import SharedRule, share_gradients_, smooth_
 from pwlu.units.module import units_of
@@ -29,8 +29,8 @@ def trained(name: str, kind: str, device: str) -> tuple[nn.Module, torch.optim.O
     """Return a network in Phase II, and its optimizer."""
     torch.manual_seed(0)
     settings = catalog.settings(f"cifar100/{name}")
-    model = networks.from_recipe(settings, 100, 3)
-    pwlu.convert_(model, networks.sample(settings, 3), init="relu")
+    model = unconverted.network(settings, 100, 3)
+    pwlu.convert_(model, unconverted.sample(settings, 3), init="relu")
     layout = torch.channels_last if device == "cuda" else torch.contiguous_format
     model = model.to(device, memory_format=layout).train()  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(pwlu.parameter_groups(model, lr=1e-3), lr=1e-3, momentum=0.9)

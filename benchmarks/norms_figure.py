@@ -50,7 +50,7 @@ def main() -> None:
         for i, (kind, (name, color)) in enumerate(kinds.items()):
             places, ratios = [], []
             for at, network in enumerate(NETWORKS):
-                if (network, kind) in found:
+                if (network, kind) in found and found[network, kind][measure]:
                     places.append(at + 0.8 * (i + 0.5) / len(kinds) - 0.4)
                     ratios.append(float(found[network, kind][measure]) / float(found[network, OWN][measure]))
             axis.bar(places, ratios, 0.72 / len(kinds), label=name, color=color)
@@ -59,9 +59,7 @@ def main() -> None:
         axis.axhline(1, color="black", linewidth=0.8)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_title("times the same network with its own activation", loc="left")
-    figure.legend(
-        *axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(kinds), frameon=False, columnspacing=1.2
-    )
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False, columnspacing=1.2)
     for path in (options.output, options.output.with_suffix(".svg")):
         figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
         print(f"written to {path}")

@@ -134,8 +134,8 @@ def test_how_to_install_more():
     for path in SOURCE.rglob("*.py"):
         text = path.read_text()
         assert "pip install" not in text or path.name == "text.py", path
-        for named in re.findall(r"\{install\(([^)]*)\)\}", text):
-            assert set(re.findall(r"\w+", named)) <= extras, path
+        for named in re.findall(r"(?:\binstall\(|needs_packages\([^,)]*, )([^)]*)\)", text):
+            assert set(re.findall(r"[\"'](\w+)[\"']", named)) <= extras, path
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for where, named in re.findall(r"pip install '([^'\[]*)\[([\w,]+)\]'", page.read_text()):
             assert where == ".", page

@@ -179,7 +179,7 @@ def test_settings_of_a_program_are_checked_too():
 @pytest.mark.parametrize(
     ("package", "text"),
     [
-        ("sklearn", "the digits data set needs scikit-learn: pip install '.[train]'"),
+        ("sklearn", "the digits data set needs more packages (no sklearn): pip install '.[train]'"),
         ("matplotlib", "training needs more packages (no matplotlib): pip install '.[train]'"),
         ("safetensors", "training needs more packages (no safetensors): pip install '.[train]'"),
         ("pwlu.lab.training.loop", "training needs more packages (no pwlu.lab.training.loop): pip install '.[train]'"),

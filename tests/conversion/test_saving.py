@@ -199,6 +199,100 @@ def test_tied_weights_and_torchs_transformers(tmp_path):
     assert fresh.out.weight is fresh.embed.weight
 
 
+def with_own_unit():
+    """Two activations to convert, and a PWLU of the model's own. The linear layers share their weight and their scale."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), pwlu.PWLU(4, 16), nn.SiLU())
+    model[2].weight, scale = model[0].weight, torch.ones(4)
+    for layer in (model[0], model[2]):
+        layer.register_buffer("scale", scale)
+    return model
+
+
+TIES = {
+    "ordinary weights": [],
+    "new units": [(3, 1), (6, 1)],
+    "a new unit with one of the model": [(3, 5)],
+    "the same, after it": [(5, 1)],
+    "all": [(5, 1), (3, 1), (6, 1)],
+}
+
+
+def tied_units(where, ties):
+    """A model whose units share weights, its unconverted form on the device `where`, and an input."""
+    model, x = with_own_unit(), torch.randn(5, 4)
+    pwlu.convert_(model, x, intervals=16)
+    with torch.no_grad():
+        model[5].weight += 0.1
+    for one, other in ties:
+        model[one].weight = model[other].weight
+    with torch.device(where):
+        return model, with_own_unit(), x
+
+
+def shared(model):
+    """Which names share each parameter and buffer."""
+    groups = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        groups.setdefault(id(value), set()).add(key)
+    return {frozenset(group) for group in groups.values()}
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+@pytest.mark.parametrize("ties", TIES)
+def test_tied_weights_stay_tied(tmp_path, where, ties):
+    model, fresh, x = tied_units(where, TIES[ties])
+    fresh[0].weight.requires_grad_(False)
+    pwlu.save(model, tmp_path / "file")
+    names = pwlu.load_into(fresh, tmp_path / "file")
+    assert names == ["1", "3", "6"]
+    assert_the_same(fresh, model, x)
+    assert shared(fresh) == shared(model)
+    assert [p.requires_grad for p in fresh.parameters()] == [False] + [True] * (len(list(model.parameters())) - 1)
+    assert all(type(value) is nn.Parameter for value in fresh.parameters())
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_dynamic_units_share_their_networks(tmp_path, where):
+    """Weights in children of new units are shared as well."""
+    model, fresh, x = tied_units(where, [])
+    pwlu.restore_(model)
+    pwlu.convert_(model, x, to=lambda channels, site: pwlu.DynamicPWLU(channels, channel_dim=site.channel_dim))
+    model[3].squeeze = model[1].squeeze
+    pwlu.save(model, tmp_path / "file")
+    pwlu.load_into(fresh, tmp_path / "file")
+    assert_the_same(fresh, model, x)
+    assert shared(fresh) == shared(model)
+
+
+def test_only_tensors_on_the_meta_device_are_replaced(tmp_path):
+    model, fresh, _ = tied_units("cpu", [(3, 1)])
+    pwlu.save(model, tmp_path / "file")
+    fresh[0].double()
+    fresh[4] = nn.Linear(4, 4, device="meta")
+    before = dict(fresh.named_parameters())
+    pwlu.load_into(fresh, tmp_path / "file")
+    after = dict(fresh.named_parameters())
+    assert [key for key in before if after[key] is not before[key]] == ["4.weight", "4.bias"]
+    assert after["0.weight"].dtype == torch.float64
+    assert torch.equal(after["4.weight"], model[4].weight)
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_hooks_get_complete_state_dicts(tmp_path, where):
+    model, fresh, _ = tied_units(where, [(3, 1)])
+    pwlu.save(model, tmp_path / "file")
+    seen = []
+    fresh.register_load_state_dict_pre_hook(lambda module, state, *_: seen.append(set(state)))
+    pwlu.load_into(fresh, tmp_path / "file")
+    assert seen == [set(model.state_dict())] * (2 if where == "meta" else 1)
+
+
+def test_a_model_without_values_is_not_saved(tmp_path):
+    with pytest.raises(ValueError, match=r"save: 0\.weight is on the meta device, which holds no values\. Load or initialise"):
+        pwlu.save(with_own_unit().to("meta"), tmp_path / "file")
+    assert not (tmp_path / "file").exists()
+
+
 class Mirrored(nn.Module):
     """A module without parameters whose call is rewritten."""
 

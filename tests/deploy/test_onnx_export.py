@@ -271,7 +271,7 @@ class Unable(nn.Module):
     [
         (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.ReLU()), {}, ValueError, "has no PWLU, only 1 Linear, 2 ReLU"),
         ("model", {}, TypeError, r"model must be a torch\.nn\.Module, not str\. Write pwlu\.export_onnx\(model, \.\.\.\)"),
-        (network().train(), {}, ValueError, r"the model, 0, 1, \.\.\. is in training mode\. Call model\.eval\(\) first"),
+        (network().train(), {}, ValueError, r"the model, 0, 1 and 5 more is in training mode\. Call model\.eval\(\) first"),
         (network().bfloat16(), {}, ValueError, r"is in bfloat16.*deepcopy\(model\)\.float\(\)"),
         (network().double(), {}, ValueError, "is in float64"),
         (network(), {"sample": torch.randn(2, 4, 8, 8)}, RuntimeError, r"(?s)does not run on the sample: .*keyword arguments"),

@@ -1,5 +1,6 @@
 """The CUDA kernels as far as no GPU is needed: they compile for every architecture, the cache, and how work is shared out."""
 
+import ctypes
 import hashlib
 import importlib.util
 import os
@@ -101,6 +102,22 @@ def test_arguments_are_packed_in_the_order_of_the_struct():
     assert tuple(name for _, name in numbers) == plans._Numbers._fields
     packed = struct.calcsize("".join(code for code, _ in numbers))
     assert -(-packed // 8) * 8 == plans.NUMBERS_BYTES  # a C struct with 64-bit members has a multiple of 8 bytes
+
+
+def test_arguments_of_the_learning_rule_fit():
+    assert f"constexpr int RULE_UNITS = {kernels.RULE_UNITS};" in kernels.source([])
+    assert cuda.driver._PACK.size + kernels.RULE_UNITS * cuda.calls._UNIT.size <= cuda.driver._LIMIT
+
+
+def test_units_follow_the_other_arguments(monkeypatch):
+    launched = []
+    monkeypatch.setattr(cuda.driver, "launcher", lambda: lambda *given: launched.append(ctypes.string_at(given[9][0], 500)))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    loaded = cuda.driver.Loaded.__new__(cuda.driver.Loaded)
+    loaded.index, loaded.handle = 0, 1
+    plan = plans.plan_rule("smooth", 2, 16, H200)
+    loaded(plan, range(cuda.driver.ADDRESSES), b"units")
+    assert launched[0].startswith(cuda.driver._PACK.pack(*range(cuda.driver.ADDRESSES), plan.numbers) + b"units")
 
 
 @needs_nvrtc

@@ -427,6 +427,18 @@ def test_more_than_2_to_the_31_elements(kernel, device, form, dtype):
     torch.testing.assert_close(mean, torch.full_like(mean, 0.25), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((8, 7, 4, 7), 2), *(FORMS[form] for form in ("planes", "tiny planes", "many channels"))]
+)
+def test_a_mean_far_from_zero(kernel, device, shape, dim):
+    """The mean of a part and the result are rounded, half a unit each. The steps that merge the parts add much less."""
+    for _ in range(6):
+        x = 1e4 + 3 * torch.randn(shape, device=device)
+        _, mean, _ = Unpacked(kernel).moments(x, shape[dim], dim)
+        values = x.double().movedim(dim, 0).reshape(shape[dim], -1)
+        assert_within(mean, values.mean(1), torch.finfo(x.dtype).eps * values.abs().amax(1))
+
+
 # Norms: test_norm_ops.py has the comparisons, and makes them for the operators on a GPU.
 
 

@@ -12,6 +12,7 @@ from torch import optim
 
 import pwlu
 from pwlu.kernels import dispatch
+from pwlu.kernels.cuda import calls
 from pwlu.kernels.cuda import compile as kernels
 from pwlu.learning.function_table import HEIGHTS, SLOPES, interval, table_of
 from pwlu.learning.shared_rule import SharedRule, share_gradients_, smooth_
@@ -49,6 +50,11 @@ def layers(intervals, device, channels=CHANNELS):
     return made
 
 
+def by_kernels(groups):
+    """Return whether kernels share all gradients."""
+    return all(hasattr(group, "kept") for group in groups)
+
+
 def doubled(made):
     other = copy.deepcopy(made)
     for unit, given in zip(other, made, strict=True):
@@ -77,7 +83,7 @@ def compare(use, kernel, device, intervals, make=SGD, rule=RULES["default"]):
     expected = share_gradients_(rule, exact, make([unit.weight for unit in exact]))
     use(kernel)
     groups = share_gradients_(rule, made, optimizer)
-    assert groups[0].share is None  # kernels did it
+    assert by_kernels(groups)
     scaled = given.clone()
     scaled[:, HEIGHTS] *= intervals / 16
     shared = expected[0].gradient
@@ -133,17 +139,26 @@ def test_straight_lines_stay_to_the_last_bit(use, kernel, device):
 def test_rates_and_scales_on_the_device(kernel, device):
     """Halve the rate, and multiply gradients by a scale: as half the strength, and as without the scale."""
     made = layers(16, device)
-    now = torch.cat([unit.weight.detach() for unit in made])
-    before, gradient, units = now + 0.01 * torch.randn_like(now), torch.randn_like(now), table_of(made).units
+    before = [unit.weight.detach() for unit in made]
+    steps, gradients = ([torch.randn_like(weight) for weight in before] for _ in range(2))
     tensor = functools.partial(torch.tensor, device=device)
-    known = kernel.smooth(now, before, None, units, 16, 0.1, 0.3, None, None)
-    assert torch.equal(kernel.smooth(now, before, None, units, 16, 0.1, 0.6, tensor(0.5), None), known)
-    assert torch.equal(kernel.smooth(now, before, None, units, 16, 0.1, 0.6, tensor(0.0), None), now)
-    measured = kernel.smooth(now, before, gradient, units, 16, 0.1, 0.3, None, None)
-    assert torch.equal(kernel.smooth(now, before, 4 * gradient, units, 16, 0.1, 0.3, None, tensor(4.0)), measured)
-    assert not torch.equal(kernel.smooth(now, before, 4 * gradient, units, 16, 0.1, 0.3, None, None), measured)
-    still = kernel.smooth(now, now, torch.zeros_like(now), units, 16, 0.1, 0.3, None, None)
-    assert torch.equal(still, now)
+
+    def after(measure, step, factor, *arguments):
+        weights = [weight.clone() for weight in before]
+        given = [factor * gradient for gradient in gradients]
+        kept = kernel.share_gradients(weights, given, CHANNELS, 16, 0.1, measure)
+        torch._foreach_add_(weights, steps, alpha=step)
+        now = torch.cat(weights)
+        kernel.smooth(weights, kept, *arguments)
+        return torch.cat(weights), now
+
+    known, now = after(False, 0.01, 1, 0.3, None, None)
+    assert torch.equal(after(False, 0.01, 1, 0.6, tensor(0.5), None)[0], known)
+    assert torch.equal(after(False, 0.01, 1, 0.6, tensor(0.0), None)[0], now)
+    measured, _ = after(True, 0.01, 1, 0.3, None, None)
+    assert torch.equal(after(True, 0.01, 4, 0.3, None, tensor(4.0))[0], measured)
+    assert not torch.equal(after(True, 0.01, 4, 0.3, None, None)[0], measured)
+    assert torch.equal(*after(True, 0.0, 0, 0.3, None, None))
 
 
 @pytest.mark.parametrize("make", [SGD, ADAM])
@@ -179,10 +194,10 @@ def test_training(use, kernel, device, monkeypatch):
 def test_what_the_kernels_leave_to_torch(use, kernel, device):
     use(kernel)
 
-    def kernels_run(made):
+    def kernels_run(made, stride=1):
         for unit in made:
-            unit.weight.grad = torch.ones_like(unit.weight)
-        return any(group.share is None for group in share_gradients_(SharedRule(), made, SGD([unit.weight for unit in made])))
+            unit.weight.grad = torch.ones_like(unit.weight).repeat_interleave(stride)[::stride]
+        return by_kernels(share_gradients_(SharedRule(), made, SGD([unit.weight for unit in made])))
 
     make = functools.partial(pwlu.PWLU, 3, device=device)
     assert kernels_run([make(16)])
@@ -191,9 +206,63 @@ def test_what_the_kernels_leave_to_torch(use, kernel, device):
     scaled = make(16)
     scaled.scale_gradients(heights=0.5)
     assert not kernels_run([make(16), scaled])
+    assert not kernels_run([make(16)], stride=2)
     assert not kernels_run([make(4000)])  # more than fits into shared memory
     use(None)
     assert not kernels_run([make(16)])
+
+
+def test_more_units_than_fit_into_a_launch(use, kernel, device, monkeypatch):
+    ends = []
+    for most in (calls.RULE_UNITS, 2):
+        monkeypatch.setattr(calls, "RULE_UNITS", most)
+        torch.manual_seed(0)
+        ends.append([unit.weight for unit in compare(use, kernel, device, 16, ADAM)])
+    assert same(*ends)
+
+
+def test_autograd_notices_the_changes(use, kernel, device):
+    use(kernel)
+    made = layers(16, device)
+    optimizer = SGD([unit.weight for unit in made])
+    for unit in made:
+        unit.saved = unit.weight.grad.clone().requires_grad_() * unit.weight.grad, unit.weight.square().sum()
+    smooth_(RULES["default"], share_gradients_(RULES["default"], made, optimizer), optimizer)
+    for unit in made:
+        for result in unit.saved:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                result.sum().backward()
+
+
+def test_several_units_with_one_weight(use, kernel, device):
+    use(kernel)
+    ends = []
+    for units in (1, 2):
+        torch.manual_seed(0)
+        made = layers(16, device)
+        tied = [copy.copy(made[3]) for _ in range(units - 1)]
+        optimizer = SGD([unit.weight for unit in made])
+        smooth_(RULES["default"], share_gradients_(RULES["default"], [*made, *tied], optimizer), optimizer)
+        ends.append([tensor for unit in made for tensor in (unit.weight, unit.weight.grad)])
+    assert same(*ends)
+
+
+def test_an_optimizer_that_replaces_weights(use, kernel, device):
+    use(kernel)
+    ends = []
+    for replaced in (False, True):
+        torch.manual_seed(0)
+        made = layers(16, device)
+        optimizer = SGD([unit.weight for unit in made])
+        groups = share_gradients_(RULES["default"], made, optimizer)
+        if replaced:
+            made[2].weight.data = made[2].weight.data.clone()
+        smooth_(RULES["default"], groups, optimizer)
+        ends.append([unit.weight for unit in made])
+    assert same(*ends)
+    made[2].weight.data = made[2].weight.data.repeat_interleave(2)[::2]
+    with pytest.raises(RuntimeError, match="the optimizer has changed the dtype or layout of weights"):
+        smooth_(RULES["default"], groups, optimizer)
 
 
 @needs_gpu
@@ -232,7 +301,12 @@ MISTAKES = [
     ("steps += step * step;", "steps += fabs(step);"),
     ("squares += gradient * gradient + bend * bend;", "squares += gradient * gradient;"),
     ("common_share = share + a.eps", "common_share = share"),
-    ("inverse_size(before, room), share", "inverse_size(now, room), share"),
+    ("[mine.first + c] = inverse * unit", "[mine.first + c] = unit"),
+    ("partial) + mine.first;", "partial);"),
+    ("memory, a.sums + first", "memory, a.sums"),
+    ("memory = static_cast<float *>(a.out) + first", "memory = static_cast<float *>(a.out)"),
+    ("[first + j] = value;", "[first + j] = grad.height(c, k - 2) * 2;"),
+    ("[first + j] = unit.height(c, k - 2);", "[first + j] = 0.0f;"),
     ("own_t * share * sums[k]", "own_t * sums[k]"),
     ("of_common * (common.solution[k] - system.solution[k])", "of_common * common.solution[k]"),
     ("(x - after - fall)", "(x - after)"),

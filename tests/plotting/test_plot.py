@@ -384,7 +384,7 @@ MODEL = nn.Sequential(pwlu.PWLU(3))
         ),
         (
             lambda: plot_functions(model_of(12, 1), layers=["3", "100"]),
-            r"layer '100' is unknown\. Did you mean '10'\? Known: '0', '1', '2', '3', '4', '5', '6', '7', \.\.\.$",
+            r"layer '100' is unknown\. Did you mean '10'\? Known: '0', '1', '2', '3', '4', '5', '6', '7' and 4 more$",
         ),
         (
             lambda: plot_functions(model_of(8, 1), layers="layer1.relu"),

@@ -362,7 +362,7 @@ def test_a_run_that_diverged(run, functions, capsys):
         ("runs/third", r"there is no folder .*third\. Runs nearby: .*runs.first, .*runs.second$"),
         ("file", r"file is a file\. Write the folder of a run\. pwlu train creates run folders"),
         ("empty", r"empty is not a run folder: it has no config\.json and is empty\. pwlu train creates run folders"),
-        ("other", r"other is not a run folder: it has no config\.json, only a, b, c, d, e, \.\.\.\. pwlu train creates"),
+        ("other", r"other is not a run folder: it has no config\.json, only a, b, c, d, e and 1 more\. pwlu train creates"),
         ("runs", r"runs is not .*: it has no config\.json, only first, second\. Runs nearby: .*runs.first, .*runs.second$"),
         ("model", r"config\.json does not hold the settings of a run: it names no recipe"),
     ],

@@ -20,7 +20,7 @@ from pwlu.kernels.cuda.plan import Processor, by_shared_memory
 H200 = Processor("sm_90", 132, 2048, 228 << 10, 227 << 10)
 _PROLOGUE = Path(__file__).with_name("cuda_emulator.h")
 _EPILOGUE = """
-extern "C" __global__ const char *launch(void (*kernel)(Arguments), const Arguments *arguments, const unsigned (&blocks)[3],
+extern "C" __global__ const char *launch(void (*kernel)(ARGUMENTS), const ARGUMENTS *arguments, const unsigned (&blocks)[3],
                                          unsigned threads, unsigned bytes) {
   return emulator::launch(kernel, arguments, blocks, threads, bytes);
 }
@@ -79,16 +79,17 @@ class _Loaded:
         self._processor = processor
         self._function = kernels.functions()[name]
         group = [f for other, f in kernels.functions().items() if _group(other) == _group(name)]
+        epilogue = _EPILOGUE.replace("ARGUMENTS", self._function.arguments)
         architecture = f"#define __CUDA_ARCH__ {processor.architecture.removeprefix('sm_')}0\n"
-        self._library = _library(architecture + _PROLOGUE.read_text() + _as_cpp(kernels.source(group)) + _EPILOGUE, races)
+        self._library = _library(architecture + _PROLOGUE.read_text() + _as_cpp(kernels.source(group)) + epilogue, races)
 
     def resident(self, threads, shared):
         return by_shared_memory(self._processor, threads, shared)
 
-    def __call__(self, plan, addresses):
+    def __call__(self, plan, addresses, units):
         assert plan.threads <= self._function.threads
         assert plan.shared <= self._processor.shared_of_block
-        arguments = driver._PACK.pack(*addresses, plan.numbers)
+        arguments = (driver._PACK.pack(*addresses, plan.numbers) + units).ljust(driver._LIMIT, b"\0")
         kernel = getattr(self._library, plan.kernel)
         error = self._library.launch(kernel, arguments, (ctypes.c_uint * 3)(*plan.blocks), plan.threads, plan.shared)
         assert error is None, f"{plan}: {error.decode()}"
@@ -96,7 +97,7 @@ class _Loaded:
 
 def _group(name):
     what, _, form = re.fullmatch("(.*?)(_(planes|rows|mixed).*)?", name).groups()
-    return [kind in what for kind in ("norm", "nonuniform")], form
+    return [kind in what for kind in ("norm", "nonuniform", "rule")], form
 
 
 class Emulated(cuda.Kernel):
@@ -111,8 +112,8 @@ class Emulated(cuda.Kernel):
             self._loaded[name] = _Loaded(name, self.processor, self.races)
         return self._loaded[name]
 
-    def _launch(self, plan, addresses):
-        self.load(plan.kernel)(plan, addresses)
+    def _launch(self, plan, addresses, units=b""):
+        self.load(plan.kernel)(plan, addresses, units)
 
     def _run(self, *arguments):
         with mock.patch.object(eager, "library", None):  # eager.cpp launches on GPUs

@@ -11,5 +11,5 @@ def folder_of(task, path):
     folder, trainer = RunFolder(path), trainer_of(task)
     folder.write_json("config.json", task.settings.as_dict())
     folder.write("model.safetensors", trainer.serialised())
-    task.network_info(trainer.report).write(folder)
+    task.network_info({site.name: site.was for site in trainer.report.converted}).write(folder)
     return trainer

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from pwlu import reference
 from pwlu.analysis.quantiles import QuantileSketch
 from pwlu.common.checks import check_integer
+from pwlu.common.reports import RowReport
 from pwlu.common.text import columns, counted, parse_json
 from pwlu.units.module import PWLU, require_units, unwrapped
 
@@ -72,7 +73,7 @@ class UnitAlignment:
 
 
 @dataclass
-class Alignment:
+class Alignment(RowReport[UnitAlignment], rows="units"):
     """The alignment of every PWLU that was reached, in model order. Prints as a table; iterates over units.
 
     Attributes:
@@ -86,12 +87,6 @@ class Alignment:
     batches: int
     units: list[UnitAlignment]
     unreached: list[str] = field(default_factory=list)
-
-    def __iter__(self) -> Iterator[UnitAlignment]:
-        return iter(self.units)
-
-    def __len__(self) -> int:
-        return len(self.units)
 
     @property
     def iou(self) -> list[float]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pwlu import reference
 from pwlu.analysis.alignment import Alignment, UnitAlignment, to_json
 from pwlu.analysis.curves import Curves, curves_of, inputs_of
+from pwlu.common.reports import RowReport
 from pwlu.common.text import columns
 from pwlu.initial_functions import initial_parameters
 from pwlu.units.constraints import satisfies
@@ -38,7 +39,6 @@ CLASSES = {  # UnitShapes documents the thresholds
     "moved": ShapeClass("moved", "movement", lambda number: number >= 0.1),
     "collapsed": ShapeClass("collapsed", "width", lambda number: number < 0.05),
 }
-_COLUMNS = ("bend", "relu_distance", "v", "back", "left_end", "right_end", "movement", "width", "outside", "empty")
 
 
 @dataclass
@@ -108,8 +108,11 @@ class UnitShapes:
         return getattr(self, CLASSES[shape].column), CLASSES[shape].has
 
 
+_COLUMNS = tuple(f.name for f in fields(UnitShapes) if f.name not in ("name", "constraint"))
+
+
 @dataclass
-class Shapes:
+class Shapes(RowReport[UnitShapes], rows="units"):
     """The shapes of every PWLU, in model order. Prints as a table: per unit, the fraction of channels in each class.
 
     Attributes:
@@ -118,20 +121,13 @@ class Shapes:
 
     units: list[UnitShapes] = field(default_factory=list)
 
-    def __iter__(self) -> Iterator[UnitShapes]:
-        return iter(self.units)
-
-    def __len__(self) -> int:
-        return len(self.units)
-
     def share(self, shape: str) -> float:
         """Return the fraction of all channels in a class of ``CLASSES``, among those where it is known; NaN if none is."""
         return self.together().share(shape)
 
     def together(self) -> UnitShapes:
         """Return the channels of all units as one unit."""
-        columns = (f.name for f in fields(UnitShapes) if f.name not in ("name", "constraint"))
-        return UnitShapes("all", *([number for unit in self.units for number in getattr(unit, c)] for c in columns))
+        return UnitShapes("all", *([number for unit in self.units for number in getattr(unit, c)] for c in _COLUMNS))
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return one row per channel, with numbers and classes, for a data frame."""
@@ -139,7 +135,7 @@ class Shapes:
         for unit in self.units:
             classes = {shape: unit.members(shape) for shape in CLASSES}
             for channel in range(unit.channels):
-                numbers = {column: getattr(unit, column)[channel] for column in ("low", "high", *_COLUMNS)}
+                numbers = {column: getattr(unit, column)[channel] for column in _COLUMNS}
                 rows.append({"unit": unit.name, "channel": channel, **numbers} | {s: classes[s][channel] for s in CLASSES})
                 rows[-1]["constraint"] = unit.constraint
         return rows

@@ -67,13 +67,7 @@ class MetaACON(ACONC):
         beta = sigmoid(norm(W_2 norm(W_1 p + b_1) + b_2))
 
     The norms are batch norms, as in the authors' code, so a batch in training needs at least two samples. The hidden layer has
-    max(16, C / 16) units. The input is (B, ...), with the samples in dimension 0.
-
-    Args:
-        channels: the number of channels C of the input. Default: 1, one function for all elements.
-        channel_dim: the channel dimension. Default: 1, for images (B, C, H, W); use -1 for sequences (B, T, C).
-        device: the device of the parameters.
-        dtype: the dtype of the parameters.
+    max(16, C / 16) units. The input is (B, ...), with the samples in dimension 0. The arguments are those of :class:`ACONC`.
     """
 
     def _register_beta(self, device: Any, dtype: Any) -> None:

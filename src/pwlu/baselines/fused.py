@@ -29,13 +29,9 @@ def can_use_kernels(x: Tensor, *parameters: Tensor) -> bool:
 
 def max_programs(device: torch.device) -> int:
     """Return the largest number of programs of a kernel that writes partial sums, one per program."""
-    multiprocessors = _multiprocessors(device.index) if device.type == "cuda" else 1  # 1 for Triton's interpreter
-    return _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
-
-
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+    if device.type != "cuda":  # Triton's interpreter
+        return _PROGRAMS_PER_MULTIPROCESSOR
+    return _PROGRAMS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

@@ -56,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"pwlu {options.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # Python flushes once more at exit, which would print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

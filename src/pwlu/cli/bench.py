@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pwlu.cli import add_number, check_positive
-from pwlu.common.text import columns, install
-from pwlu.lab.recipes.settings import explain_import_error
+from pwlu.common.text import columns
+from pwlu.lab.recipes.settings import needs_packages
 from pwlu.lab.runs.environment import environment, version
 from pwlu.lab.runs.processes import join_process_group
 
@@ -54,17 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure the network and print the table."""
-    try:
-        _bench(options)
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
-    return 0
-
-
-def _bench(options: argparse.Namespace) -> None:
     check_positive(options, "batch", "threads", "rounds")
-    with explain_import_error(f"loading a run needs more packages ({{}}): {install('train', 'onnx')}"):
+    with needs_packages("loading a run", "train", "onnx"):
         from pwlu.lab.inference.benchmark import measure
         from pwlu.lab.inference.trained_network import load
 
@@ -76,6 +66,7 @@ def _bench(options: argparse.Namespace) -> None:
         found, calls = measure(trained, processes.device, batch, options.rounds, options.compile)
         print("\n".join([_title(trained, batch), _machine(environment(processes)), "", *_table(found, batch), ""]))
         print("\n".join(_notes(trained, options.rounds, calls)))
+    return 0
 
 
 @contextmanager
@@ -92,7 +83,7 @@ def _title(trained: "TrainedNetwork", batch: int) -> str:
     settings = trained.settings
     part = ", backbone only" if trained.detects else ""
     return (
-        f"{trained.path}: {settings.recipe}{part}, {len(trained.sites)} {settings.activation}, "
+        f"{trained.path}: {settings.recipe}{part}, {len(trained.info.sites)} {settings.activation}, "
         f"batch of {batch}, images of {' x '.join(map(str, trained.info.shape))}, float32"
     )
 

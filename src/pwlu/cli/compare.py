@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 from pwlu.cli import add_number, check_positive
 from pwlu.cli.train import add_runs, add_settings, changed_settings
 from pwlu.common import files
-from pwlu.common.text import install
 from pwlu.lab.compare.presets import BASELINE, PRESETS, Comparison, comparison
 from pwlu.lab.compare.table import Table
-from pwlu.lab.recipes.settings import Settings, UserError, explain_import_error
+from pwlu.lab.recipes.settings import Settings, UserError, needs_packages
 
 if TYPE_CHECKING:
     from pwlu.lab.compare.scheduler import Pool
@@ -184,7 +183,7 @@ def _plan(options: argparse.Namespace, silent: bool = False) -> tuple[list[Compa
             raise UserError(f"--{name.replace('_', '-')} works only on a cluster: add --on ray, or write --jobs N instead")
     what = next((text for text in (options.acts, options.preset) if text is not None), "activations")
     comparisons = [comparison(recipe, what, changed_settings(options)) for recipe in dict.fromkeys(options.recipes)]
-    with explain_import_error(f"training needs more packages ({{}}): {install('train')}"):
+    with needs_packages("training", "train"):
         from pwlu.lab.compare.comparison import required_runs
         from pwlu.lab.compare.job import find_existing
         from pwlu.lab.compare.scheduler import title

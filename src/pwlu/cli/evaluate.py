@@ -5,9 +5,8 @@ import math
 from pathlib import Path
 
 from pwlu.cli import add_number, check_positive
-from pwlu.common.text import install
 from pwlu.lab.recipes.catalog import find
-from pwlu.lab.recipes.settings import UserError, explain_import_error
+from pwlu.lab.recipes.settings import UserError, needs_packages
 from pwlu.lab.runs.run_folder import RunFolder
 
 SAVED = "detections.json"
@@ -49,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> dict[str, float]:
-    with explain_import_error(f"evaluation needs more packages ({{}}): {install('train', 'detection')}"):
+    with needs_packages("evaluation", "train", "detection"):
         from pwlu.lab.data import coco
         from pwlu.lab.data.datasets import split_holdout
         from pwlu.lab.tasks import coco_evaluation

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pwlu.cli import add_number
-from pwlu.common.text import install
+from pwlu.common.text import abbreviate
 from pwlu.deploy.onnx_forms import FASTEST, FORMS
 from pwlu.deploy.simplify import simplify_
-from pwlu.lab.recipes.settings import UserError, explain_import_error
+from pwlu.lab.recipes.settings import UserError, needs_packages
 from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.units.module import units_of
 from pwlu.version import __version__
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the file, and describe it."""
     _check(options)
-    with explain_import_error(f"loading a run needs more packages ({{}}): {install('train', 'onnx')}"):
+    with needs_packages("loading a run", "train", "onnx"):
         from pwlu.lab.inference import exporting
         from pwlu.lab.inference.trained_network import load
 
@@ -102,7 +102,7 @@ def _select(trained: "TrainedNetwork", backbone: bool) -> "TrainedNetwork":
     raise UserError(
         f"{trained.path} is a run of {trained.settings.recipe}, a detector. torch.export cannot trace a whole detector of "
         "torchvision, because non-maximum suppression depends on the values of the detections. Add --backbone to export the "
-        f"ResNet with its feature pyramid, which has {len(trained.backbone().sites)} of the {len(trained.sites)} "
+        f"ResNet with its feature pyramid, which has {len(trained.backbone().info.sites)} of the {len(trained.info.sites)} "
         "activations. The complete detector runs in PyTorch: "
         f"pwlu.lab.inference.trained_network.load(Path({str(trained.path)!r})).network"
     )
@@ -138,5 +138,4 @@ def _output(trained: "TrainedNetwork") -> str:
     classes = trained.info.classes
     if trained.detects:
         return f"output: the maps of the feature pyramid, for a detector of {len(classes)} classes"
-    names = f"{', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}"
-    return f"output: batch x {len(classes)}, one score per class before softmax: {names}"
+    return f"output: batch x {len(classes)}, one score per class before softmax: {abbreviate(classes, 10)}"

@@ -7,9 +7,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from pwlu.common.text import install
 from pwlu.lab.recipes.catalog import RECIPES, settings
-from pwlu.lab.recipes.settings import Settings, UserError, explain_import_error, flag
+from pwlu.lab.recipes.settings import Settings, UserError, flag, needs_packages
 from pwlu.lab.runs.processes import join_process_group
 from pwlu.lab.runs.run_folder import RunFolder
 
@@ -80,7 +79,7 @@ def changed_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 def run(options: argparse.Namespace) -> int:
     """Train, and print the result."""
-    with explain_import_error(f"training needs more packages ({{}}): {install('train')}"):
+    with needs_packages("training", "train"):
         from pwlu.lab.training.loop import create_run, train
     from pwlu.lab.runs.divergence import STATUS
     from pwlu.lab.runs.results import read_run

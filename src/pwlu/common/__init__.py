@@ -1,1 +1,1 @@
-"""Code that all other folders use: argument checks, atomic writes, and text for messages and tables."""
+"""Code that all other folders use: argument checks, atomic writes, reports, and text for messages and tables."""

@@ -26,9 +26,10 @@ def counted(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def abbreviate(names: Sequence[str]) -> str:
-    """Join the first three names of a list, and say how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def abbreviate(names: Sequence[str], most: int = 3) -> str:
+    """Join the first names of a list, and say how many more there are. An empty name is that of the model itself."""
+    listed = ", ".join(name or "the model" for name in names[:most])
+    return listed + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def nearest(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.5) -> list[str]:

@@ -1,11 +1,12 @@
 """The report of a conversion."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from pwlu.common.reports import RowReport
 from pwlu.common.text import columns
 from pwlu.initial_functions import InitialFunction
 
@@ -91,7 +92,7 @@ class Change:
 
 
 @dataclass
-class Report:
+class Report(RowReport[Site], rows="sites"):
     """Every site of a model, in the order in which the sample reached them. Prints as a table; iterates over sites.
 
     Attributes:
@@ -105,12 +106,6 @@ class Report:
     sites: list[Site]
     notes: list[str] = field(default_factory=list)
     change: Change | None = None
-
-    def __iter__(self) -> Iterator[Site]:
-        return iter(self.sites)
-
-    def __len__(self) -> int:
-        return len(self.sites)
 
     def of(self, action: str) -> list[Site]:
         """Return the sites with this action: converted, skipped, impossible or unreached."""
@@ -128,10 +123,7 @@ class Report:
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return one dictionary per site, for a data frame or JSON."""
-        rows = [asdict(site) for site in self.sites]
-        for row, site in zip(rows, self.sites, strict=True):
-            row["start"] = site.start and site.start.name
-        return rows
+        return [asdict(site) | {"start": site.start and site.start.name} for site in self.sites]
 
     def __str__(self) -> str:
         head = ("name", "was", "shape", "what happened", "why")

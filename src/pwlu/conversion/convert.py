@@ -14,7 +14,7 @@ from pwlu.conversion.kinds import ARGUMENTS, DEFAULT_KINDS
 from pwlu.conversion.making import UNITS, Factory, activation_maker
 from pwlu.conversion.planning import plan
 from pwlu.conversion.replacing import OriginalActivation, insert_
-from pwlu.conversion.sample_runs import Run, Runs
+from pwlu.conversion.sample_runs import Run, Runs, could_not_run
 from pwlu.conversion.sites import Candidate, Rules, decide, find_sites
 from pwlu.conversion.tracing import stateless_leaf
 from pwlu.conversion.unreached import unreached
@@ -86,7 +86,10 @@ def convert_(
     runs = Runs(model, sample)
     recorded = runs.record(rules.kinds)
     if not recorded:
-        raise _could_not_run(runs)
+        error = runs.failures[Run("eval", 0)]
+        what = "convert_: the model could not be run on the sample, in training or in evaluation mode"
+        hint = " A list holds several samples; if the model takes a list, pass (images,)."
+        raise could_not_run(what, error, hint) from error
     candidates = find_sites(recorded)
     for candidate in candidates:
         decide(candidate, rules)
@@ -235,17 +238,6 @@ def _notes(runs: Runs) -> list[str]:
     for name in [name for name in scripted if name.rpartition(".")[0] not in scripted]:
         notes.append(f"{name} is scripted, so its activations are not found. Convert it before torch.jit.script.")
     return notes
-
-
-def _could_not_run(runs: Runs) -> RuntimeError:
-    error = runs.failures[Run("eval", 0)]
-    new = RuntimeError(
-        "convert_: the model could not be run on the sample, in training or in evaluation mode: "
-        f"{type(error).__name__}: {error}\nThe sample must be an input of the model: a tensor, a tuple of arguments, "
-        "or a dictionary of keyword arguments. A list holds several samples; if the model takes a list, pass (images,)."
-    )
-    new.__cause__ = error
-    return new
 
 
 def _nothing_converted(report: Report, model: nn.Module) -> ValueError:

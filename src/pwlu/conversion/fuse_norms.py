@@ -1,15 +1,15 @@
 """Fuse batch norms with the PWLUs after them: norm, addition and PWLU take one pass over memory in training."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pwlu.common.reports import RowReport
 from pwlu.common.text import columns, counted
 from pwlu.conversion.convert import check_unwrapped
-from pwlu.conversion.sample_runs import Run, Runs
+from pwlu.conversion.sample_runs import Run, Runs, could_not_run
 from pwlu.units.deferred_norm import Deferred, DeferredNorm, deferring, has_hooks
 from pwlu.units.module import PWLU, require_model, require_units
 
@@ -37,17 +37,11 @@ class NormSite:
 
 
 @dataclass
-class NormReport:
+class NormReport(RowReport[NormSite], rows="sites"):
     """A report of every batch norm of a model. Printing it shows a table; iterating over it gives the sites."""
 
     model: str
     sites: list[NormSite]
-
-    def __iter__(self) -> Iterator[NormSite]:
-        return iter(self.sites)
-
-    def __len__(self) -> int:
-        return len(self.sites)
 
     @property
     def fused(self) -> list[NormSite]:
@@ -154,10 +148,7 @@ def _recorded(model: nn.Module, sample: Any, classes: dict[str, type]) -> dict[s
     try:
         Runs(model, sample).run_if_possible(Run("train", 0), prepare)
     except Exception as error:
-        raise RuntimeError(
-            f"fuse_norms_: the model could not be run on the sample in training mode: {type(error).__name__}: {error}\n"
-            "The sample must be an input of the model: a tensor, a tuple of arguments, or a dictionary of keyword arguments."
-        ) from error
+        raise could_not_run("fuse_norms_: the model could not be run on the sample in training mode", error) from error
     return {name: recorder.sites.get(name, NormSite(name, reason="the sample did not reach it")) for name in classes}
 
 

@@ -29,7 +29,12 @@ def tensors_to_bytes(state: Mapping[str, Any], conversion: dict[str, Any] | None
                 "model, gather the state dict by torch.distributed.checkpoint.state_dict.get_model_state_dict, load it into a "
                 "model that is not sharded, and save that one"
             )
-        same = value.data_ptr(), value.dtype, value.shape, value.stride()
+        if value.is_meta:
+            raise ValueError(
+                f"save: {key} is on the meta device, which holds no values. Load or initialise the weights first, for example "
+                "by pwlu.load_into"
+            )
+        same = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
         if value.numel() and first.setdefault(same, key) != key:
             tied[key] = first[same]
         else:

@@ -22,6 +22,14 @@ from pwlu.conversion.quiet import quiet
 from pwlu.conversion.tracing import Call, Recorder, registrations, stateless_leaf, unshare
 
 
+def could_not_run(what: str, error: Exception, hint: str = "") -> RuntimeError:
+    """Return the error about a model that fails on the sample, to raise from the original error."""
+    return RuntimeError(
+        f"{what}: {type(error).__name__}: {error}\nThe sample must be an input of the model: a tensor, a tuple of arguments, "
+        f"or a dictionary of keyword arguments.{hint}"
+    )
+
+
 class Run(NamedTuple):
     """One run of the model: its mode and the number of its sample."""
 

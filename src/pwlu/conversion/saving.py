@@ -63,10 +63,11 @@ def serialise(model: nn.Module) -> bytes:
 def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
     """Convert a model in the same way as the saved model, and load the weights from the file.
 
-    No sample is needed. Names and shapes are checked before the model changes.
+    No sample is needed. Names and shapes are checked before the model changes. Weights that the model shares between modules
+    stay shared, and the new PWLUs share the weights that they shared when they were saved.
 
     Args:
-        model: the unconverted model, or the converted model.
+        model: the unconverted model, or the converted model. It may be on the meta device.
         path: a file that :func:`save` wrote.
 
     Returns:
@@ -89,15 +90,15 @@ def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
             f"load_into: {path} does not say how its model was converted, so pwlu.save did not write it. Convert the model in "
             "the same way as before, then write model.load_state_dict(safetensors.torch.load_file(path))"
         )
-    try:
-        conversion = _checked("load_into", json.loads(written))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"load_into: the conversion in the file is damaged: {error!r}. {_AGAIN}") from error
+    conversion = _checked("load_into", written)
     units = _units("load_into", model, conversion)
-    state |= {key: state[other] for key, other in conversion.get("tied", {}).items() if other in state}
+    tied = {key: other for key, other in conversion.get("tied", {}).items() if other in state}
+    state |= {key: state[other] for key, other in tied.items()}
     _check_shapes(model, units, {key: tuple(value.shape) for key, value in state.items()})
     insert_(model, units)
-    model.load_state_dict(state, assign=any(value.is_meta for value in model.state_dict().values()))
+    _tie(model, units, tied)
+    _materialise(model, state)
+    model.load_state_dict(state)
     return list(units)
 
 
@@ -181,8 +182,9 @@ class _Lines:
 
 
 def _checked(caller: str, conversion: Any) -> dict[str, Any]:
-    """Return the conversion; raise ValueError if a later version wrote it in a format that this version does not know."""
+    """Return a conversion, which may be JSON. Raise ValueError if a later version wrote it in a format that is unknown here."""
     try:
+        conversion = json.loads(conversion) if isinstance(conversion, str) else conversion
         number, version = int(conversion["format"]), conversion["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{caller}: the conversion in the file is damaged: {error!r}. {_AGAIN}") from error
@@ -259,6 +261,32 @@ def _make_unit(row: dict[str, Any], model: nn.Module, again: bool) -> tuple[PWLU
         if not child.isidentifier() or child != expected:
             raise ValueError(f"the edit of {row['name']!r} must name the child {expected!r}, not {child!r}")
     return unit, edit
+
+
+def _tie(model: nn.Module, units: _Units, tied: dict[str, str]) -> None:
+    """Give the new PWLUs the parameters that they shared, with each other or with other modules, when they were saved."""
+    new = {module for unit, _ in units.values() for module in unit.modules()}
+    groups: dict[str, list[str]] = {}
+    for key, first in tied.items():
+        groups.setdefault(first, [first]).append(key)
+    for keys in groups.values():
+        places = [(model.get_submodule(owner), name) for owner, _, name in (key.rpartition(".") for key in keys)]
+        places = sorted((place for place in places if place[1] in place[0]._parameters), key=lambda place: place[0] in new)
+        for owner, name in places[1:]:
+            if owner in new:  # the model itself decides what its other modules share
+                setattr(owner, name, getattr(*places[0]))
+
+
+def _materialise(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Replace each tensor on the meta device by that of the file, once, because load_state_dict would separate shared ones."""
+    own = model.state_dict(keep_vars=True)
+    made = {
+        id(old): nn.Parameter(state[key], old.requires_grad) if isinstance(old, nn.Parameter) else state[key]
+        for key, old in own.items()
+        if old.is_meta
+    }
+    if made:
+        model.load_state_dict({key: made.get(id(old), old) for key, old in own.items()}, assign=True)
 
 
 def _check_shapes(model: nn.Module, units: _Units, found: dict[str, tuple[int, ...]]) -> None:

@@ -62,12 +62,6 @@ def least_errors(functions: Knots) -> tuple[Tensor, Tensor, Tensor]:
     return torch.stack(least, 1).index_fill_(1, torch.arange(2), torch.inf), torch.stack(last, 1), torch.stack(before)
 
 
-def fewest_knots(functions: Knots, allowed: Tensor) -> Tensor:
-    """Return the least number of knots (C,) with an error of at most `allowed` (C,) in each channel."""
-    least, *_ = least_errors(functions)
-    return (least <= allowed[:, None]).int().argmax(1)
-
-
 def keep_fewest_knots(functions: Knots, allowed: Tensor) -> Knots:
     """Return functions with the smallest number of knots that suffices for an error of `allowed` (C,) in every channel.
 

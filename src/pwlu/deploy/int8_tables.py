@@ -1,8 +1,7 @@
 """Replace PWLUs with 8-bit inputs by tables of 256 entries per channel."""
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pwlu import ops
+from pwlu.common.reports import RowReport
 from pwlu.common.text import columns
 
 _QUANTISE = ("quantized_decomposed::quantize_per_tensor", "quantized_decomposed::quantize_per_channel")
@@ -37,7 +37,7 @@ class Tabulated:
 
 
 @dataclass
-class Tables:
+class Tables(RowReport[Tabulated], rows="calls"):
     """The report of :func:`tabulate_`: every call of a PWLU, in graph order. Prints as a table; iterates over calls.
 
     Attributes:
@@ -48,20 +48,10 @@ class Tables:
     model: str
     calls: list[Tabulated]
 
-    def __iter__(self) -> Iterator[Tabulated]:
-        return iter(self.calls)
-
-    def __len__(self) -> int:
-        return len(self.calls)
-
     @property
     def tabulated(self) -> list[Tabulated]:
         """Return the calls that are tables now."""
         return [call for call in self.calls if call.rows]
-
-    def as_dicts(self) -> list[dict[str, Any]]:
-        """Return one dictionary per call, for a data frame or JSON."""
-        return [asdict(call) for call in self.calls]
 
     def __str__(self) -> str:
         rows = [

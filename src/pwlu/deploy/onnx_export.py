@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from pwlu.common import checks, files
-from pwlu.common.text import counted, install
+from pwlu.common.text import abbreviate, counted, install
+from pwlu.conversion.sample_runs import could_not_run
 from pwlu.deploy.fuse import FusedNonUniformPWLU, FusedPWLU, fuse_
 from pwlu.deploy.onnx_check import Difference, Inputs, agreement, outputs
 from pwlu.deploy.onnx_file import finish, write_units_alone
@@ -142,20 +143,18 @@ def export_onnx(
             f"export_onnx: {type(model).__name__} has no PWLU, only {', '.join(f'{n} {kind}' for kind, n in kinds.items())}. "
             "Export it without pwlu: torch.onnx.export(model, args, path)"
         )
-    options: dict[str, Any] = {"form": form, "opset": opset, "dynamic_batch": dynamic_batch, "tolerance": tolerance}
-    return export(model, sample, Path(path), metadata=metadata, **options)
+    return export(model, sample, Path(path), metadata or {}, form, opset, dynamic_batch, tolerance)
 
 
 def export(
     model: nn.Module,
     sample: Any,
     target: Path,
-    *,
+    metadata: Mapping[str, str],
     form: str = FASTEST,
     opset: int = _OLDEST_OPSET,
     dynamic_batch: bool = True,
     tolerance: float | None = None,
-    metadata: Mapping[str, str] | None = None,
 ) -> OnnxReport:
     """Do what :func:`export_onnx` does, also for a model without PWLUs."""
     opset = checks.check_integer("export_onnx", "opset", opset, "18 is the default", _OLDEST_OPSET)
@@ -167,10 +166,7 @@ def export(
     try:
         outputs(plain, inputs)
     except Exception as error:
-        raise RuntimeError(
-            f"export_onnx: the model does not run on the sample: {type(error).__name__}: {error}\nThe sample must be an input "
-            "of the model: a tensor, a tuple of arguments, or a dictionary of keyword arguments."
-        ) from error
+        raise could_not_run("export_onnx: the model does not run on the sample", error) from error
     written = copy.deepcopy(plain)
     if units_of(written):
         fuse_(written)
@@ -178,7 +174,7 @@ def export(
     with files.atomic_write(target) as file:
         _write(written, inputs, file, opset, dynamic_batch)
         alone = _check_units_alone(onnx, runtime, file, plain, units, inputs, dynamic_batch)
-        operators = finish(onnx, file, opset, metadata or {})
+        operators = finish(onnx, file, opset, metadata)
         terms = max((units[name].terms for name in alone.units), default=2)
         found = agreement(plain, _runner(runtime, file, inputs), inputs, dynamic_batch, terms, tolerance)
         for each, what in ((alone, f"of the PWLU {alone.unit!r}, on inputs of every segment,"), (found, "of the model")):
@@ -203,8 +199,7 @@ def _check_arguments(model: nn.Module, target: Path, form: str) -> None:
     if target.is_dir():
         raise IsADirectoryError(f"export_onnx: {target} is a folder. Pass a file in it, such as {target / 'model.onnx'}")
     if training := [name for name, module in model.named_modules() if module.training]:
-        listed = ", ".join(name or "the model" for name in training[:3]) + (", ..." if len(training) > 3 else "")
-        raise ValueError(f"export_onnx: {listed} is in training mode. Call model.eval() first")
+        raise ValueError(f"export_onnx: {abbreviate(training)} is in training mode. Call model.eval() first")
     types = {str(t.dtype).removeprefix("torch.") for t in model.parameters() if t.is_floating_point()}
     if wrong := types & {"bfloat16", "float64"}:
         raise ValueError(

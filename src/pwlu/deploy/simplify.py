@@ -1,8 +1,8 @@
 """Reduce PWLUs to fewer intervals or simpler modules (simplify_), or increase the number of intervals (refine_)."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,13 +12,14 @@ from pwlu import reference
 from pwlu.baselines import PReLU
 from pwlu.baselines.arguments import ChannelActivation, Device, DType
 from pwlu.common import checks
+from pwlu.common.reports import RowReport
 from pwlu.common.text import abbreviate, columns, counted
 from pwlu.conversion.convert import wrapper_of
 from pwlu.deploy.fewest_knots import keep_fewest_knots
 from pwlu.deploy.fitting import SIMPLE, Fit, fit
 from pwlu.initial_functions import find_initial_function, fit_bounds
 from pwlu.reference import nonuniform as nonuniform_reference
-from pwlu.units.module import PWLU, apply_constraint, controlled, exact_blocks, require_units
+from pwlu.units.module import PWLU, apply_constraint, controlled, exact_blocks, require_units, require_values
 from pwlu.units.nonuniform import NonUniformPWLU, exact_knots
 
 
@@ -72,7 +73,7 @@ class Simplified:
 
 
 @dataclass
-class Simplification:
+class Simplification(RowReport[Simplified], rows="units"):
     """The report of :func:`simplify_`: every unit, in model order. Prints as a table; iterates over units.
 
     Attributes:
@@ -85,19 +86,9 @@ class Simplification:
     tolerance: float
     units: list[Simplified]
 
-    def __iter__(self) -> Iterator[Simplified]:
-        return iter(self.units)
-
-    def __len__(self) -> int:
-        return len(self.units)
-
     def of(self, became: str) -> list[Simplified]:
         """Return the units that became this: identity, relu, line, prelu, fewer or kept."""
         return [unit for unit in self.units if unit.became == became]
-
-    def as_dicts(self) -> list[dict[str, Any]]:
-        """Return one dictionary per unit, for a data frame or JSON."""
-        return [asdict(unit) for unit in self.units]
 
     def __str__(self) -> str:
         head = ("unit", "channels", "intervals", "became", "error", "of the range", "why")
@@ -172,7 +163,7 @@ def simplify_(
     if not fits:
         raise ValueError(
             f"simplify_: where must return True for at least one PWLU, but it returned False for all of "
-            f"{abbreviate([name or 'the model' for name in units])}"
+            f"{abbreviate(list(units))}"
         )
     return Simplification(type(model).__name__, tolerance, [_apply_fit(name, units[name], fits[name]) for name in fits])
 
@@ -231,8 +222,7 @@ def _check_model(caller: str, model: nn.Module, kinds: tuple[type[PWLU], ...] = 
             f"{caller}: {abbreviate(subclassed)} is an instance of a subclass of PWLU ({type(units[subclassed[0]]).__name__}), "
             "whose forward may differ. Replace it by a PWLU first, or pass the parts of the model that have other PWLUs"
         )
-    if empty := [name for name, unit in units.items() if unit.weight.is_meta]:
-        raise ValueError(f"{caller}: {abbreviate(empty)} is on the meta device and has no values. Load the weights first")
+    require_values(caller, units)
     if trained := controlled(units):
         raise RuntimeError(
             f"{caller}: {abbreviate(trained)} has a TwoPhase, whose optimizer trains the parameters to be replaced. After "

@@ -49,7 +49,7 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], **options: Any) 
     Raises:
         ValueError: if the model has no PWLU, or has fused units or other activations in their place.
     """
-    _record(model)
+    record_conversion(model)
     model.save_pretrained(folder, **options)
 
 
@@ -79,11 +79,6 @@ def from_pretrained(cls: Any, name: str | os.PathLike[str], **options: Any) -> A
             "pwlu.integrations.hugging_face.save_pretrained(model, folder), or train it with a TwoPhaseCallback"
         )
     return cls.from_pretrained(name, config=config, **options)
-
-
-def _record(model: Any) -> None:
-    if hasattr(model, "config"):  # the Trainer also accepts models without one
-        record_conversion(model)
 
 
 class TwoPhaseCallback(TrainerCallback):
@@ -138,7 +133,7 @@ class TwoPhaseCallback(TrainerCallback):
             self.phases._detach()  # an interrupted training has left it attached
         self._phase_at_end = 0
         with contextlib.suppress(ValueError):  # the model has other activations than PWLUs: from_pretrained will report it
-            _record(model)
+            record_conversion(model)
         steps = self._steps(args, kwargs.get("train_dataloader"))
         self.phases = phases = TwoPhase(model, optimizer, steps, rule=self.rule)
         if state.global_step and phases.phase == 1 and not phases.steps:

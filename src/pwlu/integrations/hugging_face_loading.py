@@ -61,7 +61,9 @@ class PWLUQuantizer(HfQuantizer):
 
 
 def record_conversion(model: Any) -> None:
-    """Write the conversion of a model into its config."""
+    """Write the conversion of a model into its config, if it has one: the Trainer also accepts models without."""
+    if not hasattr(model, "config"):
+        return
     method = _method(model.config)
     if method not in (None, METHOD):
         raise ValueError(

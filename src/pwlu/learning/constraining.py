@@ -8,7 +8,7 @@ from torch import nn
 
 from pwlu.units.constraints import Constraint, keep_constrained
 from pwlu.units.dynamic import DynamicPWLU
-from pwlu.units.module import PWLU, apply_constraint, require_units, weight_parameter
+from pwlu.units.module import PWLU, apply_constraint, require_units, require_values, weight_parameter
 from pwlu.units.nonuniform import NonUniformPWLU
 
 _REFUSED: dict[type[PWLU], str] = {
@@ -61,6 +61,7 @@ def constrain_(
         pwlu.constrain_(model, lipschitz=1.0, monotone=True)  # ['1']
     """
     units = require_units("constrain_", model, _REFUSED)
+    require_values("constrain_", units)
     constraint = check_constraint(Constraint(lipschitz, monotone, convex, odd, range))
     for name, unit in units.items():
         weight = weight_parameter(unit)
@@ -69,10 +70,6 @@ def constrain_(
             raise ValueError(
                 f"constrain_: {name or 'the model'} is {weight.dtype}, which has no two numbers in range={range!r}. Write a "
                 "wider range, or use float64"
-            )
-        if weight.is_meta:
-            raise ValueError(
-                f"constrain_: {name or 'the model'} is on the meta device and has no values. Load the weights first"
             )
     for unit in units.values():
         unit.constraint = constraint if any(value not in (None, False) for value in constraint) else None

@@ -27,8 +27,6 @@ class FunctionTable:
         self.rows = parameter_indices(tuple(self.lengths), intervals, device)
         self.places = self.rows.reshape(-1).argsort()  # the inverse permutation
         counts = torch.tensor(channels)
-        # The offset of each unit in the concatenated weights, and its number of functions, for kernels.
-        self.units = torch.stack([counts.cumsum(0).sub(counts).mul(intervals + 5), counts], 1).to(device)
         layers = torch.arange(len(channels)).repeat_interleave(counts)
         self.layer = layers.to(device)
         self.counts = counts.repeat_interleave(counts)[:, None].to(device, dtype)

@@ -12,9 +12,9 @@ from pwlu.analysis.quantiles import bin_width
 from pwlu.common.text import abbreviate
 from pwlu.learning.function_table import HEIGHTS, LEFT, RIGHT, SLOPES, interval, table_of
 from pwlu.learning.optimizers import state_optimizer, unwrap_optimizer
-from pwlu.learning.two_phase_checks import check_copy, check_optimizer, check_weights
+from pwlu.learning.two_phase_checks import check_copies, check_optimizer, check_weights
 from pwlu.units.dynamic import DynamicPWLU
-from pwlu.units.module import PWLU, apply_constraint, require_units, weight_parameter
+from pwlu.units.module import PWLU, apply_constraint, require_units, require_values, weight_parameter
 from pwlu.units.nonuniform import NonUniformPWLU
 from pwlu.units.sharding import full_values, write_parameter
 
@@ -95,7 +95,7 @@ def regrid_(
     units = require_units("regrid_", model, _REFUSED)
     found = _by_name(inputs)
     _check(units, found)
-    others = [check_copy("regrid_", copy, units) for copy in ([copies] if isinstance(copies, nn.Module) else copies)]
+    others = check_copies("regrid_", copies, units)
     state: Mapping[Any, Any] = {}
     if optimizer is not None:
         optimizer = unwrap_optimizer("regrid_", optimizer)
@@ -212,8 +212,7 @@ def _by_name(inputs: Any) -> dict[str, Measured]:
 
 def _check(units: dict[str, PWLU], found: dict[str, Measured]) -> None:
     check_weights("regrid_", units)
-    if empty := [name for name, unit in units.items() if unit.weight.is_meta]:
-        raise ValueError(f"regrid_: {abbreviate(empty)} is on the meta device and has no values. Load the weights first")
+    require_values("regrid_", units)
     if early := [name for name, unit in units.items() if unit.phase == 1]:
         raise RuntimeError(
             f"regrid_: {abbreviate(early)} is in Phase I, in which PWLUs do not change. Train until phases.phase is 2, or call "

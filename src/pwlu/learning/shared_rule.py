@@ -27,7 +27,7 @@ The penalty does not act on the bounds: only the loss moves them. In a :class:`p
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -102,41 +102,49 @@ def add_penalty_(rule: SharedRule, units: Iterable[PWLU]) -> Tensor:
 
 
 class _Group(NamedTuple):
-    """Units that are computed together, with their state before the optimizer's step.
+    """Units that are computed together, with the tables of their state before the optimizer's step."""
 
-    Kernels compute with concatenated weights and gradients, and torch with their tables.
-    """
-
-    weights: list[Any]
-    table: FunctionTable
+    weights: Sequence[Any]
     settings: dict[str, Any]  # the optimizer's settings of their parameter group
+    table: FunctionTable
     before: Tensor  # the weights
     gradient: Tensor  # the shared gradients
-    share: Tensor | None = None  # w, (F, 1); None with kernels
-    factors: Tensor | None = None  # the factors of scale_gradients, (F, N + 5)
+    share: Tensor  # w, (F, 1)
+    factors: Tensor | None  # the factors of scale_gradients, (F, N + 5)
+
+
+class _KernelGroup(NamedTuple):
+    """Units that kernels compute together."""
+
+    weights: Sequence[Any]
+    settings: dict[str, Any]
+    kernel: Any
+    kept: Any  # its state from before the optimizer's step
 
 
 @torch._disable_dynamo  # it reads cached tables; torch.compiler.disable would import the compiler with pwlu
 @torch.no_grad()
-def share_gradients_(rule: SharedRule, units: Iterable[PWLU], optimizer: Optimizer) -> list[_Group]:
+def share_gradients_(rule: SharedRule, units: Iterable[PWLU], optimizer: Optimizer) -> list[_Group | _KernelGroup]:
     """Share the gradients of units, in place. Return what :func:`smooth_` needs after the optimizer's step."""
     group_index = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    units_by_key: dict[Any, list[PWLU]] = defaultdict(list)
+    found: dict[Any, list[tuple[PWLU, Any, Tensor]]] = defaultdict(list)
     for unit in units:
         weight: Any = unit._parameters["weight"]  # TwoPhase has checked that it is a parameter
-        # A unit that was frozen when the optimizer was made is not in it, and no step moves it.
-        if weight.requires_grad and weight.grad is not None and id(weight) in group_index:
-            key = unit.intervals, weight.device, weight.dtype, group_index[id(weight)], is_sharded(weight)
-            units_by_key[key].append(unit)
-    groups = []
-    for (_, device, _, number, sharded), members in units_by_key.items():
-        weights: list[Any] = [unit._parameters["weight"] for unit in members]
-        gradients = [weight.grad for weight in weights]
-        table, settings = table_of(members), optimizer.param_groups[number]
+        # A unit that was frozen when the optimizer was made is not in it, and no step moves it. pop() because several units may
+        # have one weight.
+        number = group_index.pop(id(weight), None)
+        if number is not None and weight.requires_grad and (gradient := weight.grad) is not None:
+            key = unit.intervals, weight.device, weight.dtype, number, is_sharded(weight)
+            found[key].append((unit, weight, gradient))
+    groups: list[_Group | _KernelGroup] = []
+    for (_, device, _, number, sharded), each in found.items():
+        members, weights, gradients = zip(*each, strict=True)
+        settings = optimizer.param_groups[number]
         scaled = any(unit._buffers["gradient_scale"] is not None for unit in members)
-        if not (sharded or scaled) and (found := _shared_by_kernel(rule, weights, gradients, table)) is not None:
-            groups.append(_Group(weights, table, settings, *found))
+        if not (sharded or scaled) and (group := _shared_by_kernel(rule, members, weights, gradients, settings)):
+            groups.append(group)
             continue
+        table = table_of(members)
         with torch.autocast(device.type, enabled=False):
             before = table.read(weights)
             d = interval(before)
@@ -144,23 +152,20 @@ def share_gradients_(rule: SharedRule, units: Iterable[PWLU], optimizer: Optimiz
             factors = _gradient_factors(members, table) if scaled else None
             gradient = shared(table.read(gradients), share, table, rule.sharing, factors)
             table.write(gradients, gradient)
-        groups.append(_Group(weights, table, settings, before, gradient, share, factors))
+        groups.append(_Group(weights, settings, table, before, gradient, share, factors))
     return groups
 
 
 def _shared_by_kernel(
-    rule: SharedRule, weights: list[Tensor], gradients: list[Tensor], table: FunctionTable
-) -> tuple[Tensor, Tensor] | None:
-    """Share gradients by a kernel, in place. Return the concatenated weights and gradients, or None if there is no kernel."""
+    rule: SharedRule, units: Sequence[PWLU], weights: Sequence[Tensor], gradients: Sequence[Tensor], settings: dict[str, Any]
+) -> _KernelGroup | None:
+    """Share gradients by a kernel, in place. Return None if no kernel can."""
     kernel = dispatch.kernel_of(weights[0])
-    if not hasattr(kernel, "share_gradients") or {t.dtype for t in (*weights, *gradients)} != {torch.float32}:
+    if not hasattr(kernel, "share_gradients"):
         return None
-    before = torch.cat(weights)
-    gradient = kernel.share_gradients(before, torch.cat(gradients), table.units, table.intervals, rule.sharing)
-    if gradient is NotImplemented:
-        return None
-    torch._foreach_copy_(gradients, gradient.split(table.lengths))
-    return before, gradient
+    channels = [unit.channels for unit in units]
+    kept = kernel.share_gradients(weights, gradients, channels, units[0].intervals, rule.sharing, not _tells_rate(settings))
+    return None if kept is NotImplemented else _KernelGroup(weights, settings, kernel, kept)
 
 
 def shared(gradient: Tensor, share: Tensor, table: FunctionTable, sharing: float, factors: Tensor | None) -> Tensor:
@@ -176,16 +181,15 @@ def shared(gradient: Tensor, share: Tensor, table: FunctionTable, sharing: float
 
 @torch._disable_dynamo  # it reads cached tables; torch.compiler.disable would import the compiler with pwlu
 @torch.no_grad()
-def smooth_(rule: SharedRule, groups: Iterable[_Group], optimizer: Optimizer) -> None:
+def smooth_(rule: SharedRule, groups: Iterable[_Group | _KernelGroup], optimizer: Optimizer) -> None:
     """Take the implicit step of the penalty on the weights of units, in place, after a step of the optimizer."""
     if not rule.bend:
         return
     for group in groups:
-        table = group.table
-        rate = _known_rate(group, optimizer)
-        if group.share is None:
-            _smooth_by_kernel(rule, group, rate, getattr(optimizer, "grad_scale", None))
+        if isinstance(group, _KernelGroup):
+            _smooth_by_kernel(rule, group, optimizer)
             continue
+        table, rate = group.table, _known_rate(group.settings, optimizer, group.before)
         with torch.autocast(table.device.type, enabled=False):
             now = table.read(group.weights)
             d = interval(now)
@@ -199,22 +203,20 @@ def smooth_(rule: SharedRule, groups: Iterable[_Group], optimizer: Optimizer) ->
             table.write(group.weights, now - change)
 
 
-def _smooth_by_kernel(rule: SharedRule, group: _Group, rate: Any, scale: Tensor | None) -> None:
-    """Take the implicit step by a kernel. `rate` is the known rate, or None; gradients have been multiplied by `scale`."""
-    table = group.table
-    now = torch.cat(group.weights)
-    strength = 2 * rule.bend * (table.intervals / INTERVALS) ** 4
-    gradient = None
+def _smooth_by_kernel(rule: SharedRule, group: _KernelGroup, optimizer: Optimizer) -> None:
+    """Take the implicit step by a kernel, in place."""
+    (now, *_), scale = group.weights, None
+    strength = 2 * rule.bend * (group.kept.intervals / INTERVALS) ** 4
+    rate = _known_rate(group.settings, optimizer, now)
     if rate is None:  # the kernel measures it
-        gradient, scale = group.gradient, scale if scale is None else scale.to(now)
+        scale = getattr(optimizer, "grad_scale", None)
+        scale = scale if scale is None else scale.to(now)
     elif isinstance(rate, Tensor) and rate.device.type != "cpu":
-        rate, scale = rate.to(now), None
+        rate = rate.to(now)
     else:
-        strength, rate, scale = strength * float(rate), None, None
-    new = dispatch.kernel_of(now).smooth(
-        now, group.before, gradient, table.units, table.intervals, rule.sharing, strength, rate, scale
-    )
-    torch._foreach_copy_(group.weights, new.split(table.lengths))
+        strength, rate = strength * float(rate), None
+    if group.kernel.smooth(group.weights, group.kept, strength, rate, scale) is NotImplemented:
+        raise RuntimeError("TwoPhase: the optimizer has changed the dtype or layout of weights, so the rule cannot follow")
 
 
 def implicit_change(bent: Tensor, share: Tensor, table: FunctionTable, rule: SharedRule, rate: Any) -> Tensor:
@@ -235,15 +237,19 @@ def implicit_change(bent: Tensor, share: Tensor, table: FunctionTable, rule: Sha
     return torch.addcmul(coefficients * deviation_factor, common, common_factor - deviation_factor) @ modes.back
 
 
-def _known_rate(group: _Group, optimizer: Optimizer) -> Any:
+def _tells_rate(settings: dict[str, Any]) -> bool:
+    return "momentum" in settings and "dampening" in settings
+
+
+def _known_rate(settings: dict[str, Any], optimizer: Optimizer, like: Tensor) -> Any:
     """Return how far a constant gradient of 1 moves a parameter per step, if the settings say so: a number or a tensor."""
-    settings, found_inf = group.settings, getattr(optimizer, "found_inf", None)
-    if "momentum" not in settings or "dampening" not in settings:
+    if not _tells_rate(settings):
         return None
+    found_inf = getattr(optimizer, "found_inf", None)
     momentum = settings["momentum"]  # without it, SGD ignores dampening
     rate = settings["lr"] * ((1 - settings["dampening"]) / (1 - momentum) if momentum else 1)
     # GradScaler calls a fused optimizer even for a skipped step, and sets found_inf.
-    return rate if found_inf is None else rate * (found_inf == 0).to(group.before)
+    return rate if found_inf is None else rate * (found_inf == 0).to(like)
 
 
 def _measured_rate(rule: SharedRule, group: _Group, optimizer: Optimizer, now: Tensor, bent: Tensor) -> Tensor:
@@ -259,7 +265,7 @@ def _measured_rate(rule: SharedRule, group: _Group, optimizer: Optimizer, now: T
     return torch.where(rate.isfinite(), rate, 0.0)  # not finite: there was no gradient, or the step was skipped
 
 
-def _gradient_factors(units: list[PWLU], table: FunctionTable) -> Tensor:
+def _gradient_factors(units: Sequence[PWLU], table: FunctionTable) -> Tensor:
     """Return the factors of scale_gradients, 1 for units without any."""
     scales = [unit._buffers["gradient_scale"] for unit in units]
     ones = [torch.ones(length, device=table.device) for length in table.lengths]

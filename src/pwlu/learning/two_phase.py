@@ -21,7 +21,7 @@ from pwlu.learning.freezing import remove_gradients
 from pwlu.learning.optimizers import add_momentum_buffers, complete_state, state_optimizer, unwrap_optimizer
 from pwlu.learning.realignment import Realigned, realign_
 from pwlu.learning.shared_rule import DEFAULT_RULE, SharedRule, add_penalty_, find_rule, share_gradients_, smooth_
-from pwlu.learning.two_phase_checks import check_copy, check_optimizer, check_rule, check_weights, warn_of_decay
+from pwlu.learning.two_phase_checks import check_copies, check_optimizer, check_rule, check_weights, warn_of_decay
 from pwlu.units.module import PWLU, controlled, require_units
 from pwlu.units.nonuniform import NonUniformPWLU
 from pwlu.units.sharding import full_values, write_parameter
@@ -98,9 +98,7 @@ class TwoPhase:
         optimizer = unwrap_optimizer("TwoPhase", optimizer)
         check_rule(self.rule, optimizer)
         check_optimizer("TwoPhase", optimizer, self._units)
-        self.copies = [
-            check_copy("TwoPhase", copy, self._units) for copy in ([copies] if isinstance(copies, nn.Module) else copies)
-        ]
+        self.copies = check_copies("TwoPhase", copies, self._units)
         if process_group is None and isinstance(model, DistributedDataParallel):
             process_group = model.process_group
         self.process_group = process_group

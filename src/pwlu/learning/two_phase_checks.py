@@ -1,7 +1,7 @@
 """Argument checks and warnings of TwoPhase and regrid_. `caller` is the one that errors name."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -50,8 +50,12 @@ def check_optimizer(caller: str, optimizer: Optimizer, units: Mapping[str, PWLU]
         )
 
 
-def check_copy(caller: str, copy: nn.Module, units: Mapping[str, PWLU]) -> list[PWLU]:
-    """Check that a copy of the model has the same units; return them."""
+def check_copies(caller: str, copies: nn.Module | Sequence[nn.Module], units: Mapping[str, PWLU]) -> list[list[PWLU]]:
+    """Check that each copy of the model has the same units; return the units of each."""
+    return [_check_copy(caller, copy, units) for copy in ([copies] if isinstance(copies, nn.Module) else copies)]
+
+
+def _check_copy(caller: str, copy: nn.Module, units: Mapping[str, PWLU]) -> list[PWLU]:
     others = list(units_of(copy).values())
     shapes = [[(u.intervals, [p.shape for p in u.parameters()]) for u in each] for each in (units.values(), others)]
     if shapes[0] != shapes[1]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pwlu.common.text import install, nearest
+from pwlu.common.text import abbreviate, install, nearest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 # black and white: 7 colours and 4 styles make 28 different lines.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 STYLES = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1.5, 1)))
-_MOST_NAMED = 8
 
 
 def evenly_spaced(count: int, most: int) -> list[int]:
@@ -66,5 +65,5 @@ def require_known(caller: str, what: str, name: Any, known: list[str]) -> None:
     if name not in known:
         near = nearest(str(name), known)
         hint = f"Did you mean {near[0]!r}? " if near else ""
-        names = ", ".join(map(repr, known[:_MOST_NAMED])) + (", ..." if len(known) > _MOST_NAMED else "")
-        raise ValueError(f"{caller}: {what} {name!r} is unknown. {hint}Known: {names or 'none'}")
+        names = abbreviate([repr(other) for other in known], 8) or "none"
+        raise ValueError(f"{caller}: {what} {name!r} is unknown. {hint}Known: {names}")

@@ -13,7 +13,9 @@ from pwlu.analysis.alignment import Alignment
 from pwlu.analysis.curves import curves_of
 from pwlu.analysis.shapes import Shapes, describe
 from pwlu.initial_functions import INITIAL_FUNCTIONS, initial_parameters
-from pwlu.lab.recipes.settings import UNITS, UserError
+from pwlu.lab.compare.presets import TITLES
+from pwlu.lab.recipes import catalog
+from pwlu.lab.recipes.settings import UNITS, Settings, UserError
 from pwlu.lab.runs.results import no_run_error
 from pwlu.lab.runs.run_folder import RunFolder
 from pwlu.lab.runs.tensor_files import tensors
@@ -80,8 +82,16 @@ class RunData:
         """Return recipe, activation and seed, or the name of the folder if they are unknown."""
         if not self.config:
             return self.path.resolve().name
-        activation = self.config.get("activation", "pwlu").replace("pwlu", "PWLU").replace("relu", "ReLU")
-        return f"{self.config['recipe']}, {activation}, seed {self.config.get('seed', 0)}"
+        activation = self.config.get("activation", "pwlu")
+        return f"{self.config['recipe']}, {TITLES.get(activation, activation)}, seed {self.config.get('seed', 0)}"
+
+    @property
+    def settings(self) -> Settings | None:
+        """Return the settings; None if they are unknown, or of another version."""
+        try:
+            return catalog.settings(**self.config)
+        except (TypeError, UserError):
+            return None
 
     @property
     def steps_per_epoch(self) -> int:

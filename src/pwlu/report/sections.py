@@ -7,9 +7,8 @@ from html import escape
 from typing import Any
 
 from pwlu.analysis.alignment import HEALTHY, Alignment, UnitAlignment, share_outside
-from pwlu.lab.recipes import catalog, experiment
-from pwlu.lab.recipes.metrics import format_metrics
-from pwlu.lab.recipes.settings import UserError
+from pwlu.lab.recipes import experiment
+from pwlu.lab.recipes.metrics import TITLES, format_metrics
 from pwlu.lab.runs.divergence import describe_divergence
 from pwlu.report.charts import Line, histogram, lines, whisker_plot
 from pwlu.report.run_data import RunData
@@ -112,9 +111,9 @@ def alignment(aligned: Alignment, names: Iterable[str]) -> str:
 
 def _figures(run: RunData) -> list[tuple[str, str]]:
     result, found = run.result, []
-    for name, title in (("accuracy", "accuracy"), ("box_ap", "box AP"), ("mask_ap", "mask AP")):
+    for name, title in TITLES.items():
         if result.get(name) is not None:
-            found.append((title, f"{result[name]:.2f} %"))
+            found.append((title.removesuffix(", %"), f"{result[name]:.2f} %"))
     if result.get("parameters") is not None:
         found.append(("parameters", f"{result['parameters']:,}"))
     if run.metrics:
@@ -139,11 +138,7 @@ def _settings(run: RunData) -> str:
         sentences.append(
             f"Trained with pwlu {where.get('pwlu')}{revision} and torch {where.get('torch')} on {where.get('device')}."
         )
-    try:
-        changed = experiment.differences(catalog.settings(**config)) if config else {}
-    except (TypeError, UserError):  # settings of another version
-        changed = {}
-    if changed:
+    if run.settings and (changed := experiment.differences(run.settings)):
         named = ", ".join(f"{_with_spaces(name)} {experiment.format_value(value)}" for name, value in changed.items())
         sentences.append(f"Changed from the recipe: {named}.")
     return " ".join(sentences)

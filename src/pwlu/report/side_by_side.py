@@ -1,6 +1,5 @@
 """Compare runs with a baseline: state their gain in a sentence and a table, and draw their curves."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -9,8 +8,8 @@ from typing import Any
 
 from pwlu.common.text import counted
 from pwlu.lab.compare import presets
-from pwlu.lab.compare.table import join
-from pwlu.lab.recipes import catalog, experiment
+from pwlu.lab.compare.table import difference, join, signed, uncertainty
+from pwlu.lab.recipes import experiment
 from pwlu.lab.recipes.metrics import TITLES
 from pwlu.lab.recipes.settings import UserError
 from pwlu.report.charts import Line, lines
@@ -59,7 +58,7 @@ class Comparison:
         gain, error = found
         ours, theirs = (fmean(group.values(self.metric)) for group in (first, base))
         measure = TITLES[self.metric].removesuffix(", %")
-        numbers = f"{measure} {ours:.2f} % against {theirs:.2f} %, {_signed(gain, error)} points"
+        numbers = f"{measure} {ours:.2f} % against {theirs:.2f} %, {signed(gain, error)} points"
         seeds = f"{len(first.values(self.metric))} and {counted(len(base.values(self.metric)), 'seed')}"
         if error is None:
             words = f"{first.name} and {base.name}: {numbers} with {seeds}, too few to estimate the error"
@@ -72,14 +71,10 @@ class Comparison:
         return words + (f"; diverged: {', '.join(lost)}" if lost else "") + "."
 
     def gain(self, group: Group) -> tuple[float, float | None] | None:
-        """Return the difference of the means to the baseline and its standard error, sqrt(s^2/n + s_0^2/n_0), if known."""
-        if self.baseline is None or group is self.baseline:
+        """Return the :func:`difference` to the baseline; None for the baseline itself, and without results."""
+        if self.baseline is None or group is self.baseline or not (ours := group.values(self.metric)):
             return None
-        ours, theirs = group.values(self.metric), self.baseline.values(self.metric)
-        if not ours:
-            return None
-        squares = [stdev(values) ** 2 / len(values) for values in (ours, theirs) if len(values) > 1]
-        return fmean(ours) - fmean(theirs), math.sqrt(sum(squares)) if len(squares) == 2 else None
+        return difference(ours, self.baseline.values(self.metric))
 
     def section(self) -> str:
         """Return the table and the curves as HTML."""
@@ -117,11 +112,12 @@ class Comparison:
 
     def _row(self, number: int, group: Group) -> str:
         values, gain = group.values(self.metric), self.gain(group)
-        mean = "not finished" if not values else f"{fmean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
+        deviation = stdev(values) if len(values) > 1 else None
+        mean = f"{fmean(values):.2f}{uncertainty(deviation)}" if values else "not finished"
         row = [
             ", ".join(str(run.config.get("seed", 0)) for run in group.runs),
             mean + (f" ({group.diverged} diverged)" if group.diverged else ""),
-            "" if gain is None else _signed(*gain),
+            "" if gain is None else signed(*gain),
             _mean(group, "train_loss", "{:.3g}"),
             _mean(group, "parameters", "{:,.0f}"),
             _mean(group, "seconds_per_epoch", "{:.3g}"),
@@ -176,9 +172,7 @@ def _grouped(runs: Iterable[RunData], shared: set[str]) -> list[Group]:
 
 def _name(run: RunData, shared: set[str]) -> str:
     """Return the activation and what differs from the recipe and between runs; the folder if the settings are unknown."""
-    try:
-        settings = catalog.settings(**run.config)
-    except (TypeError, UserError):
+    if (settings := run.settings) is None:
         return str(run.path)
     changes = {name: value for name, value in experiment.differences(settings).items() if name not in shared}
     words = [f"{name.replace('_', ' ')} {experiment.format_value(value)}" for name, value in changes.items()]
@@ -188,7 +182,3 @@ def _name(run: RunData, shared: set[str]) -> str:
 def _mean(group: Group, name: str, words: str) -> str:
     known: list[Any] = group.values(name)
     return words.format(fmean(known)) if known else "-"
-
-
-def _signed(gain: float, error: float | None) -> str:
-    return f"{gain:+.2f}" + ("" if error is None else f" ± {error:.2f}")

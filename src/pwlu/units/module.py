@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 
 from pwlu import functional, ops, reference
 from pwlu.common import checks
+from pwlu.common.text import abbreviate
 from pwlu.initial_functions import InitialFunction, find_initial_function, fit_bounds, initial_parameters
 from pwlu.reference import Blocks
 from pwlu.units.constraints import Constraint, constrained, keep_constrained
@@ -362,6 +363,12 @@ def require_units(caller: str, model: Any, refused: Mapping[type[PWLU], str] | N
             if isinstance(unit, kind):
                 raise TypeError(f"{caller}: {name or 'the model'} is a {kind.__name__}, {why}")
     return units
+
+
+def require_values(caller: str, units: Mapping[str, PWLU]) -> None:
+    """Raise ValueError if units are on the meta device."""
+    if empty := [name for name, unit in units.items() if unit.weight.is_meta]:
+        raise ValueError(f"{caller}: {abbreviate(empty)} is on the meta device and has no values. Load the weights first")
 
 
 def controlled(units: Mapping[str, PWLU]) -> list[str]:

@@ -33,7 +33,7 @@ def test_it_measures_as_the_run_did(flags, run, tmp_path):
     path = short_run(tmp_path, *flags.split()).path if flags else run
     trained = load(path)
     assert (trained.info.shape, trained.info.classes) == ((1, 8, 8), tuple("0123456789"))
-    assert trained.sites == dict.fromkeys(("2", "5", "8"), "ReLU()")
+    assert trained.info.sites == dict.fromkeys(("2", "5", "8"), "ReLU()")
     assert not any(module.training for module in trained.network.modules())
     with one_thread():
         found = task_of(**trained.settings.as_dict() | {"channels_last": False}).measure(trained.network, nullcontext())
@@ -60,7 +60,7 @@ def test_every_architecture(network, tmp_path):
     trained = load(tmp_path / "run")
     assert same_state(trained.network.state_dict(), trainer.measured.state_dict())
     assert (trained.info.shape, len(trained.info.classes)) == ((3, 32, 32), 100)
-    assert list(trained.sites) == [site.name for site in trainer.report.converted]
+    assert list(trained.info.sites) == [site.name for site in trainer.report.converted]
     x = trained.sample(2)
     with one_thread(), torch.no_grad():
         assert torch.equal(trained.network(x), trainer.measured.eval()(x))
@@ -76,8 +76,8 @@ def test_detectors(detector, tmp_path):
     assert same_state(trained.network.state_dict(), trainer.measured.state_dict())
     assert (trained.info.shape, len(trained.info.classes), trained.detects) == ((3, 96, 96), 2, True)
     backbone = trained.backbone()
-    assert 0 < len(backbone.sites) < len(trained.sites)
-    assert all(type(backbone.network.get_submodule(name)).__name__ == "PWLU" for name in backbone.sites)
+    assert 0 < len(backbone.info.sites) < len(trained.info.sites)
+    assert all(type(backbone.network.get_submodule(name)).__name__ == "PWLU" for name in backbone.info.sites)
     assert backbone.network(backbone.sample(2))["0"].shape[0] == 2
 
 

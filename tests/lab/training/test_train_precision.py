@@ -90,12 +90,13 @@ def test_channels_last(exact):
     torch.testing.assert_close(weight, exact.network[3].weight, rtol=1e-9, atol=1e-12)
 
 
-def test_compiled(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fuse_norms", ["off", "on"])
+def test_compiled(tmp_path, monkeypatch, fuse_norms):
     """The whole command, in both phases: to rounding the same training. The quickest compiler will do."""
     compiled = []
     compiler = partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or compiler(model))
-    folder = short_run(tmp_path / "compiled", "--compile", "--precision", "float64")
+    folder = short_run(tmp_path / "compiled", "--compile", "--precision", "float64", "--fuse-norms", fuse_norms)
     assert len(compiled) == 1
     plain = short_run(tmp_path / "plain", "--precision", "float64")
     assert len(compiled) == 1
@@ -117,14 +118,19 @@ def test_fused_norms_change_nothing_but_the_time(exact):
 
 
 def test_where_norms_are_fused(monkeypatch):
-    """auto: in eager mode, with PWLUs behind batch norms; on a CPU not in channels_last.
+    """auto: with PWLUs behind batch norms; on a CPU not in channels_last or compiled.
 
     No GPU is needed to see it: nothing is computed there.
     """
     monkeypatch.setattr(nn.Module, "to", lambda self, *_, **__: self)
-    never = ({"fuse_norms": "off"}, {"compile": True}, {"activation": "relu"})
+    never = ({"fuse_norms": "off"}, {"activation": "relu"})
     for device, last in (("cuda", 3), ("cpu", 0)):
-        for changes, fused in (({}, 3), ({"channels_last": True}, last), *((changes, 0) for changes in never)):
+        for changes, fused in (
+            ({}, 3),
+            ({"channels_last": True}, last),
+            ({"compile": True}, last),
+            *((changes, 0) for changes in never),
+        ):
             task = task_of(**changes)
             trainer = Trainer(task, task.settings, Processes(0, 1, torch.device(device)))
             assert sum(isinstance(module, DeferredNorm) for module in trainer.network.modules()) == fused

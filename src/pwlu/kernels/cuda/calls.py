@@ -1,15 +1,17 @@
 """Launch the CUDA kernels on tensors."""
 
 import functools
+import itertools
 import struct
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pwlu.kernels import eager, layout
+from pwlu.kernels.cuda.compile import RULE_UNITS
 from pwlu.kernels.cuda.driver import Loaded, launcher
 from pwlu.kernels.cuda.plan import (
     Gpu,
@@ -33,6 +35,8 @@ NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "f
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PLANS = 4096  # size of the caches of plans
 _NONE = [0] * 5
+_UNIT = struct.Struct("QQii")  # addresses of weight and gradient; `first` and `channels` in rule.cu
+_LARGEST = 1e38  # so that numbers of the learning rule are numbers in float32, too
 
 
 def _arguments(
@@ -71,6 +75,17 @@ class _DynamicCall:
         self.inner = x.numel() // x.shape[0] if features == 1 else x.stride(channel_dim)  # elements with the same mean
 
 
+class Kept(NamedTuple):
+    """What the learning rule keeps from before an optimizer's step until after it."""
+
+    channels: Sequence[int]
+    intervals: int
+    weights: list[int]  # their addresses
+    units: list[bytes]  # the units of each launch
+    memory: Tensor
+    arguments: dict[str, Any]  # addresses in the memory, and `sharing`
+
+
 class Kernel:
     """The kernels on one device. The methods take the arguments of the operators.
 
@@ -104,13 +119,13 @@ class Kernel:
                 self._loaded.setdefault(name, loaded)
         return self._loaded[name]
 
-    def _launch(self, plan: Plan, addresses: Sequence[int]) -> None:
+    def _launch(self, plan: Plan, addresses: Sequence[int], units: bytes = b"") -> None:
         kernel = self.load(plan.kernel)
         if torch._C._cuda_getDevice() == self.index:
-            kernel(plan, addresses)
+            kernel(plan, addresses, units)
         else:
             with torch.cuda.device(self.index):
-                kernel(plan, addresses)
+                kernel(plan, addresses, units)
 
     def _run(
         self, x: Tensor, key: tuple[Any, ...], plans: Sequence[Plan | None], of_split: int, arguments: dict[str, Any]
@@ -415,40 +430,65 @@ class Kernel:
         layout.note_changes(state)
         return norm
 
-    # The learning rule "shared". Tensors are concatenated weights, or have their layout: contiguous float32.
+    # The learning rule "shared". Both kernels change tensors in place.
 
-    def share_gradients(self, weights: Tensor, gradients: Tensor, units: Tensor, intervals: int, sharing: float) -> Tensor:
-        """Return the shared gradients. `units` holds the offset and the number of functions of each unit."""
-        tensors = {"x": weights.data_ptr(), "grad": gradients.data_ptr(), "factor": sharing}
-        return self._run_rule("share_gradients", weights, units, intervals, tensors)
-
-    def smooth(
+    def share_gradients(
         self,
-        weights: Tensor,
-        before: Tensor,
-        gradients: Tensor | None,
-        units: Tensor,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        channels: Sequence[int],
         intervals: int,
         sharing: float,
-        strength: float,
-        rate: Tensor | None,
-        scale: Tensor | None,
-    ) -> Tensor:
-        """Return the weights after the implicit step; see ``smooth`` in rule.cu for the arguments."""
-        of_rate, of_scale, of_gradients = layout.optional_addresses(rate, scale, gradients)
-        tensors: dict[str, Any] = {"x": weights.data_ptr(), "residual": before.data_ptr(), "grad": of_gradients}
-        tensors |= {"pool": of_rate, "norm": of_scale, "factor": strength, "eps": sharing}
-        return self._run_rule("smooth", weights, units, intervals, tensors)
+        measure: bool,
+    ) -> Kept:
+        """Share the gradients of units with these numbers of functions. Return what :meth:`smooth` needs.
 
-    def _run_rule(self, what: str, weights: Tensor, units: Tensor, intervals: int, tensors: dict[str, Any]) -> Tensor:
-        plan = self._rule_plan(what, len(units), intervals)
-        if plan is None:
+        `measure` says that it will have to measure the rate, from copies of the heights and of their gradients.
+        """
+        units = _pack_units(weights, gradients, channels, intervals)
+        if units is None or self._rule_plan("share_gradients", 1, intervals) is None:
             return NotImplemented
-        for name in ("factor", "eps"):  # so that they are numbers in float32, too
-            tensors[name] = min(tensors.get(name, 0.0), 1e38)
-        out = torch.empty_like(weights)
-        self._launch(plan, _arguments(out=out.data_ptr(), parameters=[units.data_ptr(), 0, 0, 0, 0], **tensors))
-        return out
+        functions = sum(channels)
+        heights = functions * (intervals + 1)
+        words = functions + (heights if measure else (heights + 1) // 2)  # of 8 bytes: w is float64, heights are float32
+        memory = torch.empty(words, dtype=torch.float64, device=weights[0].device)
+        start = memory.data_ptr()
+        out = start + 8 * functions
+        tensors = {"partial": start, "out": out, "sums": out + 4 * heights if measure else 0, "eps": min(sharing, _LARGEST)}
+        kept = Kept(channels, intervals, layout.addresses(weights), units, memory, tensors)
+        self._run_rule("share_gradients", kept, gradients)
+        return kept
+
+    def smooth(self, weights: Sequence[Tensor], kept: Kept, strength: float, rate: Tensor | None, scale: Tensor | None) -> Any:
+        """Take the implicit step on the weights; see ``smooth`` in rule.cu for the arguments."""
+        if layout.addresses(weights) != kept.weights:  # the optimizer has replaced some
+            units = _pack_units(weights, weights, kept.channels, kept.intervals)
+            if units is None:
+                return NotImplemented
+            kept = kept._replace(units=units)
+        of_rate, of_scale = layout.optional_addresses(rate, scale)
+        self._run_rule("smooth", kept, weights, pool=of_rate, norm=of_scale, factor=min(strength, _LARGEST))
+        return None
+
+    def _run_rule(self, what: str, kept: Kept, changed: Sequence[Tensor], **others: Any) -> None:
+        for units in kept.units:
+            plan = self._rule_plan(what, len(units) // _UNIT.size, kept.intervals)
+            assert plan is not None  # share_gradients has checked
+            self._launch(plan, _arguments(**kept.arguments, **others), units)
+        torch.autograd.graph.increment_version(changed)  # as every in-place operation does
+
+
+def _pack_units(
+    weights: Sequence[Tensor], gradients: Sequence[Tensor], channels: Sequence[int], intervals: int
+) -> list[bytes] | None:
+    """Return the units of each launch, as rule.cu reads them. None if a tensor cannot be changed in place."""
+    size = intervals + 5
+    for tensor, count in zip((*weights, *gradients), (*channels, *channels), strict=True):
+        if tensor.numel() != count * size or not _is_plain(tensor):
+            return None
+    firsts = itertools.accumulate(channels[:-1], initial=0)
+    units = [*map(_UNIT.pack, layout.addresses(weights), layout.addresses(gradients), firsts, channels)]
+    return [b"".join(units[start : start + RULE_UNITS]) for start in range(0, len(units), RULE_UNITS)]
 
 
 def _processor(index: int) -> Processor:

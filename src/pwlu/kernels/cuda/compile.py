@@ -63,6 +63,7 @@ RESIDENT_IN_ROWS = {"dynamic_forward": "512"}  # as many as without mixing
 MAP_THREADS, BACKWARD_THREADS, MIXED_THREADS, FINISH_THREADS, RULE_THREADS = 256, 128, 256, 512, 512
 MEANS_THREADS = 512
 TILE = 16  # in dynamic.cu: a block of TILE * TILE threads computes a tile of a matrix product
+RULE_UNITS = 128  # per launch, as in rule.cu
 
 _CACHE_BYTES = 64 << 20
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -76,17 +77,19 @@ class Function(NamedTuple):
         template: the template that it instantiates.
         threads: the largest number of threads per block.
         resident: the number of threads per multiprocessor that the registers must suffice for; "1" means one block.
+        arguments: the type of its argument.
     """
 
     name: str
     template: str
     threads: int
     resident: str = "1"
+    arguments: str = "Arguments"
 
     def declaration(self) -> str:
         """Return the code that instantiates the template as a named kernel."""
         bounds = f"__launch_bounds__({self.threads}, ({self.resident} + {self.threads - 1}) / {self.threads})"
-        return f'extern "C" __global__ void {bounds} {self.name}(const Arguments a) {{ {self.template}(a); }}\n'
+        return f'extern "C" __global__ void {bounds} {self.name}(const {self.arguments} a) {{ {self.template}(a); }}\n'
 
 
 def functions() -> dict[str, Function]:
@@ -99,12 +102,12 @@ def functions() -> dict[str, Function]:
     }
     found = [Function(f"finish_{what}", template, FINISH_THREADS) for what, template in finishing.items()]
     found.append(Function("finish_samples", "reduce_samples", FINISH_THREADS, "1024"))
-    found += [Function(f"rule_{what}", what, RULE_THREADS) for what in ("share_gradients", "smooth")]
     found += [Function(f"network_{what}", what, TILE * TILE, "768") for what in NETWORK]
     for dtype, of_c in TYPES.items():
         widths = VECTORS["planes"][dtype]
         found += [Function(f"add_means_{dtype}_{width}", f"add_means<{of_c}, {width}>", MAP_THREADS) for width in widths]
         found += [Function(f"means_{dtype}_{width}", f"means<{of_c}, {width}>", MEANS_THREADS) for width in widths]
+    found += [Function(f"rule_{what}", what, RULE_THREADS, arguments="RuleArguments") for what in ("share_gradients", "smooth")]
     for (dtype, of_c), (form, (template, last)) in itertools.product(TYPES.items(), FORMS.items()):
         for width, (what, kind) in itertools.product(VECTORS[form][dtype], MAPS.items()):
             of_template = f"map_{template}<{of_c}, {width}, {kind}{last}>"

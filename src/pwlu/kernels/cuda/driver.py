@@ -21,6 +21,7 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _INVALID_CONTEXT = 201
 
 ADDRESSES = 34  # the 64-bit words at the start of struct Arguments: 33 pointers, and two floats
+_LIMIT = 4096  # bytes of arguments per launch
 _PACK = struct.Struct(f"{ADDRESSES}Q{NUMBERS_BYTES}s")
 
 
@@ -42,7 +43,7 @@ class _Buffers(threading.local):
     """A buffer for the arguments of a launch, one per thread. The driver copies them before it returns."""
 
     def __init__(self) -> None:
-        self.arguments = ctypes.create_string_buffer(_PACK.size)
+        self.arguments = ctypes.create_string_buffer(_LIMIT)
         self.pointers = (_POINTER * 1)(ctypes.addressof(self.arguments))
 
 
@@ -90,10 +91,15 @@ class Loaded:
             bind(self.index)
             return int(self._kernel.occupancy.max_active_blocks_per_multiprocessor(threads, shared))
 
-    def __call__(self, plan: Plan, addresses: Sequence[int]) -> None:
-        """Launch the kernel on the current stream of its device, which must be the current device."""
+    def __call__(self, plan: Plan, addresses: Sequence[int], units: bytes = b"") -> None:
+        """Launch the kernel on the current stream of its device, which must be the current device.
+
+        `units` are the rest of the arguments, after ``struct Arguments``; see rule.cu.
+        """
         buffers = _buffers
         _PACK.pack_into(buffers.arguments, 0, *addresses, plan.numbers)
+        if units:
+            ctypes.memmove(ctypes.byref(buffers.arguments, _PACK.size), units, len(units))
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         launch = launcher()
         status = launch(self.handle, *plan.blocks, plan.threads, 1, 1, plan.shared, stream, buffers.pointers, None)

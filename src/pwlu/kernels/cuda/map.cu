@@ -23,13 +23,20 @@ struct Shifted {
   }
 };
 
-// Merge two parts by the rule of Chan, Golub and LeVeque.
-__device__ Moments merge(Moments a, Moments b) {
-  if (a.count == 0.0f || b.count == 0.0f) return a.count == 0.0f ? b : a;
-  const float count = a.count + b.count;
-  const float difference = b.mean - a.mean, share = b.count / count;
-  return {count, fmaf(difference, share, a.mean), a.m2 + b.m2 + difference * difference * a.count * share};
-}
+// Several parts, merged by the rule of Chan, Golub and LeVeque. The mean is stored as a difference from the mean of the first
+// part, so that the steps do not round it to the precision of a large mean.
+struct Merged {
+  float base;
+  Moments sum;
+  __device__ void add(Moments part) {
+    if (part.count == 0.0f) return;
+    if (sum.count == 0.0f) base = part.mean;
+    const float count = sum.count + part.count, share = part.count / count, difference = part.mean - base - sum.mean;
+    const float m2 = sum.m2 + part.m2 + difference * difference * sum.count * share;
+    sum = {count, fmaf(difference, share, sum.mean), m2};
+  }
+  __device__ Moments moments() const { return {sum.count, base + sum.mean, sum.m2}; }
+};
 
 template <typename T>
 __device__ T warp_sum(T value) {
@@ -144,10 +151,10 @@ __device__ void map_planes(const Arguments &a) {
     if (lane == 0) of_warps[warp] = of_warp;
     __syncthreads();
     if (threadIdx.x == 0) {
-      Moments sum = of_warps[0];
-      for (int other = 1; other < threads / 32; ++other) sum = merge(sum, of_warps[other]);
+      Merged merged = {};
+      for (int each = 0; each < threads / 32; ++each) merged.add(of_warps[each]);
       const i64 split = (i64)blockIdx.y * gridDim.z + blockIdx.z;
-      static_cast<Moments *>(a.partial)[split * a.channels + channel] = sum;
+      static_cast<Moments *>(a.partial)[split * a.channels + channel] = merged.moments();
     }
   }
 }
@@ -253,23 +260,23 @@ __device__ void map_rows(const Arguments &a) {
     Moments *of_threads = reinterpret_cast<Moments *>(table);  // [own channel][thread], as in backward.cu
     const int threads = blockDim.x, width = a.width, rows = panel.rows, inner = MIXED ? (int)a.inner : 1;
     __syncthreads();
-    Moments second = {0.0f, 0.0f, 0.0f}, first = second;
+    Merged first = {}, second = {};
 #pragma unroll
     for (int j = 0; j < W; ++j) {
       const Moments mine = shifted[j].moments((float)seen);
       if (!MIXED) of_threads[j * threads + threadIdx.x] = mine;
-      else if (panel.channel[j] == panel.channel[0]) first = merge(first, mine);
-      else second = merge(second, mine);
+      else if (panel.channel[j] == panel.channel[0]) first.add(mine);
+      else second.add(mine);
     }
-    if (MIXED) of_threads[threadIdx.x] = first, of_threads[threads + threadIdx.x] = second;
+    if (MIXED) of_threads[threadIdx.x] = first.moments(), of_threads[threads + threadIdx.x] = second.moments();
     __syncthreads();
     for (int c = threadIdx.x; c < panel.channels; c += threads) {
-      Moments sum = {0.0f, 0.0f, 0.0f};
+      Merged merged = {};
       for (int vector = c * inner / W; vector <= ((c + 1) * inner - 1) / W; ++vector) {
         const int own = MIXED ? (int)(vector * W < c * inner) : c % W;
-        for (int row = 0; row < rows; ++row) sum = merge(sum, of_threads[own * threads + row * width + vector]);
+        for (int row = 0; row < rows; ++row) merged.add(of_threads[own * threads + row * width + vector]);
       }
-      static_cast<Moments *>(a.partial)[(i64)blockIdx.y * a.channels + panel.first_channel + c] = sum;
+      static_cast<Moments *>(a.partial)[(i64)blockIdx.y * a.channels + panel.first_channel + c] = merged.moments();
     }
   }
 }

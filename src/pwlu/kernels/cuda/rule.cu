@@ -1,23 +1,34 @@
 
-// The learning rule "shared", as in pwlu/learning/shared_rule.py, which derives its formulas. Both kernels take the concatenated
-// weights of several units, and one block computes a unit. Sums have a fixed order. Differences, sums and linear systems are
+// The learning rule "shared", as in pwlu/learning/shared_rule.py, which derives its formulas. Both kernels change tensors of
+// several units in place, and one block computes a unit. Sums have a fixed order. Differences, sums and linear systems are
 // computed in float64: the systems are badly conditioned where bends are penalized strongly.
 
-// One unit in a concatenation of weights, or in a tensor with the same layout.
-template <typename T>
+constexpr int RULE_UNITS = 128;
+
+// The arguments of both kernels, in 4 KB, the limit of a launch. Block b computes units[b]; `first` counts the functions of all
+// units before it. In `common`, `eps` is `sharing`, and
+// - `partial` is w of each function, from the weights before the optimizer's step;
+// - `out` has room for one float32 number per height of all functions, (F, N+1). If the rate has to be measured, it holds the
+//   heights before the step, and `sums` their shared gradients; else `sums` is null.
+struct RuleArguments {
+  Arguments common;
+  struct {
+    float *weight, *grad;
+    int first, channels;
+  } units[RULE_UNITS];
+};
+
+// The weight of a unit, or its gradient.
 struct Unit {
-  T *values;
+  float *values;
   int channels, intervals;
   double part;  // 1/N: divisions take long
 
-  __device__ Unit(const Arguments &a, T *concatenation)
-      : values(concatenation + static_cast<const i64 *>(a.parameters[0])[2 * blockIdx.x]),
-        channels((int)static_cast<const i64 *>(a.parameters[0])[2 * blockIdx.x + 1]),
-        intervals(a.intervals),
-        part(1.0 / a.intervals) {}
+  __device__ Unit(float *values, int channels, int intervals)
+      : values(values), channels(channels), intervals(intervals), part(1.0 / intervals) {}
 
-  __device__ T &slope(int side, int c) const { return values[(2 + side) * channels + c]; }
-  __device__ T &height(int c, int k) const { return values[4 * channels + (i64)c * (intervals + 1) + k]; }
+  __device__ float &slope(int side, int c) const { return values[(2 + side) * channels + c]; }
+  __device__ float &height(int c, int k) const { return values[4 * channels + (i64)c * (intervals + 1) + k]; }
   __device__ double interval(int c) const { return ((double)values[channels + c] - values[c]) * part; }
   // Return the rise from knot k - 1 to knot k; over d beyond the bounds.
   __device__ double rise(int c, int k) const {
@@ -39,7 +50,7 @@ __device__ double block_sum(double value, double *room) {
 }
 
 // Return 1 / (RMS of d): w of a function is d times that.
-__device__ double inverse_size(const Unit<const float> &unit, double *room) {
+__device__ double inverse_size(const Unit &unit, double *room) {
   double squares = 0.0;
   for (int c = threadIdx.x; c < unit.channels; c += blockDim.x) squares += unit.interval(c) * unit.interval(c);
   return 1.0 / sqrt(block_sum(squares, room) / unit.channels + 1e-24);
@@ -60,23 +71,31 @@ __device__ void sum_functions(int functions, int columns, int groups, double *su
   __syncthreads();
 }
 
-// Compute the shared gradients `out` from the weights `x` and the gradients `grad`. `factor` is `sharing`.
-__device__ void share_gradients(const Arguments &a) {
+// Replace gradients by the shared ones, and keep what `smooth` needs.
+__device__ void share_gradients(const RuleArguments &rule) {
   extern __shared__ double room[];  // one number per warp; sums of the slopes and heights
   double *const sums = room + blockDim.x / 32;
-  const Unit<const float> unit(a, static_cast<const float *>(a.x)), grad(a, static_cast<const float *>(a.grad));
-  const Unit<float> out(a, static_cast<float *>(a.out));
+  const Arguments &a = rule.common;
+  const auto mine = rule.units[blockIdx.x];
+  const Unit unit(mine.weight, mine.channels, a.intervals), grad(mine.grad, mine.channels, a.intervals);
   const int knots = a.intervals + 1;
+  const i64 first = (i64)mine.first * knots;
   const double inverse = inverse_size(unit, room), speed = a.intervals / 16.0;
   const auto gradient = [&](int c, int k) { return k < 2 ? grad.slope(k, c) : speed * grad.height(c, k - 2); };
   const auto share = [&](int c, int k) { return k < 2 ? 1.0 : inverse * unit.interval(c); };
   sum_functions(unit.channels, knots + 2, a.groups, sums, [&](int c, int k) { return gradient(c, k) * share(c, k); });
-  for (int i = threadIdx.x; i < 2 * unit.channels; i += blockDim.x) out.values[i] = grad.values[i];  // bounds
+  for (int c = threadIdx.x; c < unit.channels; c += blockDim.x)
+    static_cast<double *>(a.partial)[mine.first + c] = inverse * unit.interval(c);
   for (int i = threadIdx.x; i < unit.channels * (knots + 2); i += blockDim.x) {
-    // Neighbouring threads write neighbouring elements.
+    // Each thread writes the element that it reads, and neighbouring threads neighbouring elements.
     const int j = i - 2 * unit.channels, k = j < 0 ? i / unit.channels : j % knots + 2,
               c = j < 0 ? i % unit.channels : j / knots;
-    out.values[2 * unit.channels + i] = (float)(gradient(c, k) + a.factor * share(c, k) * sums[k]);
+    const float value = (float)(gradient(c, k) + a.eps * share(c, k) * sums[k]);
+    grad.values[2 * unit.channels + i] = value;
+    if (a.sums && j >= 0) {
+      static_cast<float *>(a.out)[first + j] = unit.height(c, k - 2);
+      a.sums[first + j] = value;
+    }
   }
 }
 
@@ -120,16 +139,15 @@ struct System {
 };
 
 // Return how far a constant gradient of 1 moved a parameter of the unit in the last step; 0 if this is unknown. `strength` times
-// a bend is the gradient of the penalty.
-__device__ double measured_rate(const Arguments &a, const Unit<const float> &now, const Unit<const float> &before,
+// a bend is the gradient of the penalty. `before` are the heights before the step, and `gradients` those of the heights.
+__device__ double measured_rate(const Arguments &a, const Unit &now, const float *before, const float *gradients,
                                 double strength, double *room) {
-  const Unit<const float> grad(a, static_cast<const float *>(a.grad));
   const int knots = a.intervals + 1;
   const double scale = a.norm ? 1.0 / *a.norm : 1.0;
   double steps = 0.0, squares = 0.0;
   for (int i = threadIdx.x; i < now.channels * knots; i += blockDim.x) {
     const int c = i / knots, k = i % knots;
-    const double step = (double)now.height(c, k) - before.height(c, k), gradient = scale * grad.height(c, k);
+    const double step = (double)now.height(c, k) - before[i], gradient = scale * gradients[i];
     const double bend = strength * now.bend(c, k);
     steps += step * step;
     squares += gradient * gradient + bend * bend;
@@ -139,21 +157,25 @@ __device__ double measured_rate(const Arguments &a, const Unit<const float> &now
   return rate <= LARGEST ? rate : 0.0;
 }
 
-// Compute the weights `out` after the implicit step from the weights `x`. `residual` holds the weights before the optimizer's
-// step. `factor` is 2 bend (N/16)^4 times the rate, if that is known; `eps` is `sharing`. Else `pool` points to the rate or, with
-// `grad`, the rate is measured. `grad` holds the shared gradients, times *norm if that is given.
-__device__ void smooth(const Arguments &a) {
+// Take the implicit step on the weights. `factor` is 2 bend (N/16)^4 times the rate, if that is known. Else
+// `pool` points to the rate or, with `sums`, the rate is measured. Gradients have been multiplied by *norm if that is given.
+__device__ void smooth(const RuleArguments &rule) {
   extern __shared__ double room[];  // one number per warp; two systems; sums of the bends
+  const Arguments &a = rule.common;
+  const auto mine = rule.units[blockIdx.x];
   const int knots = a.intervals + 1, size = 4 * knots + 4;
+  const i64 first = (i64)mine.first * knots;
   const System system(room + blockDim.x / 32, knots), common(room + blockDim.x / 32 + size, knots);
   double *const sums = room + blockDim.x / 32 + 2 * size;
-  const Unit<const float> now(a, static_cast<const float *>(a.x)), before(a, static_cast<const float *>(a.residual));
-  const Unit<float> out(a, static_cast<float *>(a.out));
-  const double inverse = inverse_size(before, room), share = 1.0 / now.channels, common_share = share + a.eps;
-  const auto w = [&](int c) { return inverse * before.interval(c); };
-  const double rate = a.pool ? *a.pool : a.grad ? measured_rate(a, now, before, a.factor * common_share, room) : 1.0;
+  const Unit now(mine.weight, mine.channels, a.intervals);
+  const double *const w = static_cast<const double *>(a.partial) + mine.first;
+  float *const memory = static_cast<float *>(a.out) + first;
+  const double share = 1.0 / now.channels, common_share = share + a.eps;
+  const double rate = a.pool   ? *a.pool
+                      : a.sums ? measured_rate(a, now, memory, a.sums + first, a.factor * common_share, room)
+                               : 1.0;
   const double t = a.factor * rate * share, common_t = a.factor * rate * common_share;
-  sum_functions(now.channels, knots, a.groups, sums, [&](int c, int k) { return w(c) * now.bend(c, k); });
+  sum_functions(now.channels, knots, a.groups, sums, [&](int c, int k) { return w[c] * now.bend(c, k); });
   if (threadIdx.x < 2) {
     const System own(threadIdx.x ? common.inverse : system.inverse, knots);
     const double own_t = threadIdx.x ? common_t : t;
@@ -163,27 +185,24 @@ __device__ void smooth(const Arguments &a) {
   }
   __syncthreads();
   for (int c = threadIdx.x; c < now.channels; c += blockDim.x) {
-    float *const heights = &out.height(c, 0);
-    const double d = now.interval(c), of_common = w(c);
+    const double d = now.interval(c), of_common = w[c];
     const auto change_slope = [&](int side, double change) {
       const double value = change / d;
-      out.slope(side, c) = (float)(now.slope(side, c) - (fabs(value) <= LARGEST ? value : 0.0));  // if d is 0, no change
+      now.slope(side, c) = (float)(now.slope(side, c) - (fabs(value) <= LARGEST ? value : 0.0));  // if d is 0, no change
     };
     double after = 0.0, fall = 0.0;  // x_{k+1}, and x_{k+1} - x_{k+2} unless that belongs to the right slope
     system.solve(
-        knots, heights, [&](int k) { return t * now.bend(c, k); },
+        knots, memory + (i64)c * knots, [&](int k) { return t * now.bend(c, k); },
         [&](int k, double x) {
           x += of_common * (common.solution[k] - system.solution[k]);
           if (k == a.intervals) change_slope(1, x);
           else {
-            heights[k + 1] = (float)(now.height(c, k + 1) - (x - after - fall));
+            now.height(c, k + 1) = (float)(now.height(c, k + 1) - (x - after - fall));
             fall = x - after;
           }
           after = x;
         });
-    heights[0] = (float)(now.height(c, 0) + fall);
+    now.height(c, 0) = (float)(now.height(c, 0) + fall);
     change_slope(0, -after);
-    out.values[c] = now.values[c];
-    out.values[now.channels + c] = now.values[now.channels + c];
   }
 }

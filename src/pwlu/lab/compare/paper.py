@@ -42,12 +42,6 @@ AP: dict[str, dict[str, dict[str, float]]] = {
     "mask_ap": {"maskrcnn": {"relu": 35.3, "swish": 36.1, "frelu": 36.90, "pwlu": 37.13}},
 }
 
-# Milliseconds for 64 images of 224 pixels on a V100, mean of 500 measurements.
-INFERENCE: dict[str, dict[str, float]] = {
-    "resnet18": {"relu": 17.1, "swish": 18.8, "pwlu": 19.9, "frelu": 23.3, "apl": 40.7, "pau": 64.2},
-    "mobilenet_v3_small": {"relu": 15.4, "swish": 15.7, "pwlu": 16.2, "frelu": 18.1, "apl": 31.7, "pau": 38.6},
-}
-
 
 def value(metric: str, network: str, method: str) -> float | None:
     """Return the paper's value of a metric, or None. For detectors, the name of the backbone is ignored."""

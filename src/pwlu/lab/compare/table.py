@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Any
@@ -35,21 +35,6 @@ class Row:
     def values(self, name: str) -> list[Any]:
         """Return the value with this name in the result of each run."""
         return [run.result[name] for run in self.runs if run.result is not None]
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Return the metrics to compare. Charts show the first."""
-        return catalog.find(self.settings.recipe).metrics
-
-    @property
-    def mean(self) -> float:
-        """Return the mean of the first metric."""
-        return self.mean_of(self.metrics[0])
-
-    @property
-    def std(self) -> float | None:
-        """Return the sample standard deviation of the first metric."""
-        return self.std_of(self.metrics[0])
 
     def mean_of(self, metric: str) -> float:
         """Return the mean over all runs."""
@@ -94,24 +79,17 @@ class Table:
             Row(title, settings, [run for _, run in sorted(found.get(experiment_key(settings), {}).items())])
             for title, settings in comparison.experiments.items()
         ]
-        self.metrics = catalog.find(comparison.recipe).metrics
+        self.metrics = catalog.find(comparison.recipe).metrics  # charts show the first
         self.measured = [row for row in self.rows if row.runs]
         self.baseline = next((row for row in self.measured if row.title == BASELINE), None)
         ious = {row.title: iou for row in self.measured if (iou := row.iou) is not None}
         self.ious = ious if len(ious) > 1 else {}  # leave out the column if only one row has a value
 
-    def gain(self, row: Row, metric: str = "") -> tuple[float, float | None] | None:
-        """Return the mean minus the mean of ReLU, and its standard error sqrt(s^2/n + s_0^2/n_0); None for ReLU itself.
-
-        Without a metric, take the first.
-        """
+    def gain(self, row: Row, metric: str) -> tuple[float, float | None] | None:
+        """Return the :func:`difference` to ReLU; None for ReLU itself."""
         if self.baseline is None or row is self.baseline:
             return None
-        metric = metric or self.metrics[0]
-        deviations = [(r.std_of(metric), len(r.runs)) for r in (row, self.baseline)]
-        squares = [s * s / n for s, n in deviations if s is not None]
-        error = math.sqrt(sum(squares)) if len(squares) == 2 else None
-        return row.mean_of(metric) - self.baseline.mean_of(metric), error
+        return difference(row.values(metric), self.baseline.values(metric))
 
     # Markdown.
 
@@ -137,9 +115,9 @@ class Table:
         count = f" ({len(row.runs)}" + (f", {row.diverged} diverged)" if row.diverged else ")")
         ours = []
         for metric in self.metrics:
-            difference = self.gain(row, metric)
-            better = "" if difference is None else f"{difference[0]:+.2f}{_uncertainty(difference[1])}"
-            ours += [f"{row.mean_of(metric):.2f}{_uncertainty(row.std_of(metric))}{count}", better]
+            better = self.gain(row, metric)
+            ours.append(f"{row.mean_of(metric):.2f}{uncertainty(row.std_of(metric))}{count}")
+            ours.append("" if better is None else signed(*better))
         if self.ious:
             ours.append(f"{self.ious[row.title]:.2f}" if row.title in self.ious else "")
         return [row.title, *ours, join(sorted({f"{n:,}" for n in row.values("parameters")})), *theirs]
@@ -209,7 +187,8 @@ class Table:
 
     def statistics(self) -> dict[str, tuple[float, float | None, int]]:
         """Return mean, standard deviation and number of runs by title."""
-        return {row.title: (row.mean, row.std, len(row.runs)) for row in self.measured}
+        first = self.metrics[0]
+        return {row.title: (row.mean_of(first), row.std_of(first), len(row.runs)) for row in self.measured}
 
     @property
     def paper_dataset(self) -> str:
@@ -226,8 +205,20 @@ def _length(settings: Settings) -> str:
     return f"{settings.iterations:,} iterations" if settings.iterations else f"{settings.epochs} epochs"
 
 
-def _uncertainty(value: float | None) -> str:
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float | None]:
+    """Return the difference of the means, and its standard error sqrt(s^2/n + s_0^2/n_0) if both have several."""
+    squares = [stdev(values) ** 2 / len(values) for values in (ours, theirs) if len(values) > 1]
+    return mean(ours) - mean(theirs), math.sqrt(sum(squares)) if len(squares) == 2 else None
+
+
+def uncertainty(value: float | None) -> str:
+    """Return a standard deviation or error as text behind a number; empty if it is not known."""
     return "" if value is None else f" ± {value:.2f}"
+
+
+def signed(gain: float, error: float | None) -> str:
+    """Return a :func:`difference` as text."""
+    return f"{gain:+.2f}{uncertainty(error)}"
 
 
 def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
@@ -249,11 +240,8 @@ def join(values: Iterable[Any]) -> str:
 def describe_environments(environments: Iterable[dict[str, Any]]) -> str:
     """Return the distinct devices, versions and revisions."""
     formats = {"device": "{}", "torch": "torch {}", "pwlu": "pwlu {}", "revision": "revision {}"}
-    seen: dict[str, dict[str, None]] = {name: {} for name in formats}
-    for environment in environments:
-        for name in formats:
-            if environment.get(name):
-                seen[name][environment[name]] = None
+    known = list(environments)
+    seen = {name: dict.fromkeys(each[name] for each in known if each.get(name)) for name in formats}
     return ", ".join(formats[name].format(join(values)) for name, values in seen.items() if values)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pwlu.common.text import counted
+from pwlu.common.text import abbreviate, counted
 from pwlu.lab.data import masks
 from pwlu.lab.recipes.settings import UserError
 
@@ -143,7 +143,7 @@ def load(root: Path, with_masks: bool) -> tuple[Annotations, Annotations]:
         different = sorted(str(c) for c in set(train.classes.items()) ^ set(test.classes.items()))
         raise UserError(
             f"the annotation files for training and for validation under {root} must have the same categories, but only one of "
-            f"them has {', '.join(different[:5])}"
+            f"them has {abbreviate(different, 5)}"
         )
     for name, part in (("train", train), ("val", test)):
         if not any((part.folder / file).is_file() for file in part.names):

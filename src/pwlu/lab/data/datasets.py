@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pwlu.common.text import install
 from pwlu.lab.data import keyed_random
 from pwlu.lab.data.file_images import FileImages, load_files
 from pwlu.lab.data.images import Images, in_memory
 from pwlu.lab.data.small_images import cifar100, tiny_imagenet
 from pwlu.lab.recipes.catalog import find
-from pwlu.lab.recipes.settings import Settings, UserError
+from pwlu.lab.recipes.settings import Settings, UserError, needs_packages
 
 
 @dataclass
@@ -59,11 +58,9 @@ def split_holdout(train: Any, count: int) -> tuple[Any, Any]:
 
 def _digits(_: Path) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[str]]:
     """Return scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, in a fixed split of halves for training and test."""
-    try:
+    with needs_packages("the digits data set", "train"):
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
-    except ImportError:
-        raise UserError(f"the digits data set needs scikit-learn: {install('train')}") from None
     data = load_digits()
     split = train_test_split(data.images, data.target, test_size=0.5, random_state=0, stratify=data.target)
     images = [torch.tensor(x * 15, dtype=torch.uint8).unsqueeze(1) for x in split[:2]]  # 0 to 16 becomes 0 to 240

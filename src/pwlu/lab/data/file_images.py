@@ -11,6 +11,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import InterpolationMode
 
+from pwlu.common.text import abbreviate
 from pwlu.lab.data import keyed_random
 from pwlu.lab.data.image_file import UnreadableImage, read_image
 from pwlu.lab.data.images import Batch
@@ -155,7 +156,7 @@ def _sources(settings: Settings) -> tuple[Source, Source | None]:
 def check_classes(places: str, train: list[str], test: list[str]) -> None:
     """Raise an error if training and test images have other classes. `places` says where they are."""
     if different := sorted(set(train) ^ set(test)):
-        raise UserError(f"{places} must have the same classes, but only one of them has {', '.join(different[:5])}")
+        raise UserError(f"{places} must have the same classes, but only one of them has {abbreviate(different, 5)}")
 
 
 def _training_transform(pixels: int, augmentation: str) -> Any:

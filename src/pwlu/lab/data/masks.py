@@ -6,14 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pwlu.common.text import install
-from pwlu.lab.recipes.settings import UserError
+from pwlu.lab.recipes.settings import needs_packages
 
-try:
+with needs_packages("detection", "train", "detection"):
     from faster_coco_eval import mask as rle
     from faster_coco_eval.mask_api_new_cpp import toUncompressedRLE as uncompressed
-except ImportError:
-    raise UserError(f"detection needs the package faster-coco-eval: {install('train', 'detection')}") from None
 
 # Reject polygons that reach further than this many image sizes: COCO's code uses memory for each pixel along a polygon.
 _MAX_REACH = 10

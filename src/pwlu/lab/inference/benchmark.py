@@ -60,7 +60,7 @@ def with_relu(trained: TrainedNetwork) -> nn.Module:
     calls a function such as F.relu, it may use the input again. So these ReLUs are not in place.
     """
     network = copy.deepcopy(trained.network)
-    for name, was in trained.sites.items():
+    for name, was in trained.info.sites.items():
         network.set_submodule(name, nn.ReLU(inplace=not was.startswith("F.")))
     return network.eval()
 

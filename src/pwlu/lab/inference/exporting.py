@@ -30,7 +30,7 @@ def write_onnx(network: nn.Module, sample: Tensor, path: Path, metadata: Mapping
     The file takes any batch size. Batch norms are folded into convolutions. The sample must have a batch of at least 2. The
     arguments are those of :func:`pwlu.export_onnx`, but the network need not have PWLUs.
     """
-    report = export(network, sample, path, metadata=metadata, **options)
+    report = export(network, sample, path, metadata, **options)
     model = importlib.import_module("onnx").load(path, load_external_data=False)
     sides = ((side, ", ".join(value.name for value in getattr(model.graph, side))) for side in ("input", "output"))
     return "\n".join([str(report), ", ".join(f"{side} {names}" for side, names in sides)])

@@ -3,7 +3,6 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from pwlu.common.text import counted
 from pwlu.conversion.safetensors_file import read_tensors
 from pwlu.conversion.saving import load_into
-from pwlu.lab.models import detectors, networks
+from pwlu.lab.models import unconverted
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.experiment import run_name
 from pwlu.lab.recipes.settings import UNITS, Settings, UserError
@@ -37,11 +36,6 @@ class TrainedNetwork:
         """Return whether it is a detector, which takes a list of images instead of a tensor."""
         return find(self.settings.recipe).detects
 
-    @property
-    def sites(self) -> dict[str, str]:
-        """Return the name of every activation that the run inserted, and the original activation there."""
-        return self.info.sites
-
     def sample(self, batch: int) -> Tensor:
         """Return random numbers in place of normalized images, (batch, C, H, W)."""
         return torch.randn(batch, *self.info.shape, generator=torch.Generator().manual_seed(0))
@@ -49,7 +43,7 @@ class TrainedNetwork:
     def backbone(self) -> "TrainedNetwork":
         """Return the ResNet of a detector with its feature pyramid. It maps a tensor of images to a dictionary of maps."""
         own = "backbone."
-        sites = {name.removeprefix(own): was for name, was in self.sites.items() if name.startswith(own)}
+        sites = {name.removeprefix(own): was for name, was in self.info.sites.items() if name.startswith(own)}
         info = dataclasses.replace(self.info, sites=sites)
         return dataclasses.replace(self, network=self.network.get_submodule("backbone"), info=info)
 
@@ -65,12 +59,12 @@ def load(path: Path) -> TrainedNetwork:
     if missing := next((name for name in (MODEL, network_info.FILE) if not folder.has(name)), None):
         raise UserError(_explain_missing(missing, folder, settings))
     info = read_network_info(folder)
-    network, sample = _unconverted_network(settings, info)
+    network = unconverted.network(settings, len(info.classes), info.shape[0])
     try:
         if settings.activation in UNITS:
             load_into(network, path / MODEL)
         else:
-            replace_activations(network, sample, settings)
+            replace_activations(network, unconverted.sample(settings, info.shape[0]), settings)
             network.load_state_dict(read_tensors(path / MODEL))
     except (LookupError, RuntimeError, ValueError) as error:
         why = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
@@ -81,14 +75,6 @@ def load(path: Path) -> TrainedNetwork:
     if not all(bool(tensor.isfinite().all()) for tensor in network.state_dict().values()):
         raise UserError(f"the weights in {path / MODEL} are not all finite. Train again, with a smaller --lr")
     return TrainedNetwork(path, settings, network.float().eval(), info)
-
-
-def _unconverted_network(settings: Settings, info: NetworkInfo) -> tuple[nn.Module, Any]:
-    """Return the network as it was before its conversion, and a sample to convert it with."""
-    classes, channels = len(info.classes), info.shape[0]
-    if find(settings.recipe).detects:
-        return detectors.from_recipe(settings, classes), detectors.sample(settings)
-    return networks.from_recipe(settings, classes, channels), networks.sample(settings, channels)
 
 
 def _explain_missing(missing: str, folder: RunFolder, settings: Settings) -> str:

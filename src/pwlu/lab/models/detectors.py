@@ -18,35 +18,18 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool, LastLevelP
 
 from pwlu.lab.models import networks
 from pwlu.lab.models.mask_pasting import Transform
-from pwlu.lab.recipes.catalog import find
-from pwlu.lab.recipes.settings import Settings
 
 SIZES = (32, 64, 128, 256, 512)  # the sizes of anchors in pixels of the resized image, from the finest level to the coarsest
 RATIOS = (0.5, 1.0, 2.0)
 
 
-def from_recipe(settings: Settings, classes: int) -> nn.Module:
-    """Return the detector of a recipe with new weights and its original activations."""
-    recipe = find(settings.recipe)
-    return build(
-        recipe.network,
-        classes,
-        pixels=settings.pixels,
-        width=settings.width,
-        norm=settings.norm,
-        anchors=recipe.anchors,
-        detections=recipe.detections,
-    )
-
-
-def sample(settings: Settings) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+def sample(network: str, pixels: int) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Return a sample for :func:`pwlu.convert_`: two images with one object each, because batch norm needs several values."""
-    pixels = settings.pixels
     inside = slice(pixels // 4, pixels // 2)
     mask = torch.zeros(1, pixels, pixels, dtype=torch.uint8)
     mask[:, inside, inside] = 1
     box = torch.tensor([[inside.start, inside.start, inside.stop, inside.stop]], dtype=torch.float32)
-    target = {"boxes": box, "labels": torch.tensor([first_label(find(settings.recipe).network)]), "masks": mask}
+    target = {"boxes": box, "labels": torch.tensor([first_label(network)]), "masks": mask}
     return [torch.rand(3, pixels, pixels) for _ in range(2)], [target, target]
 
 

@@ -4,27 +4,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torchvision
-from torch import Tensor, nn
+from torch import nn
 from torchvision.models.efficientnet import EfficientNet, MBConvConfig
 from torchvision.models.resnet import BasicBlock
 
-from pwlu.lab.recipes.catalog import find
-from pwlu.lab.recipes.settings import Settings, UserError
+from pwlu.lab.recipes.settings import UserError
 
 Norm = Callable[[int], nn.Module]
-
-
-def from_recipe(settings: Settings, classes: int, channels: int) -> nn.Module:
-    """Return the network of a recipe with new weights and its original activations."""
-    recipe = find(settings.recipe)
-    return build(recipe.network, classes, channels, width=settings.width, small=recipe.small, norm=settings.norm)
-
-
-def sample(settings: Settings, channels: int) -> Tensor:
-    """Return a sample input of the network, for :func:`pwlu.convert_`."""
-    return torch.zeros(2, channels, settings.pixels, settings.pixels)
 
 
 def build(

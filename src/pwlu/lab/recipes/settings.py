@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from pwlu.common.text import install
 from pwlu.learning.shared_rule import DEFAULT_RULE, PAPER, RULES
 
 
@@ -16,12 +17,12 @@ class UserError(Exception):
 
 
 @contextmanager
-def explain_import_error(message: str) -> Iterator[None]:
-    """Convert the error of an import into a UserError with this message, in which {} stands for the error."""
+def needs_packages(what: str, *extras: str) -> Iterator[None]:
+    """Convert the error of an import into a UserError: `what` needs the packages of these extras."""
     try:
         yield
     except ImportError as error:
-        raise UserError(message.format(error)) from None
+        raise UserError(f"{what} needs more packages ({error}): {install(*extras)}") from None
 
 
 def _setting(default: Any, help: str, *, machine: bool = False, unit: bool = False, **options: Any) -> Any:
@@ -123,8 +124,8 @@ class Settings:
     compile: bool = _setting(False, "compile the network with torch.compile", machine=True)
     fuse_norms: str = _setting(
         "auto",
-        "run batch norm, addition and PWLU in one pass; auto: wherever possible, but not with --compile, and on a CPU not with "
-        "--channels-last",
+        "run batch norm, addition and PWLU in one pass; auto: wherever possible, but on a CPU not with --channels-last or "
+        "--compile",
         machine=True,
         choices=FUSE_NORMS,
     )

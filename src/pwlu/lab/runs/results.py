@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pwlu.common import files
+from pwlu.common.text import abbreviate
 from pwlu.lab.recipes import catalog
 from pwlu.lab.recipes.experiment import label
 from pwlu.lab.recipes.settings import Settings, UserError
@@ -82,7 +83,7 @@ def no_run_error(path: Path, *names: str) -> UserError:
     levels = range(2)
     if path.is_dir():
         inside = sorted(entry.name for entry in path.iterdir())
-        there = f", only {', '.join(inside[:5])}" + (", ..." if len(inside) > 5 else "") if inside else " and is empty"
+        there = f", only {abbreviate(inside, 5)}" if inside else " and is empty"
         what, near, levels = f"{path} is not a run folder: it has no config.json{there}", path, range(4)
     elif path.exists():
         what, near = f"{path} is a file. Write the folder of a run", path.parent
@@ -90,7 +91,7 @@ def no_run_error(path: Path, *names: str) -> UserError:
         what, near = f"there is no folder {path}", next(parent for parent in path.parents if parent.is_dir())
     for level in levels:  # results/ has runs three levels down
         if runs := [str(run) for run in _runs_at(near, level) if all(RunFolder(run).has(name) for name in names)]:
-            return UserError(f"{what}. Runs nearby: {', '.join(runs[:5])}" + (", ..." if len(runs) > 5 else ""))
+            return UserError(f"{what}. Runs nearby: {abbreviate(runs, 5)}")
     return UserError(f"{what}. pwlu train creates run folders, with {' and '.join(names)}")
 
 

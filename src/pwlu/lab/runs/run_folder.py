@@ -42,7 +42,8 @@ from pwlu.version import __version__, later_version
 FORMAT = 2  # the format of run folders. Folders without a number in environment.json have format 1, with model.pt
 _AGAIN = "Copy it again from where it was trained, or train again"
 _OPTIONAL = ("norm_weight_decay", "channels_last", "device", "test_data", "workers")  # settings of a run that may be None
-_KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {  # type of a setting -> its name in errors, and what JSON may hold
+_Kind = tuple[str, tuple[type, ...]]  # the name of a type in errors, and what JSON may hold
+_KINDS: dict[Any, _Kind] = {  # by type of a setting
     str: ("a string", (str,)),
     int: ("an integer", (int,)),
     float: ("a number", (int, float)),
@@ -187,24 +188,22 @@ class RunFolder:
 
     def environment(self) -> dict[str, Any]:
         """Return environment.json: strings and numbers about the versions and the hardware of the run."""
-        found = self.json("environment.json")
-        for name, value in found.items():
-            kind = (int,) if name == "side_by_side" else (str, int, float, type(None))
-            self._check("environment.json", name, value, kind, "a number" if name == "side_by_side" else "a string or a number")
-        return found
+        usual = "a string or a number", (str, int, float, type(None))
+        return self._typed("environment.json", usual, side_by_side=("a number", (int,)))
 
     def result(self) -> dict[str, Any]:
         """Return result.json: numbers, None where unknown, and the kind of images that the run was measured on."""
-        result = self.json("result.json")
-        for name, value in result.items():
-            text = name == "measured_on"
-            kind = (str, type(None)) if text else (int, float, type(None))
-            self._check("result.json", name, value, kind, "a string" if text else "a number")
-        return result
+        usual = "a number", (int, float, type(None))
+        return self._typed("result.json", usual, measured_on=("a string", (str, type(None))))
 
-    def _check(self, file: str, name: str, value: Any, kind: tuple[type, ...], words: str) -> None:
-        if not isinstance(value, kind):
-            raise self.unreadable(f"{self.locate(file)} is damaged: {name} must be {words}, not {value!r}")
+    def _typed(self, file: str, usual: _Kind, **others: _Kind) -> dict[str, Any]:
+        """Return the contents of a JSON file. Check that all values are of the usual kind, and `others` of theirs."""
+        found = self.json(file)
+        for name, value in found.items():
+            words, types = others.get(name, usual)
+            if not isinstance(value, types):
+                raise self.unreadable(f"{self.locate(file)} is damaged: {name} must be {words}, not {value!r}")
+        return found
 
     def iou(self) -> float | None:
         """Return the median over channels of the IOU of bounds and inputs; None if there are no PWLUs."""

@@ -8,11 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pwlu.conversion.conversion_report import Report
 from pwlu.lab.data import keyed_random
 from pwlu.lab.data.datasets import load
 from pwlu.lab.data.images import Batch
-from pwlu.lab.models import networks
 from pwlu.lab.recipes.settings import Settings, UserError
 from pwlu.lab.runs.network_info import NetworkInfo
 from pwlu.lab.runs.processes import Processes
@@ -43,15 +41,8 @@ class Classification(Task):
                 f"--batch {settings.batch} gives each of {parts} micro-batches 1 image, but batch norm needs at least 2: write "
                 f"--batch {2 * parts} or more, or --norm group"
             )
+        self.classes, self.channels = self.data.classes, self.data.channels
         self.measured_on, self.measured_images = self.data.measured_on, len(self.data.test)
-
-    def network(self) -> nn.Module:
-        """Return the network with new weights and its original activations."""
-        return networks.from_recipe(self.settings, len(self.data.classes), self.data.channels)
-
-    def sample(self) -> Tensor:
-        """Return a sample input of the network, for :func:`pwlu.convert_`."""
-        return networks.sample(self.settings, self.data.channels)
 
     def order(self, epoch: int) -> Tensor:
         """Return the indices of the training images of an epoch, (steps, batch)."""
@@ -103,13 +94,12 @@ class Classification(Task):
         loss, total_correct, count = self.processes.all_reduce(sums).tolist()
         return {"test_loss": loss / count, "accuracy": 100 * total_correct / count}
 
-    def network_info(self, report: Report) -> NetworkInfo:
-        """Return what the run folder says about the network, given the report of its conversion."""
+    def network_info(self, sites: dict[str, str]) -> NetworkInfo:
+        """Return what the run folder says about the network and these activation sites."""
         pixels, data = self.settings.pixels, self.data
         mean, std = ((values.flatten() / 255).tolist() for values in (data.train.mean, data.train.std))
-        sites = {site.name: site.was for site in report.converted}
         image = IMAGES[self.recipe.data].format(pixels=pixels, shorter=round(pixels * 8 / 7))
-        return NetworkInfo((data.channels, pixels, pixels), image, tuple(mean), tuple(std), tuple(data.classes), sites)
+        return NetworkInfo((self.channels, pixels, pixels), image, tuple(mean), tuple(std), tuple(self.classes), sites)
 
     def alignment_inputs(self) -> Iterator[Tensor]:
         """Yield inputs of the network on which to measure the alignment of PWLUs."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from pwlu.common.text import counted
-from pwlu.conversion.conversion_report import Report
 from pwlu.lab.data import coco, keyed_random
 from pwlu.lab.data.datasets import split_holdout
 from pwlu.lab.data.detection_images import DetectionImages, Example
@@ -53,7 +52,7 @@ class Detection(Task):
             if not len(test.training_images()):
                 raise UserError(f"the images of --holdout {settings.holdout} have no objects: write a larger number")
         self.first_label = detectors.first_label(self.recipe.network)
-        self.classes = train.classes
+        self.categories, self.classes = list(train.classes), list(train.classes.values())
         self.train, self.test = self._images(train), self._images(test)
         self.used = train.training_images()
         self.plan_steps(len(self.used))
@@ -66,22 +65,12 @@ class Detection(Task):
         return DetectionImages(part, self.first_label, s.augmentation == "flip", self.processes.device, s.worker_count)
 
     def _notes(self) -> list[str]:
-        names = ", ".join(list(self.classes.values())[:100])
+        names = ", ".join(self.classes[:100])
         notes = [f"{counted(len(self.classes), 'class', 'classes')}: {names}"]
         for name, images in (("training", self.train), ("measured on", self.test)):
             unreadable = f", {counted(images.unreadable, 'image')} cannot be read" if images.unreadable else ""
             notes.append(f"{name}: {images.part}{unreadable}")
         return notes
-
-    # The network.
-
-    def network(self) -> nn.Module:
-        """Return the detector with new weights and its original activations."""
-        return detectors.from_recipe(self.settings, len(self.classes))
-
-    def sample(self) -> Any:
-        """Return a sample input of the detector, for :func:`pwlu.convert_`."""
-        return detectors.sample(self.settings)
 
     # Training.
 
@@ -162,7 +151,7 @@ class Detection(Task):
             with autocast:
                 found = model(images)
             for index, each in zip(indices, found, strict=True):
-                rows += coco_evaluation.detections(int(part.image_ids[index]), each, list(self.classes), self.first_label)
+                rows += coco_evaluation.detections(int(part.image_ids[index]), each, self.categories, self.first_label)
         model.train()
         rows = self.processes.gather(rows)
         unreadable = int(self.processes.all_reduce(torch.tensor(unreadable, device=self.processes.device)))
@@ -182,11 +171,11 @@ class Detection(Task):
             self.measure(model, autocast)
         return {"detections.json": json.dumps(self.rows).encode()}
 
-    def network_info(self, report: Report) -> NetworkInfo:
-        """Return what the run folder says about the network, given the report of its conversion."""
-        pixels, sites = self.settings.pixels, {site.name: site.was for site in report.converted}
+    def network_info(self, sites: dict[str, str]) -> NetworkInfo:
+        """Return what the run folder says about the network and these activation sites."""
+        pixels = self.settings.pixels
         image = f"RGB images scaled and padded to {pixels} x {pixels}"
-        return NetworkInfo((3, pixels, pixels), image, MEAN, STD, tuple(self.classes.values()), sites)
+        return NetworkInfo((self.channels, pixels, pixels), image, MEAN, STD, tuple(self.classes), sites)
 
     def alignment_inputs(self) -> Iterator[tuple[list[Tensor]]]:
         """Yield inputs of the detector on which to measure the alignment of PWLUs."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwlu.conversion.conversion_report import Report
+from pwlu.lab.models import unconverted
 from pwlu.lab.recipes.catalog import find, total_steps
 from pwlu.lab.recipes.settings import Settings, UserError
 from pwlu.lab.runs.network_info import NetworkInfo
@@ -22,6 +22,8 @@ class Task(ABC):
         metric: the main metric, in percent; larger is better.
         reported: the names of further values of :meth:`measure` for result.json.
         notes: lines that describe the data.
+        classes: the names of the classes.
+        channels: the number of channels of the images.
         measured_on: the kind of images that measurements use, such as "test images".
         measured_images: the number of these images.
         steps_per_epoch: the number of optimizer steps per epoch.
@@ -33,6 +35,8 @@ class Task(ABC):
     metric: str
     reported: Sequence[str]
     notes: Sequence[str] = ()
+    classes: Sequence[str]
+    channels: int = 3
     measured_on: str
     measured_images: int
 
@@ -67,13 +71,13 @@ class Task(ABC):
         for _ in range(len(mine)):
             yield [next(batches) for _ in range(self.settings.accumulate)]
 
-    @abstractmethod
     def network(self) -> nn.Module:
         """Return the network with new weights and its original activations."""
+        return unconverted.network(self.settings, len(self.classes), self.channels)
 
-    @abstractmethod
     def sample(self) -> Any:
         """Return a sample input of the network, for :func:`pwlu.convert_`."""
+        return unconverted.sample(self.settings, self.channels)
 
     @abstractmethod
     def order(self, epoch: int) -> Tensor:
@@ -100,8 +104,8 @@ class Task(ABC):
         return {}
 
     @abstractmethod
-    def network_info(self, report: Report) -> NetworkInfo:
-        """Return what the run folder says about the network, given the report of its conversion."""
+    def network_info(self, sites: dict[str, str]) -> NetworkInfo:
+        """Return what the run folder says about the network and these activation sites."""
 
     @abstractmethod
     def alignment_inputs(self) -> Iterator[Any]:

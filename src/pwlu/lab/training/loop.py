@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from pwlu.analysis.alignment import alignment, without_histograms
-from pwlu.common.text import counted, install
+from pwlu.common.text import counted
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.experiment import run_key, run_name
-from pwlu.lab.recipes.settings import Settings, UserError, explain_import_error
+from pwlu.lab.recipes.settings import Settings, UserError, needs_packages
 from pwlu.lab.runs.divergence import divergence
 from pwlu.lab.runs.environment import environment
 from pwlu.lab.runs.processes import Processes
@@ -272,10 +272,8 @@ class _Loop:
     def _tensorboard(self) -> Any:
         if not self.settings.tensorboard or not self.processes.is_main:
             return None
-        try:
+        with needs_packages("--tensorboard", "tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UserError(f"--tensorboard needs one more package: {install('tensorboard')}") from None
         return SummaryWriter(str(self.folder.path / "tensorboard"), purge_step=self.number + 1)
 
     # The end.
@@ -297,7 +295,7 @@ class _Loop:
                 self.folder.write("alignment.json", without_histograms(aligned).to_json().encode())
                 self.folder.write_tensors("functions.pt", self.trainer.functions())
             self.folder.write(MODEL, self.trainer.serialised())
-            self.task.network_info(self.trainer.report).write(self.folder)
+            self.task.network_info({site.name: site.was for site in self.trainer.report.converted}).write(self.folder)
             sites, notes = str(self.trainer.report), self.task.notes
             write_report(self.folder, self.settings, result, sites, self.trainer.measured, aligned, notes=notes)
             self.folder.write_json("result.json", result)
@@ -323,7 +321,7 @@ class _Loop:
 
 def _task(settings: Settings, processes: Processes) -> Task:
     """Return the task of a recipe. Import only its module, because each task needs packages that the other does not."""
-    with explain_import_error(f"training needs more packages ({{}}): {install('train')}"):
+    with needs_packages("training", "train"):
         # Both are needed at the end of the run: ask for them before it.
         import matplotlib  # noqa: F401
         import safetensors  # noqa: F401

@@ -21,6 +21,7 @@ from pwlu.deploy.fuse import FusedPWLU, fuse_
 from pwlu.deploy.int8_tables import tabulate_
 from pwlu.deploy.onnx_export import export_onnx
 from pwlu.deploy.simplify import refine_, simplify_
+from pwlu.kernels import eager
 from pwlu.kernels.dispatch import warm_up
 from pwlu.learning.constraining import constrain_
 from pwlu.learning.curvature import curvature
@@ -76,6 +77,8 @@ __all__ = [
     "unfuse_norms_",
     "warm_up",
 ]
+
+eager.load()  # must come after the definition of the operators
 
 
 def __dir__() -> list[str]:

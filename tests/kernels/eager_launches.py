@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-import pwlu  # noqa: F401  # registers the operators
+import pwlu
 from pwlu import ops
 from pwlu.kernels import cuda, dispatch, eager
 from pwlu.kernels.cuda import driver, plan
@@ -70,7 +70,7 @@ def place(address, known, gradient):
 
 
 def cases():
-    shapes = {(8, 64, 14, 14): 1, (4, 3): -1, (16, 128, 7, 7): 1, (4096, 64): -1, (2, 5, 6, 8): 1, (33,): 0}
+    shapes = {(8, 64, 14, 14): 1, (4, 3): -1, (16, 128, 7, 7): 1, (4096, 64): -1, (2, 5, 6, 8): 1, (33,): 0, (70, 8, 3, 4): 1}
     for (shape, dim), layout in itertools.product(shapes.items(), ("contiguous", "channels_last")):
         for dtype, kind, intervals in itertools.product(
             (torch.float32, torch.bfloat16), (torch.float32, torch.float16), (1, 16)
@@ -125,6 +125,40 @@ def norm_calls_of(x, grad, weight, intervals, pool, vectors):
     }
 
 
+def dynamic_step(act, x, grad, needs):
+    """Forward and backward of a dynamic unit, if its parameters learn."""
+    for p in act.parameters():
+        p.grad = None
+        p.requires_grad_(needs)
+    y = act(x.detach().requires_grad_(needs))
+    if needs:
+        torch.autograd.backward((y,), (grad,))
+
+
+def dynamic_calls_of(x, grad, intervals, dim):
+    """Every way to call the kernels of a dynamic unit, and the tensors that the kernels get."""
+    for channels, mixing, needs in itertools.product((x.shape[dim], 1), ("channel", "layer"), (True, False)):
+        act = pwlu.DynamicPWLU(channels, intervals, features=x.shape[dim], mixing=mixing, channel_dim=dim)
+        known = {"x": x, "grad": grad, **dict(act.named_parameters())}
+        yield f"dynamic, {channels} channels, {mixing}, {needs}", partial(dynamic_step, act, x, grad, needs), known
+
+
+def check(name, call, known, by_python):
+    """Call it three times: by Python, by eager.cpp, and by eager.cpp if a launch fails. Return the number of launches."""
+    eager.forget()
+    by_python.clear()
+    expected = launched(call, known)
+    assert len(by_python) == len(expected) > 0, f"{name} came to eager.cpp before it could know it"
+    found = launched(call, known)
+    assert len(by_python) == len(expected), f"{name} came to Python again"
+    assert found == expected, f"{name}:\n{expected}\n{found}"
+    FAILURES.append(201)  # a thread without a context: Python knows what to do
+    again = launched(call, known)
+    assert len(by_python) > len(expected)
+    assert again[0] == expected[0] == again[1]
+    return len(found)
+
+
 def main():
     assert eager.library is not None
     kernel = pretended()
@@ -143,21 +177,12 @@ def main():
         vectors = [*torch.rand(4, channels).clone().unbind(), torch.tensor(0)] if dim == 1 else []
         if vectors and kind == torch.float32:
             calls |= norm_calls_of(x, grad, weight, intervals, pool, vectors)
-        for name, call in calls.items():
-            eager.forget()
-            known = {"x": x, "grad": grad, "weight": weight, "pool": pool, **fused}
-            known |= {f"vector {i}": vector for i, vector in enumerate(vectors)}
-            expected = launched(call, known)
-            assert len(by_python) == len(expected) > 0, f"{name} came to eager.cpp before it could know it"
-            found = launched(call, known)
-            assert len(by_python) == len(expected), f"{name} of {tuple(x.shape)}, {x.dtype}, came to Python again"
-            assert found == expected, f"{name} of {tuple(x.shape)}, {x.dtype}, {kind}:\n{expected}\n{found}"
-            FAILURES.append(201)  # a thread without a context: Python knows what to do
-            again = launched(call, known)
-            assert len(by_python) > len(expected)
-            assert again[0] == expected[0] == again[1]
-            by_python.clear()
-            count += len(found)
+        what, known = f"{tuple(x.shape)}, {x.dtype}, {kind}", {"x": x, "grad": grad, "weight": weight, "pool": pool, **fused}
+        known |= {f"vector {i}": vector for i, vector in enumerate(vectors)}
+        count += sum(check(f"{name} of {what}", call, known, by_python) for name, call in calls.items())
+        if x.ndim > 1 and kind == torch.float32:
+            for name, call, known in dynamic_calls_of(x, grad, intervals, dim):
+                count += check(f"{name} of {what}", call, known, by_python)
     eager.forget()
     eager._MAX_LAUNCHES = 5
     for x, channels, dim, kind, intervals in cases():  # more than it may remember

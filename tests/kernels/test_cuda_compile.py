@@ -47,7 +47,7 @@ def test_every_kernel_compiles_for_every_architecture():
     assert text.count("RESIDENT_THREADS") == text.count("#define RESIDENT_THREADS") == 3
     functions = list(kernels.functions().values())
     telling = [function for function in functions if "RESIDENT_THREADS" in function.declaration()]
-    norms = [function for function in functions if function.name.startswith(("norm_", "per_sample_"))]
+    norms = [function for function in functions if function.name.startswith(("norm_", "dynamic_", "network_", "add_means_"))]
     plain = [function for function in functions if function not in norms]
     others = [function for function in plain if function not in telling]
     assert len(telling) == 16
@@ -78,18 +78,25 @@ def test_sources_need_no_header():
     assert "#include" not in kernels.source([])
 
 
-def test_arguments_are_packed_in_the_order_of_the_struct():
-    text = re.search(r"struct Arguments \{(.*?)\n\};", kernels.source([]), re.S).group(1)
+def fields_of(source, struct_name):
+    """Return the type and the name of each member of a struct."""
+    text = re.search(rf"struct {struct_name} \{{(.*?)\n\}};", source, re.S).group(1)
     fields = []
     for line in re.sub(r"//.*", "", text).split(";"):
         kind, _, names = line.strip().removeprefix("const ").partition(" ")
         for name in filter(None, (n.strip(" *\n") for n in names.split(","))):
             found = re.fullmatch(r"(\w+)(?:\[(\d+)\])?", name)
             fields += [(kind, found.group(1))] * int(found.group(2) or 1)
-    addresses = [name for kind, name in fields if kind in ("void", "float")]
+    return fields
+
+
+def test_arguments_are_packed_in_the_order_of_the_struct():
+    fields, network = (fields_of(kernels.source([]), name) for name in ("Arguments", "Network"))
+    addresses = [name for kind, name in fields if kind in ("void", "float", "Network")]
     head = ["x", "grad", "out", *["parameters"] * 5, *["gradients"] * 5, "partial", "pool", "residual", "norm", "sums"]
-    assert addresses == [*head, "factor", "eps"]
-    assert len(head) + 1 == cuda.driver.ADDRESSES  # the last two are floats in the place of one address
+    assert addresses == [*head, "network", "factor", "eps"]
+    assert {kind for kind, _ in network} == {"float"}
+    assert len(head) + len(network) + 1 == cuda.driver.ADDRESSES  # the last two are floats in the place of one address
     codes = {"i64": "q", "int": "i", "unsigned": "I"}
     numbers = [(codes[kind], name) for kind, name in fields if kind in codes]
     assert tuple(name for _, name in numbers) == plans._Numbers._fields
@@ -325,7 +332,7 @@ def shapes(draw):
     intervals=st.sampled_from([1, 4, 16, 64, 256]),
     dtype=st.sampled_from(list(kernels.TYPES)),
     aligned=st.booleans(),
-    what=st.sampled_from([what for what in OPERATIONS if what not in kernels.PER_SAMPLE]),
+    what=st.sampled_from(OPERATIONS),
     processor=st.sampled_from([H200, RTX, SMALL]),
 )
 def test_every_element_is_taken_once(shape, intervals, dtype, aligned, what, processor):
@@ -339,7 +346,7 @@ def test_every_element_is_taken_once(shape, intervals, dtype, aligned, what, pro
     inner=st.sampled_from([1, 3, 7, 49]),
     samples=st.integers(2, 200),
     intervals=st.sampled_from([4, 16]),  # with many more, samples are folded into channels
-    what=st.sampled_from(kernels.PER_SAMPLE),
+    what=st.sampled_from(["dynamic_forward", "dynamic_backward"]),
     processor=st.sampled_from([H200, RTX]),
 )
 def test_every_element_of_every_sample_is_taken_once(outer, channels, inner, samples, intervals, what, processor):

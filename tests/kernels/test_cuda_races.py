@@ -44,7 +44,7 @@ def test_no_races_in_the_learning_rule(checked, use, device):  # noqa: F811
 BARRIERS = {
     "room_for_knots);\n    __syncthreads();": "rows",
     "make_float2(0.0f, 0.0f));\n  __syncthreads();\n  const unsigned table": "planes",
-    "__syncthreads();\n  for (int c = threadIdx.x / 32; c < together": "small planes",
+    "sums[group * per_group + i].y;\n    }\n  __syncthreads();": "small planes",
 }
 
 

@@ -32,7 +32,8 @@ from test_cuda_knots import oracle as oracle_of_knots
 from test_kernels import check_moments
 
 from pwlu import reference
-from pwlu.ops import nonuniform, per_sample
+from pwlu.kernels import dispatch
+from pwlu.ops import nonuniform
 from pwlu.reference.dynamic import fold
 from pwlu.reference.nonuniform import Knots, lines, pack_knots, unpack_knots
 
@@ -92,7 +93,7 @@ def _unit_case(rng, generator, device):
 
 
 def _sample_case(rng, generator, device):
-    """The operators on an input with one function per sample and channel, or per sample, against the oracle."""
+    """Functions per sample and channel, or per sample, against the oracle."""
     dtype = rng.choice(DTYPES)
     shape = [max(size, 1) for size in [*_shape(rng)[2], 1, 2]]
     dim = rng.randint(1, len(shape) - 1)
@@ -102,10 +103,10 @@ def _sample_case(rng, generator, device):
     x, grad = (laid_out(t.to(device), rng.choice(LAYOUTS)) for t in (3 * x, grad))
     weight, intervals = reference.pack(*parameters), parameters[2].shape[1] - 1
     y, bound, gradients, bounds = oracle(fold(x, functions, dim), parameters, 0, fold(grad, functions, dim))
-    found = per_sample.forward(x, weight, intervals, dim)
+    found = dispatch.per_sample_forward(x, weight, intervals, dim)
     assert (found.dtype, found.stride()) == (x.dtype, torch.empty_like(x).stride())
     assert_within(fold(found, functions, dim), y, bound)
-    grad_x, grad_weight = per_sample.backward(grad, x, weight, intervals, dim, True, True)
+    grad_x, grad_weight = dispatch.per_sample_backward(grad, x, weight, intervals, dim, True, True)
     found = [fold(grad_x, functions, dim), *reference.unpack(grad_weight, intervals)]
     for actual, expected, limit in zip(found, gradients, bounds, strict=True):
         assert_within(actual, expected, limit)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pwlu
 from pwlu import baselines, reference
-from pwlu.ops import per_sample
+from pwlu.ops import dynamic as dynamic_ops
 from pwlu.units.squeeze import function_parameters, sample_means
 
 LAYOUTS = ("NCHW", "channels_last", "NHWC", "sliced", "BTC", "matrix", "empty")
@@ -109,31 +109,38 @@ def test_finite_differences_of_the_gradients_agree(layout, mixing):
     assert torch.autograd.gradgradcheck(act, (x,))
 
 
-@pytest.mark.parametrize("channels", [1, 5])
+def parameters_of(act):
+    return [act.weight, act.direction_weight, *act.squeeze.parameters()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["NCHW", "channels_last", "BTC", "sliced", "empty"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_opcheck(layout, channels, device):
+def test_opcheck(layout, kind, device):
     x, dim = (t.to(device) if isinstance(t, torch.Tensor) else t for t in batch(layout))
-    act = dynamic((channels, None, "channel"), dim).to(device)
-    weight = reference.dynamic.mix(act.weight, act.direction_heights(), act.coefficients(x)).detach()
-    opcheck(per_sample.forward, (x.requires_grad_(), weight.requires_grad_(), 6, dim))
-    x, weight = x.detach(), weight.detach()
-    for needs in ((True, True), (True, False), (False, True)):
-        opcheck(per_sample.backward, (torch.randn_like(x), x, weight, 6, dim, *needs))
+    parameters = parameters_of(dynamic(kind, dim).to(device))
+    opcheck(dynamic_ops.forward, (x.requires_grad_(), *parameters, 6, dim))
+    x, *parameters = (t.detach() for t in (x, *parameters))
+    _, state = dynamic_ops.forward(x, *parameters, 6, dim)
+    opcheck(dynamic_ops.backward, (torch.randn_like(x), x, *parameters, state, 6, dim))
 
 
 def test_operators_check_their_arguments():
-    x = torch.randn(3, 5, 6)
-    for size, x_of, message in [
-        (3 * 4 * 11, x, "the activation has 4 channels, but x of shape (3, 5, 6) has 5"),
-        (11, x, "weight must have the shape (samples * functions per sample * (intervals + 5),), not (11,)"),
-        (3 * 11 + 1, x, "weight must have the shape"),
-        (33, x[0, 0], "at least two dimensions"),
+    x, good = torch.randn(3, 5, 6), parameters_of(dynamic())
+    for i, size in enumerate(((5 * 10,), (2 * 5 * 7 - 1,), (4, 5, 1), (3,), (10, 3), (11,))):
+        parameters = [*good[:i], torch.zeros(size), *good[i + 1 :]]
+        with pytest.raises(ValueError, match=r"R\n? ?coefficients per direction.* needs the shapes"):
+            dynamic_ops.forward(x, *parameters, 6, 1)
+    for x_of, dim, message in [
+        (x[:, :4], 1, "the activation has 5 channels, but x of shape (3, 4, 6) has 4"),
+        (x[0, 0], 1, "at least two dimensions"),
+        (torch.randn(5, 5, 6), 0, "holds the samples"),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):
-            per_sample.forward(x_of, torch.zeros(size), 6, 1)
-    with pytest.raises(ValueError, match="holds the samples"):
-        per_sample.forward(torch.randn(5, 5, 6), torch.zeros(5 * 5 * 11), 6, 0)
+            dynamic_ops.forward(x_of, *good, 6, dim)
+    _, state = dynamic_ops.forward(x, *good, 6, 1)
+    with torch.no_grad(), pytest.raises(ValueError, match="grad must have the shape"):
+        dynamic_ops.backward(x[:2], x, *good, state, 6, 1)
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "channels_last", "BTC"])

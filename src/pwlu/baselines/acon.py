@@ -1,5 +1,6 @@
 """The activations ACON-C and Meta-ACON."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class _NormedSqueeze(Squeeze):
             self.first_norm.reset_parameters()
             self.second_norm.reset_parameters()
 
-    def compute(self, x: Tensor, parameters: tuple[Tensor, ...]) -> Tensor:
+    def compute(self, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """Return the outputs without autocast."""
         first, first_bias, second, second_bias = parameters
         p = sample_means(x, self.features, self.channel_dim)

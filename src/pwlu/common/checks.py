@@ -84,20 +84,55 @@ def check_samples(x: Tensor, features: int, channel_dim: int) -> None:
         )
 
 
-def check_sample_weight(x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> int:
-    """Check that a weight has one function, or one per channel, for each sample of x; return its number of functions."""
-    check_samples(x, 1, channel_dim)
-    check_parameter("weight", weight, x)
-    of_one = x.shape[0] * (intervals + 5)  # the size if there is one function per sample
-    per_sample = weight.shape[0] // of_one if weight.ndim == 1 and of_one > 0 else 1
-    if intervals < 1 or per_sample < 1 or weight.shape != (per_sample * of_one,):
+def check_dynamic(
+    x: Tensor,
+    weight: Tensor,
+    directions: Tensor,
+    first: Tensor,
+    first_bias: Tensor,
+    second: Tensor,
+    second_bias: Tensor,
+    intervals: int,
+    channel_dim: int,
+) -> None:
+    """Check that the parameters of a dynamic PWLU match each other and x."""
+    named = {"weight": weight, "directions": directions, "first": first, "first_bias": first_bias}
+    named |= {"second": second, "second_bias": second_bias}
+    check_samples(x, first.shape[1] if first.ndim == 2 else 1, channel_dim)
+    for name, parameter in named.items():
+        check_parameter(name, parameter, x)
+    if [t.ndim for t in named.values()] != [1, 1, 2, 1, 2, 1] or not _fit_each_other(intervals, *named.values()):
+        found = ", ".join(f"{name} {tuple(parameter.shape)}" for name, parameter in named.items())
         raise ValueError(
-            f"pwlu: weight must have the shape (samples * functions per sample * (intervals + 5),), not {tuple(weight.shape)} "
-            f"with intervals={intervals} and x of shape {tuple(x.shape)}. Write weight = pwlu.reference.dynamic.mix(weight, "
-            "directions, coefficients)"
+            "pwlu: a dynamic PWLU with C functions, N intervals, M directions, F features, a hidden layer of size H and R "
+            "coefficients per direction, where C and R are 1 or F, needs the shapes weight (C * (N + 5),), directions "
+            "(M * C * (N + 1),), first (H, F), first_bias (H,), second (M * R, H), second_bias (M * R,), not "
+            f"{found} with intervals={intervals}"
         )
-    check_samples(x, per_sample, channel_dim)
-    return x.shape[0] * per_sample
+
+
+def _fit_each_other(
+    intervals: int, weight: Tensor, directions: Tensor, first: Tensor, first_bias: Tensor, second: Tensor, second_bias: Tensor
+) -> bool:
+    hidden, features = first.shape
+    channels = weight.shape[0] // (intervals + 5) if intervals > 0 else 0
+    if channels not in (1, features) or weight.shape[0] != channels * (intervals + 5):
+        return False
+    count = directions.shape[0] // (channels * (intervals + 1))
+    if count < 1 or directions.shape[0] != count * channels * (intervals + 1):
+        return False
+    outputs = second.shape[0]
+    return (
+        outputs in (count, count * features)
+        and (first_bias.shape, second_bias.shape) == ((hidden,), (outputs,))
+        and second.shape[1] == hidden
+    )
+
+
+def check_dynamic_backward(grad: Tensor, x: Tensor, *rest: Any) -> None:
+    """Check that the arguments of ``dynamic_backward`` match each other."""
+    check_dynamic(x, *rest[:6], *rest[7:])
+    check_gradient(grad, x)
 
 
 def check_gradient(grad: Tensor, x: Tensor) -> None:

@@ -67,8 +67,9 @@ NON_UNIFORM = Kind(
     nonuniform_reference.unpack_knots,
     nonuniform_reference.pack_knots,
 )
-PER_SAMPLE = Kind(
-    checks.check_sample_weight, dynamic_reference.forward, dynamic_reference.backward, reference.unpack, reference.pack
+PER_SAMPLE = Kind(  # the weight of reference.dynamic.mix
+    lambda x, weight, intervals, channel_dim: weight.shape[0] // (intervals + 5),
+    *(dynamic_reference.forward, dynamic_reference.backward, reference.unpack, reference.pack),
 )
 plain_forward, plain_backward = UNIFORM.plain_forward, UNIFORM.plain_backward
 plain_nonuniform_forward, plain_nonuniform_backward = NON_UNIFORM.plain_forward, NON_UNIFORM.plain_backward
@@ -114,14 +115,14 @@ def _served(
 ) -> Callable[..., Any]:
     """Return a function that checks its arguments and calls the method `name` of the kernels.
 
-    It calls `plain` if there are no kernels, the arguments do not suit them, or the method returns NotImplemented.
+    It calls `plain` if there is no such method, the arguments do not suit it, or it returns NotImplemented.
     """
 
     def call(*arguments: Any) -> Any:
         check(*arguments)
-        kernel = kernel_of(arguments[0])
-        if kernel is not None and suits(*arguments):
-            found = getattr(kernel, name)(*arguments)
+        method = getattr(kernel_of(arguments[0]), name, None)
+        if method is not None and suits(*arguments):
+            found = method(*arguments)
             if found is not NotImplemented:
                 return found
         return plain(*arguments)
@@ -170,6 +171,29 @@ per_sample_forward = _served("per_sample_forward", per_sample_forward_folded, PE
 per_sample_backward = _served(
     "per_sample_backward", per_sample_backward_folded, PER_SAMPLE.check_backward, lambda grad, *rest: _folding_copies(*rest)
 )
+
+
+def dynamic_forward_apart(x: Tensor, weight: Tensor, directions: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Return y and the state of a dynamic PWLU: plain PyTorch mixes the directions, a kernel evaluates the functions."""
+    *network, intervals, channel_dim = rest
+    found = dynamic_reference.without_autocast(x, dynamic_reference.layers, x, *network, channel_dim)
+    mixed = dynamic_reference.mix(weight, *dynamic_reference.matrices(weight, directions, found[2], intervals))
+    return per_sample_forward(x, mixed, intervals, channel_dim), torch.cat([t.flatten() for t in found])
+
+
+def dynamic_backward_apart(grad: Tensor, x: Tensor, weight: Tensor, directions: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of x and of the parameters of a dynamic PWLU."""
+    *network, state, intervals, channel_dim = rest
+    samples, sizes = x.shape[0], [network[0].shape[1], network[2].shape[1], network[2].shape[0]]  # F, H and M R
+    parts = state.split([samples * size for size in sizes])
+    found = [part.view(samples, size) for part, size in zip(parts, sizes, strict=True)]
+    arguments = (per_sample_backward, grad, x, weight, directions, network, found, intervals, channel_dim)
+    grad_x, *others = dynamic_reference.without_autocast(x, dynamic_reference.gradients, *arguments)
+    return _laid_out(x, grad_x), *others
+
+
+dynamic_forward = _served("dynamic_forward", dynamic_forward_apart, checks.check_dynamic)
+dynamic_backward = _served("dynamic_backward", dynamic_backward_apart, checks.check_dynamic_backward)
 lookup = _served("lookup", plain_lookup, checks.check_tables)
 moments = _served("moments", plain_moments, checks.check_pool)
 

@@ -62,6 +62,24 @@ def geometry(x: Tensor, channels: int, channel_dim: int, samples: int = 1) -> tu
     return x.numel() // (samples * channels * inner), channels, inner
 
 
+def samples_first(x: Tensor) -> Tensor:
+    """Return x without gaps and with its samples one after another in memory: x itself if possible, else a copy."""
+    like = torch.empty_like(x, device="meta")
+    if x.shape[0] > 1 and like.stride(0) * x.shape[0] != x.numel():
+        like = torch.empty(x.shape, device="meta")
+    return laid_out_as(like, x)
+
+
+def sample_geometry(x: Tensor, functions: int, channel_dim: int) -> tuple[tuple[int, int, int], int]:
+    """Return (outer, channels, inner) of a sample of x, as :func:`samples_first` returns it, and the number of samples.
+
+    If every channel of a sample is one piece of memory, fold the samples into the channels: all count as one sample.
+    """
+    samples = x.shape[0]
+    outer, channels, inner = geometry(x, functions, channel_dim, samples)
+    return ((1, samples * channels, inner), 1) if outer == 1 else ((outer, channels, inner), samples)
+
+
 def samples_are_rows(x: Tensor, functions: int, channel_dim: int) -> bool:
     """Return whether the samples of x follow each other in memory, and each has several rows with one function per channel.
 

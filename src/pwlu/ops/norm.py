@@ -30,7 +30,7 @@ from torch import Tensor
 
 from pwlu import ops, reference
 from pwlu.common import checks
-from pwlu.kernels import dispatch, eager
+from pwlu.kernels import dispatch
 from pwlu.kernels.layout import NormState
 
 _STATE = (  # the fields of NormState
@@ -278,4 +278,3 @@ ops.define_for_eager(
     "float eps, bool training) -> Tensor[]",
     differentiable_backward,
 )
-eager.load()  # must come after the definition of the operators

@@ -16,6 +16,9 @@ Shapes: x is (B, ...), with the samples in dimension 0. Y is (C, N+1), D is (M, 
 1. The means are (B, F), and the coefficients (B, M, R). R is 1 (per layer) or F (per channel).
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,8 +39,8 @@ def means(x: Tensor, features: int, channel_dim: int) -> Tensor:
     return found.unsqueeze(1) if features == 1 else found
 
 
-def squeeze(means: Tensor, first: Tensor, first_bias: Tensor, second: Tensor, second_bias: Tensor) -> Tensor:
-    """Return W_2 relu(W_1 p + b_1) + b_2 in the dtype of the means.
+def squeeze(means: Tensor, first: Tensor, first_bias: Tensor, second: Tensor, second_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the hidden layer relu(W_1 p + b_1) and the output W_2 relu(W_1 p + b_1) + b_2 in the dtype of the means.
 
     Args:
         means: p, (B, F).
@@ -47,10 +50,35 @@ def squeeze(means: Tensor, first: Tensor, first_bias: Tensor, second: Tensor, se
         second_bias: b_2, (O,).
 
     Returns:
-        The output, (B, O).
+        The hidden layer, (B, H), and the output, (B, O).
     """
     first, first_bias, second, second_bias = (t.to(means.dtype) for t in (first, first_bias, second, second_bias))
-    return F.linear(F.relu(F.linear(means, first, first_bias)), second, second_bias)
+    hidden = F.relu(F.linear(means, first, first_bias))
+    return hidden, F.linear(hidden, second, second_bias)
+
+
+def squeeze_backward(
+    grad: Tensor, means: Tensor, hidden: Tensor, first: Tensor, second: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the five arguments of :func:`squeeze`, given that of its output."""
+    of_hidden = (grad @ second.to(grad.dtype)).masked_fill(hidden <= 0, 0.0)
+    return of_hidden @ first.to(grad.dtype), of_hidden.mT @ means, of_hidden.sum(0), grad.mT @ hidden, grad.sum(0)
+
+
+def without_autocast(x: Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of a function that computes in the compute dtype of x, also under autocast."""
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # torch has no autocast for the meta device
+        with torch.autocast(x.device.type, enabled=False):
+            return function(*arguments)
+    return function(*arguments)
+
+
+def along_samples(values: Tensor, x: Tensor, channel_dim: int) -> Tensor:
+    """Reshape values (B, R) so that they broadcast against x. R is 1 or the number of channels."""
+    shape = [x.shape[0], *[1] * (x.ndim - 1)]
+    if values.shape[1] > 1:
+        shape[channel_dim] = values.shape[1]
+    return values.reshape(shape)
 
 
 def mix(weight: Tensor, directions: Tensor, coefficients: Tensor) -> Tensor:
@@ -71,6 +99,73 @@ def mix(weight: Tensor, directions: Tensor, coefficients: Tensor) -> Tensor:
         mixed = torch.addcmul(mixed, of_sample[:, :, None], direction)
     rows = mixed.shape[:2]
     return torch.cat([outer.view(4, 1, channels).expand(4, *rows).reshape(-1), mixed.reshape(-1)])
+
+
+def mix_backward(grad: Tensor, directions: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the three arguments of :func:`mix`, given that of its result."""
+    samples, _, rates = coefficients.shape
+    _, channels, knots = directions.shape
+    functions = max(channels, rates)
+    outer, heights = grad.split([4 * samples * functions, samples * functions * knots])
+    outer = outer.view(4, samples, functions).sum(1).sum_to_size(4, channels)
+    heights = heights.view(samples, functions, knots)
+    of_coefficients = torch.stack([(heights * d).sum(2) for d in directions.to(grad.dtype).unbind()], 1)
+    of_directions = torch.stack([(heights * a[:, :, None]).sum(0) for a in coefficients.unbind(1)])
+    of_weight = torch.cat([outer.reshape(-1), heights.sum(0).sum_to_size(channels, knots).reshape(-1)])
+    return of_weight, of_directions.sum_to_size(directions.shape), of_coefficients.sum_to_size(coefficients.shape)
+
+
+# The whole unit. Its parameters are flat tensors as in the module: the weight, the directions, W_1, b_1, W_2 and b_2.
+
+
+def layers(x: Tensor, first: Tensor, first_bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the means (B, F), the hidden layer (B, H) and the coefficients (B, M R)."""
+    second, second_bias, channel_dim = rest
+    p = means(x, first.shape[1], channel_dim)
+    hidden, output = squeeze(p, first, first_bias, second, second_bias)
+    return p, hidden, output.tanh()
+
+
+def matrices(weight: Tensor, directions: Tensor, coefficients: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
+    """Return the directions (M, C, N+1) and the coefficients (B, M, R)."""
+    channels = weight.shape[0] // (intervals + 5)
+    directions = directions.view(-1, channels, intervals + 1)
+    return directions, coefficients.unflatten(1, (directions.shape[0], -1))
+
+
+def apply(x: Tensor, weight: Tensor, directions: Tensor, *rest: Any) -> Tensor:
+    """Return y. `rest` holds the parameters of the network, the number of intervals and the channel dimension."""
+    *network, intervals, channel_dim = rest
+    coefficients = without_autocast(x, layers, x, *network, channel_dim)[2]
+    mixed = mix(weight, *matrices(weight, directions, coefficients, intervals))
+    return forward(x, *reference.unpack(mixed, intervals), channel_dim)
+
+
+def gradients(
+    backward: Callable[..., tuple[Tensor, Tensor]],
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    directions: Tensor,
+    network: Sequence[Tensor],
+    found: tuple[Tensor, Tensor, Tensor],
+    intervals: int,
+    channel_dim: int,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of x and of the six parameters.
+
+    `found` is the result of :func:`layers`. `backward` returns the gradients of x and of the weight of :func:`mix`.
+    """
+    p, hidden, flat = found
+    first, _, second, _ = network
+    matrix, coefficients = matrices(weight, directions, flat, intervals)
+    grad_x, of_mixed = backward(grad, x, mix(weight, matrix, coefficients), intervals, channel_dim, True, True)
+    of_weight, of_directions, of_coefficients = mix_backward(of_mixed, matrix, coefficients)
+    of_means, *of_network = squeeze_backward(of_coefficients.flatten(1) * (1 - flat.square()), p, hidden, first, second)
+    positions = max(x.numel() // max(p.numel(), 1), 1)
+    grad_x = grad_x + along_samples((of_means / positions).to(x.dtype), x, channel_dim)
+    parameters = zip((of_weight, of_directions.reshape(-1), *of_network), (weight, directions, *network), strict=True)
+    return (grad_x, *(g.to(parameter.dtype) for g, parameter in parameters))
 
 
 def fold(x: Tensor, functions: int, channel_dim: int) -> Tensor:

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from pwlu import ops
 from pwlu.common import checks
 from pwlu.initial_functions import InitialFunction
-from pwlu.kernels import dispatch
-from pwlu.ops import per_sample
+from pwlu.ops import dynamic as dynamic_ops
 from pwlu.reference import dynamic as dynamic_reference
 from pwlu.units.deferred_norm import Deferred
 from pwlu.units.module import PWLU
 from pwlu.units.sharding import gathered, write_parameter
-from pwlu.units.squeeze import Squeeze
+from pwlu.units.squeeze import PARAMETERS, Squeeze
 
 
 class DynamicPWLU(PWLU):
@@ -104,12 +103,9 @@ class DynamicPWLU(PWLU):
         """Return the directions D (M, C, N+1), a view of ``direction_weight``."""
         return gathered(self.direction_weight).view(self.directions, self.channels, self.intervals + 1)
 
-    def coefficients(self, x: Tensor, in_phase_one: bool = False) -> Tensor:
-        """Return the coefficients a(x), (B, M, R) in the compute dtype, with R = 1 for ``mixing="layer"``, else F.
-
-        In Phase I, the parameters of the network are constants.
-        """
-        return self.squeeze(x, in_phase_one).tanh().unflatten(1, (self.directions, -1))
+    def coefficients(self, x: Tensor) -> Tensor:
+        """Return the coefficients a(x), (B, M, R) in the compute dtype, with R = 1 for ``mixing="layer"``, else F."""
+        return self.squeeze(x).tanh().unflatten(1, (self.directions, -1))
 
     @torch.no_grad()
     def forget_directions(self, channels: Tensor) -> None:
@@ -121,19 +117,20 @@ class DynamicPWLU(PWLU):
         """Return y."""
         if not isinstance(x, Tensor) and isinstance(x, Deferred):
             x = x.value_for("DynamicPWLU (its heights depend on the sample)")
+        checks.check_input(x)
         statistics: Any = self._modules["statistics"]
-        in_phase_one = statistics.phase == 1 and self.training
-        coefficients = self.coefficients(x, in_phase_one)
-        weight, directions = self.effective_weight(), self.direction_heights()
-        if in_phase_one:
+        network: Any = self._modules["squeeze"]
+        parameters = [self.effective_weight(), self.direction_weight, *(getattr(network, name) for name in PARAMETERS)]
+        parameters = [gathered(p) for p in parameters]
+        if statistics.phase == 1 and self.training:
             ops.moments(x, self.channel_dim, statistics.pool)
             # The gradients are exactly 0, not None: DistributedDataParallel waits for them.
             zero = torch.cat([p.reshape(-1)[:0] for p in self.parameters()]).sum()
-            weight, directions = weight.detach() + zero, directions.detach()
-        mixed = dynamic_reference.mix(weight, directions, coefficients)
+            parameters = [p.detach() for p in parameters]
+            parameters[0] = parameters[0] + zero
         if ops.is_exporting():
-            return dispatch.PER_SAMPLE.apply(x, mixed, self.intervals, self.channel_dim)
-        y: Tensor = per_sample.forward(x, mixed, self.intervals, self.channel_dim)
+            return dynamic_reference.apply(x, *parameters, self.intervals, self.channel_dim)
+        y: Tensor = dynamic_ops.forward(x, *parameters, self.intervals, self.channel_dim)[0]
         return y
 
     def extra_repr(self) -> str:

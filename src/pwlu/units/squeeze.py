@@ -1,6 +1,6 @@
 """A small network on the means of each sample, for activations that depend on the whole input."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from pwlu import ops
 from pwlu.common import checks
 from pwlu.reference import dynamic as dynamic_reference
+from pwlu.reference.dynamic import along_samples
+
+PARAMETERS = ("first", "first_bias", "second", "second_bias")
 
 
 class Squeeze(nn.Module):
@@ -54,20 +57,16 @@ class Squeeze(nn.Module):
         nn.init.zeros_(self.first_bias)
         nn.init.zeros_(self.second_bias)
 
-    def forward(self, x: Tensor, detach_parameters: bool = False) -> Tensor:
-        """Return the outputs (B, O) in the compute dtype. `detach_parameters`: treat the parameters as constants."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs (B, O) in the compute dtype."""
         checks.check_samples(x, self.features, self.channel_dim)
-        parameters: tuple[Tensor, ...] = (self.first, self.first_bias, self.second, self.second_bias)
-        if detach_parameters:
-            parameters = tuple(p.detach() for p in parameters)
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # torch has no autocast for the meta device
-            with torch.autocast(x.device.type, enabled=False):
-                return self.compute(x, parameters)
-        return self.compute(x, parameters)
+        parameters = [getattr(self, name) for name in PARAMETERS]
+        found: Tensor = dynamic_reference.without_autocast(x, self.compute, x, parameters)
+        return found
 
-    def compute(self, x: Tensor, parameters: tuple[Tensor, ...]) -> Tensor:
+    def compute(self, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """Return the outputs without autocast."""
-        return dynamic_reference.squeeze(sample_means(x, self.features, self.channel_dim), *parameters)
+        return dynamic_reference.squeeze(sample_means(x, self.features, self.channel_dim), *parameters)[1]
 
     def extra_repr(self) -> str:
         """Return the arguments, for repr."""
@@ -102,11 +101,3 @@ def function_parameters(activations: Iterable[nn.Module]) -> set[int]:
     every = nn.ModuleList(activations)
     others = {id(p) for module in every.modules() if isinstance(module, Squeeze) for p in module.parameters()}
     return {id(p) for p in every.parameters()} - others
-
-
-def along_samples(values: Tensor, x: Tensor, channel_dim: int) -> Tensor:
-    """Reshape values (B, R) so that they broadcast against x. R is 1 or the number of channels."""
-    shape = [x.shape[0], *[1] * (x.ndim - 1)]
-    if values.shape[1] > 1:
-        shape[channel_dim] = values.shape[1]
-    return values.reshape(shape)

@@ -79,7 +79,11 @@ def warm_up(index: int, dtypes: tuple[torch.dtype, ...]) -> int:
     chosen = kernel(index)
     if chosen is None:
         return 0
-    wanted = [n for n in kernels.functions() if n.startswith(("finish", "rule")) or any(f"_{NAMES[d]}_" in n for d in dtypes)]
+    wanted = [
+        n
+        for n in kernels.functions()
+        if n.startswith(("finish", "rule", "network")) or any(f"_{NAMES[d]}_" in n for d in dtypes)
+    ]
     with torch.cuda.device(index):
         refuse_during_capture("warming up", index)
     with ThreadPoolExecutor(os.cpu_count()) as threads:  # NVRTC releases the GIL

@@ -29,40 +29,52 @@ __device__ void finish_knots(const Arguments &a, int channel, const Sum &sum) {
   }
 }
 
-// Compute the gradients of the parameters of one channel from its sums, by one warp. `sum(k)` returns (G, P) of line k.
+// Compute the gradients of the parameters of one channel from its sums, by one warp. `sum(k)` returns (G, P) of line k. With
+// DYNAMIC, these are sums over all samples, and sum(k, m) returns those with the m-th coefficient of each sample as a factor.
 template <int KIND, typename Sum>
 __device__ void finish(const Arguments &a, int channel, const Sum &sum) {
   if (KIND & KNOTS) {
     finish_knots(a, channel, sum);
     return;
   }
-  const int n = a.intervals, lane = threadIdx.x % 32;
+  const int n = a.intervals, lane = threadIdx.x % 32, own = function_of<KIND>(a, channel);
   const i64 at = (i64)channel * (n + 1);
-  const auto inside = [&](int i) {  // G, and P relative to knot i: the sum of g (x - B_i)/d
-    double2 pair = sum(i + 1);
-    if (i == n - 1) {
-      const double2 more = sum(n + 1);
-      pair.x += more.x, pair.y += more.y;
-    }
-    pair.y -= i * pair.x;
-    return pair;
-  };
-  const Bounds b(a, channel);
-  const float left_slope = read(a.parameters[3], channel, a.kind), right_slope = read(a.parameters[4], channel, a.kind);
-  const double width = (double)read(a.parameters[1], channel, a.kind) - b.left;
+  const Bounds b(a, own);
+  const float left_slope = read(a.parameters[3], own, a.kind), right_slope = read(a.parameters[4], own, a.kind);
+  const double width = (double)read(a.parameters[1], own, a.kind) - b.left;
   const bool open = b.right > b.left;  // else t is x - B_L, and there are no elements inside
   const double share = open ? 1.0 / width : 0.0, step = open ? width / n : 1.0;
   const double2 below = sum(0), above = sum(n + 2);
   double of_left = 0.0, of_right = 0.0;
-  for (int i = lane; i <= n; i += 32) {
-    const double before = i > 0 ? inside(i - 1).y : below.x;  // contribution of the line before knot i to its height
-    const double2 after = i < n ? inside(i) : make_double2(above.x, 0.0);
-    write(a.gradients[2], at + i, a.kind, before + (after.x - after.y));
-    if (i < n) {
-      const double rise = (double)read(a.parameters[2], at + i + 1, a.kind) - read(a.parameters[2], at + i, a.kind);
-      of_left += rise * (after.y + (i - n) * after.x);
-      of_right -= rise * (after.y + i * after.x);
+  // Write the gradient of heights, and add their contributions to those of the bounds.
+  const auto finish_heights = [&](const void *heights, void *gradient, const auto &sum) {
+    const auto inside = [&](int i) {  // G, and P relative to knot i: the sum of g (x - B_i)/d
+      double2 pair = sum(i + 1);
+      if (i == n - 1) {
+        const double2 more = sum(n + 1);
+        pair.x += more.x, pair.y += more.y;
+      }
+      pair.y -= i * pair.x;
+      return pair;
+    };
+    for (int i = lane; i <= n; i += 32) {
+      const double before = i > 0 ? inside(i - 1).y : sum(0).x;  // contribution of the line before knot i to its height
+      const double2 after = i < n ? inside(i) : make_double2(sum(n + 2).x, 0.0);
+      write(gradient, at + i, a.kind, before + (after.x - after.y));
+      if (i < n) {
+        const i64 from = (i64)own * (n + 1) + i;
+        const double rise = (double)read(heights, from + 1, a.kind) - read(heights, from, a.kind);
+        of_left += rise * (after.y + (i - n) * after.x);
+        of_right -= rise * (after.y + i * after.x);
+      }
     }
+  };
+  finish_heights(a.parameters[2], a.gradients[2], sum);
+  if constexpr (KIND & DYNAMIC) {
+    const i64 of_direction = (i64)a.functions * (n + 1), of_gradient = (i64)max(a.functions, a.rates) * (n + 1);
+    for (int m = 0; m < a.directions; ++m)
+      finish_heights(a.network.directions + m * of_direction, a.network.of_directions + m * of_gradient,
+                     [&](int k) { return sum(k, m + 1); });
   }
 #pragma unroll
   for (int distance = 16; distance; distance >>= 1) {
@@ -257,7 +269,7 @@ __device__ void backward_planes(const Arguments &a) {
     float *origins = slopes + lines;
     b = finder<KIND>(a, channel, address_of(origins), 4);
     for (int k = threadIdx.x; k < lines; k += threads) {
-      slopes[k] = line(a, channel, k, b).x;
+      slopes[k] = line<KIND>(a, channel, k, b).x;
       if (KIND & KNOTS) origins[k] = origin(a, channel, k);
     }
   }
@@ -326,14 +338,14 @@ __device__ void backward_planes(const Arguments &a) {
     }
     totals = columns + threads, apart = 1;
   }
-  if (a.splits > 1) {
+  if (a.splits > 1 || (KIND & DYNAMIC)) {
     const i64 split = (i64)blockIdx.y * gridDim.z + blockIdx.z;
     float2 *partial = static_cast<float2 *>(a.partial) + split * sum_lines * a.channels + channel;
     for (int k = threadIdx.x; k < sum_lines; k += threads) partial[(i64)k * a.channels] = totals[k * apart];
     return;
   }
   __syncthreads();
-  if (threadIdx.x < 32) finish<KIND>(a, channel, [&](int k) { return widen(totals[k * apart]); });
+  if (threadIdx.x < 32) finish<KIND & KNOTS>(a, channel, [&](int k) { return widen(totals[k * apart]); });
 }
 
 // A block processes a panel of vectors in a range of rows. A thread processes one vector per row. It has one column for each
@@ -447,14 +459,14 @@ __device__ void backward_rows(const Arguments &a) {
 #pragma unroll 4
         for (int row = 0; row < rows; ++row) sum.x += parts[row * width].x, sum.y += parts[row * width].y;
       }
-      if (a.splits > 1)
+      if (a.splits > 1 || (KIND & DYNAMIC))
         static_cast<float2 *>(a.partial)[((i64)blockIdx.y * sum_lines + k) * a.channels + panel.first_channel + c] = sum;
       else columns[(k * OWN + own(c, first)) * threads + first] = sum;
     }
   }
-  if (a.splits > 1) return;
+  if (a.splits > 1 || (KIND & DYNAMIC)) return;
   __syncthreads();
   for (int c = threadIdx.x / 32; c < panel.channels; c += threads / 32)
-    finish<KIND>(a, panel.first_channel + c,
-                 [&](int k) { return widen(columns[(k * OWN + own(c, first_of(c))) * threads + first_of(c)]); });
+    finish<KIND & KNOTS>(a, panel.first_channel + c,
+                         [&](int k) { return widen(columns[(k * OWN + own(c, first_of(c))) * threads + first_of(c)]); });
 }

@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 from pwlu.kernels import eager, layout
-from pwlu.kernels.cuda.compile import PER_SAMPLE, RULE_UNITS
+from pwlu.kernels.cuda.compile import RULE_UNITS
 from pwlu.kernels.cuda.driver import Loaded, launcher
 from pwlu.kernels.cuda.plan import (
     Gpu,
     Plan,
     Processor,
+    Sizes,
     plan_backward,
+    plan_dynamic_backward,
+    plan_dynamic_forward,
+    plan_dynamic_input,
     plan_finish,
     plan_finish_channels,
     plan_map,
@@ -25,6 +29,7 @@ from pwlu.kernels.cuda.plan import (
     plan_running_norm,
     sum_lines,
 )
+from pwlu.reference import dynamic as dynamic_reference
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -45,12 +50,29 @@ def _arguments(
     residual: int = 0,
     norm: int = 0,
     sums: int = 0,
+    network: Sequence[int] = [0] * 15,
     factor: float = 0.0,
     eps: float = 0.0,
 ) -> list[int]:
-    """Return the first fields of ``struct Arguments`` in element.cuh: 18 addresses, and two floats in one 64-bit word."""
+    """Return the first fields of ``struct Arguments`` in element.cuh: 33 addresses, and two floats in one 64-bit word."""
     (numbers,) = struct.unpack("Q", struct.pack("2f", factor, eps))
-    return [x, grad, out, *parameters, *gradients, partial, pool, residual, norm, sums, numbers]
+    return [x, grad, out, *parameters, *gradients, partial, pool, residual, norm, sums, *network, numbers]
+
+
+class _DynamicCall:
+    """A call of a dynamic unit: x with its samples first, the parameters as kernels need them, and sizes."""
+
+    def __init__(self, x: Tensor, parameters: Sequence[Tensor], intervals: int, channel_dim: int) -> None:
+        self.x, self.channel_dim = x, channel_dim
+        self.parameters = [p.to(torch.float32).contiguous() for p in parameters]
+        weight, directions, first, _, second, _ = self.parameters
+        self.outputs, (hidden, features) = second.shape[0], first.shape
+        functions = weight.shape[0] // (intervals + 5)
+        count = directions.shape[0] // (functions * (intervals + 1))
+        self.sizes = Sizes(x.shape[0], functions, self.outputs // count, count, features, hidden)
+        form, self.samples = layout.sample_geometry(x, self.sizes.of_sample(), channel_dim)
+        self.shape = form, intervals
+        self.inner = x.numel() // x.shape[0] if features == 1 else x.stride(channel_dim)  # elements with the same mean
 
 
 class Kept(NamedTuple):
@@ -82,6 +104,11 @@ class Kernel:
         self._backward_plan = functools.lru_cache(_PLANS)(functools.partial(plan_backward, gpu=gpu))
         self._finish_plan = functools.lru_cache(_PLANS)(plan_finish)
         self._finish_channels_plan = functools.lru_cache(_PLANS)(plan_finish_channels)
+        self._dynamic_plans = {
+            "dynamic_forward": functools.lru_cache(_PLANS)(functools.partial(plan_dynamic_forward, gpu=gpu)),
+            "dynamic_backward": functools.lru_cache(_PLANS)(functools.partial(plan_dynamic_backward, gpu=gpu)),
+            "dynamic_input": functools.lru_cache(_PLANS)(functools.partial(plan_dynamic_input, gpu=gpu)),
+        }
         self._rule_plan = functools.lru_cache(_PLANS)(functools.partial(plan_rule, processor=self.processor))
 
     def load(self, name: str) -> Loaded:
@@ -101,21 +128,22 @@ class Kernel:
                 kernel(plan, addresses, units)
 
     def _run(
-        self, x: Tensor, key: tuple[Any, ...], plan: Plan, second: Plan | None, of_split: int, arguments: dict[str, Any]
+        self, x: Tensor, key: tuple[Any, ...], plans: Sequence[Plan | None], of_split: int, arguments: dict[str, Any]
     ) -> None:
-        """Launch a kernel and, if given, a second one that adds the partial results: `of_split` floats per split.
+        """Launch kernels one after another. With several, the first may write partial results: `of_split` floats per split.
 
         `key` identifies the call for eager.cpp, so that later calls need no Python. `arguments` are for :func:`_arguments`.
         """
+        chosen = [plan for plan in plans if plan]
         if eager.is_new(key):
-            eager.register_gpu(key, self._described(plan), second and self._described(second), plan.splits, launcher())
-        if second is None:
-            self._launch(plan, _arguments(**arguments))
-            return
-        partial = x.new_empty(plan.splits * of_split, dtype=torch.float32)
-        addresses = _arguments(partial=partial.data_ptr(), **arguments)
-        self._launch(plan, addresses)
-        self._launch(second, addresses)
+            eager.register_gpu(key, [self._described(plan) for plan in chosen], chosen[0].splits, launcher())
+        partial = None
+        if len(chosen) > 1 and of_split:
+            partial = x.new_empty(chosen[0].splits * of_split, dtype=torch.float32)
+            arguments["partial"] = partial.data_ptr()
+        addresses = _arguments(**arguments)
+        for plan in chosen:
+            self._launch(plan, addresses)
 
     def _described(self, plan: Plan) -> eager.Launch:
         return eager.Launch(self.load(plan.kernel).handle, plan.blocks, plan.threads, plan.shared, tuple(plan.numbers))
@@ -129,10 +157,6 @@ class Kernel:
     def nonuniform_forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
         """Return y of non-uniform PWLUs."""
         return self._map("nonuniform_forward", x, weight, intervals, channel_dim)
-
-    def per_sample_forward(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int) -> Tensor:
-        """Return y of functions that differ between samples."""
-        return self._map("per_sample_forward", x, weight, intervals, channel_dim)
 
     def observe(self, x: Tensor, weight: Tensor, intervals: int, channel_dim: int, pool: Tensor) -> Tensor:
         """Return y, and add the moments of x to the pool in place, reading x once."""
@@ -193,16 +217,15 @@ class Kernel:
         source, added = layout.optional_addresses(x, residual)
         target = y.data_ptr() if dtype else 0
         aligned = not (source | target | added) & 15
-        samples = x.shape[0] if what in PER_SAMPLE else 1
-        form = layout.geometry(x, channels // samples, channel_dim, samples)
-        plan = self._map_plan(what, NAMES[x.dtype], form, intervals, _KINDS[dtype] if dtype else 0, aligned, samples=samples)
+        form = layout.geometry(x, channels, channel_dim)
+        plan = self._map_plan(what, NAMES[x.dtype], form, intervals, _KINDS[dtype] if dtype else 0, aligned)
         if plan is None:
             return NotImplemented
         second = None if pool is None else self._finish_channels_plan("moments", plan, channels)
         key = (what, self.index, x.dtype, dtype or torch.float32, intervals, *form, aligned)
         of_pool, of_norm = layout.optional_addresses(pool, norm)
         tensors = {"x": source, "out": target, "parameters": parameters, "pool": of_pool, "residual": added, "norm": of_norm}
-        self._run(x, key, plan, second, 3 * channels, tensors)
+        self._run(x, key, [plan, second], 3 * channels, tensors)
         if pool is not None:
             torch.autograd.graph.increment_version(pool)  # as every in-place operation does
         return y
@@ -222,10 +245,6 @@ class Kernel:
     def nonuniform_backward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and of the knot weight; an empty tensor for a gradient that is not needed."""
         return self.backward(*arguments, what="nonuniform_backward")
-
-    def per_sample_backward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x and of the weight; see :meth:`per_sample_forward`."""
-        return self.backward(*arguments, what="per_sample_backward")
 
     def norm_backward(
         self, grad: Tensor, x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, intervals: int
@@ -272,9 +291,8 @@ class Kernel:
         source, of_grad, address = layout.addresses([x, grad, packed])
         added, of_norm, of_sums = layout.optional_addresses(residual, norm, sums)
         aligned = not (source | of_grad | out.data_ptr() | added) & 15
-        samples = x.shape[0] if what in PER_SAMPLE else 1
-        form = layout.geometry(x, channels // samples, channel_dim, samples)
-        plan = self._backward_plan(what, NAMES[x.dtype], form, intervals, _KINDS[packed.dtype], aligned, samples=samples)
+        form = layout.geometry(x, channels, channel_dim)
+        plan = self._backward_plan(what, NAMES[x.dtype], form, intervals, _KINDS[packed.dtype], aligned)
         if plan is None:
             return NotImplemented
         second = self._finish_plan(what, plan, form[1], lines) if lines and plan.splits > 1 else None
@@ -291,8 +309,88 @@ class Kernel:
             "factor": factor,
         }
         key = (what, self.index, x.dtype, packed.dtype, intervals, *form, aligned)
-        self._run(x, key, plan, second, 2 * lines * channels, tensors)
+        self._run(x, key, [plan, second], 2 * lines * channels, tensors)
         return out, grad_weight.to(weight.dtype)
+
+    # Dynamic units.
+
+    def dynamic_forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        """Return y and the state. Return NotImplemented if x is empty or float64, or a kernel does not fit."""
+        *parameters, intervals, channel_dim = rest
+        if x.dtype not in _KINDS or not x.numel():
+            return NotImplemented
+        like, x = torch.empty_like(x), layout.samples_first(x)
+        call = _DynamicCall(x, parameters, intervals, channel_dim)
+        of_sample = call.sizes.features + call.sizes.hidden + call.outputs
+        state, y = x.new_empty(call.sizes.samples * of_sample, dtype=torch.float32), torch.empty_like(x)
+        if not self._run_dynamic("dynamic_forward", call, state, y):
+            return NotImplemented
+        return layout.laid_out_as(like, y), state
+
+    def dynamic_backward(self, grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        """Return the gradients of x and of the parameters."""
+        *parameters, state, intervals, channel_dim = rest
+        if x.dtype not in _KINDS or not x.numel():
+            return NotImplemented
+        like, x = torch.empty_like(x), layout.samples_first(x)
+        grad, grad_x = layout.laid_out_as(x, grad.to(x.dtype)), torch.empty_like(x)
+        call = _DynamicCall(x, parameters, intervals, channel_dim)
+        samples, functions, rates, count, features, hidden = call.sizes
+        own = call.sizes.of_sample()
+        sizes = (intervals + 5) * own, count * own * (intervals + 1)
+        of_weight, of_directions = (x.new_empty(size, dtype=torch.float32) for size in sizes)
+        of_network = [torch.empty_like(p) for p in call.parameters[2:]]
+        within = [x.new_empty(samples * size, dtype=torch.float32) for size in (call.outputs, hidden, features)]
+        of_coefficients = x.new_empty(samples * count * own if rates < own else 0, dtype=torch.float32)
+        gradients = [*layout.addresses([of_directions, *of_network, *within]), of_coefficients.data_ptr()]
+        tensors: dict[str, Any] = {
+            "gradients": layout.blocks(of_weight.data_ptr(), own, intervals, 4),
+            "gradients_of_network": gradients,
+            "factor": features * samples / x.numel(),
+        }
+        lines = sum_lines("dynamic_backward", intervals)
+        if not self._run_dynamic("dynamic_backward", call, state, grad_x, grad, 2 * lines * samples * own, **tensors):
+            return NotImplemented
+        if rates < own:  # all channels have the same coefficients
+            torch.sum(of_coefficients.view(-1, own), 1, out=within[0])
+        if not self._run_dynamic("dynamic_input", call, state, grad_x, grad, **tensors):
+            return NotImplemented
+        if functions < own:  # all channels have the same function
+            outer, heights = of_weight.split([4 * own, own * (intervals + 1)])
+            of_weight = torch.cat([outer.view(4, own).sum(1), heights.view(own, -1).sum(0)])
+            of_directions = of_directions.view(count, own, -1).sum(1).flatten()
+        found = (g.to(p.dtype) for g, p in zip((of_weight, of_directions, *of_network), parameters, strict=True))
+        return layout.laid_out_as(like, grad_x), *found
+
+    def _run_dynamic(
+        self,
+        what: str,
+        call: "_DynamicCall",
+        state: Tensor,
+        out: Tensor,
+        grad: Tensor | None = None,
+        of_split: int = 0,
+        gradients_of_network: Sequence[int] = [0] * 9,
+        **tensors: Any,
+    ) -> bool:
+        """Launch the kernels of a step; return whether they fit."""
+        x = call.x
+        weight, *network = layout.addresses([*call.parameters, state])
+        (source, target), (of_grad,) = layout.addresses([x, out]), layout.optional_addresses(grad)
+        aligned = not (source | target | of_grad) & 15
+        plans = self._dynamic_plans[what](NAMES[x.dtype], *call.shape, aligned, call.samples, call.sizes, call.inner)
+        if plans is None:
+            return False
+        (*form, intervals), sizes = (*call.shape[0], call.shape[1]), call.sizes
+        if what == "dynamic_forward" and len(plans) == 3:  # no kernel computes the means
+            means = dynamic_reference.means(x, sizes.features, call.channel_dim)
+            state[: means.numel()].view_as(means).copy_(means)
+        key = (what, self.index, x.dtype, torch.float32, intervals, *form, aligned, call.samples, *sizes[1:], call.inner)
+        parameters = layout.blocks(weight, sizes.functions, intervals, 4)
+        tensors |= {"x": source, "grad": of_grad, "out": target, "parameters": parameters}
+        tensors["network"] = [*network, *gradients_of_network]
+        self._run(x, key, plans, of_split, tensors)
+        return True
 
     # Norms.
 
@@ -317,7 +415,7 @@ class Kernel:
         }
         if not state.training:
             key = ("running_norm", self.index, torch.float32, torch.float32, 1, 0, channels, 1, True)
-            self._run(x, key, plan_running_norm(channels), None, 0, tensors)
+            self._run(x, key, [plan_running_norm(channels)], 0, tensors)
             return norm
         x = layout.dense(x)
         (tensors["x"],) = layout.addresses([x])
@@ -328,7 +426,7 @@ class Kernel:
             return NotImplemented
         second = self._finish_channels_plan("norm", plan, channels)
         key = ("batch_norm", self.index, x.dtype, torch.float32, 1, *form, aligned)
-        self._run(x, key, plan, second, 3 * channels, tensors)
+        self._run(x, key, [plan, second], 3 * channels, tensors)
         layout.note_changes(state)
         return norm
 

@@ -8,13 +8,12 @@ import contextlib
 import hashlib
 import itertools
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pwlu.kernels import build
 
-SOURCES = ("element.cuh", "share.cuh", "map.cu", "backward.cu", "finish.cu", "rule.cu")
+SOURCES = ("element.cuh", "share.cuh", "map.cu", "backward.cu", "finish.cu", "dynamic.cu", "rule.cu")
 TYPES = {"float32": "float", "bfloat16": "Bfloat16", "float16": "Float16"}
 
 # Vector widths: the number of elements that a thread reads at once, largest first, for maps and for backward kernels. Backward
@@ -31,7 +30,7 @@ MANY_AT_ONCE = 4  # vectors that a thread of backward_many_planes processes at a
 MAPS = {
     "forward": "FORWARD",
     "nonuniform_forward": "FORWARD | KNOTS",
-    "per_sample_forward": "FORWARD",
+    "dynamic_forward": "FORWARD | DYNAMIC",
     "lookup": "LOOKUP",
     "observe": "FORWARD | MOMENTS",
     "moments": "MOMENTS",
@@ -45,23 +44,25 @@ BACKWARDS = {
     "backward_input": "0",
     "nonuniform_backward": "SUMS | KNOTS",
     "nonuniform_backward_input": "KNOTS",
-    "per_sample_backward": "SUMS",
-    "per_sample_backward_input": "0",
+    "dynamic_backward": "SUMS | DYNAMIC",
     "norm_backward": "SUMS | NORM",
     "norm_add_backward": "SUMS | NORM | ADD",
     "norm_input": "NORM",
     "norm_add_input": "NORM | ADD",
 }
-# Their arguments hold the functions of all samples. In the form "planes", samples are folded into channels.
-PER_SAMPLE = ("per_sample_forward", "per_sample_backward", "per_sample_backward_input")
+NETWORK = ("first_layer", "second_layer", "second_layer_backward", "first_layer_backward")
 FORMS = {"planes": ("planes", ""), "rows": ("rows", ", false"), "mixed": ("rows", ", true")}
 RESIDENT_IN_PLANES = {  # the others need more registers
     "forward": "RESIDENT_THREADS",
     "lookup": "RESIDENT_THREADS",
     "observe": "1536",
     "nonuniform_forward": "1024",
+    "dynamic_forward": "1536",
 }
+RESIDENT_IN_ROWS = {"dynamic_forward": "512"}  # as many as without mixing
 MAP_THREADS, BACKWARD_THREADS, MIXED_THREADS, FINISH_THREADS, RULE_THREADS = 256, 128, 256, 512, 512
+MEANS_THREADS = 512
+TILE = 16  # in dynamic.cu: a block of TILE * TILE threads computes a tile of a matrix product
 RULE_UNITS = 128  # per launch, as in rule.cu
 
 _CACHE_BYTES = 64 << 20
@@ -91,37 +92,35 @@ class Function(NamedTuple):
         return f'extern "C" __global__ void {bounds} {self.name}(const {self.arguments} a) {{ {self.template}(a); }}\n'
 
 
-def _of_form(form: str, operations: dict[str, str], widths: tuple[int, ...]) -> Iterator[tuple[str, str, int]]:
-    """Yield (name, kind, vector width) of the kernels of a form."""
-    for width, (what, kind) in itertools.product(widths, operations.items()):
-        if form != "planes" or what not in PER_SAMPLE:
-            yield what, kind, width
-
-
 def functions() -> dict[str, Function]:
-    """Return all kernels by name: ``{operation}_{planes|rows|mixed}_{dtype}_{vector width}``, ``finish_*`` and ``rule_*``."""
+    """Return all kernels by name: ``{operation}_{planes|rows|mixed}_{dtype}_{vector width}``, ``finish_*`` and others."""
     finishing = {
         "gradients": "reduce_gradients<0>",
         "knots": "reduce_gradients<KNOTS>",
-        "per_sample": "per_sample<float, reduce_gradients<0>>",
         "moments": "reduce_moments",
         "norm": "reduce_norm",
     }
     found = [Function(f"finish_{what}", template, FINISH_THREADS) for what, template in finishing.items()]
+    found.append(Function("finish_samples", "reduce_samples", FINISH_THREADS, "1024"))
+    found += [Function(f"network_{what}", what, TILE * TILE, "768") for what in NETWORK]
+    for dtype, of_c in TYPES.items():
+        widths = VECTORS["planes"][dtype]
+        found += [Function(f"add_means_{dtype}_{width}", f"add_means<{of_c}, {width}>", MAP_THREADS) for width in widths]
+        found += [Function(f"means_{dtype}_{width}", f"means<{of_c}, {width}>", MEANS_THREADS) for width in widths]
     found += [Function(f"rule_{what}", what, RULE_THREADS, arguments="RuleArguments") for what in ("share_gradients", "smooth")]
     for (dtype, of_c), (form, (template, last)) in itertools.product(TYPES.items(), FORMS.items()):
-        for what, kind, width in _of_form(form, MAPS, VECTORS[form][dtype]):
+        for width, (what, kind) in itertools.product(VECTORS[form][dtype], MAPS.items()):
             of_template = f"map_{template}<{of_c}, {width}, {kind}{last}>"
-            resident = RESIDENT_IN_PLANES.get(what, "1") if form == "planes" else "1"
+            resident = (RESIDENT_IN_PLANES if form == "planes" else RESIDENT_IN_ROWS).get(what, "1")
             threads = MIXED_THREADS if form == "mixed" else MAP_THREADS
-            if what in PER_SAMPLE:
+            if "DYNAMIC" in kind and form != "planes":  # planes: samples are folded into channels
                 of_template = f"per_sample<{of_c}, {of_template}>"
             found.append(Function(f"{what}_{form}_{dtype}_{width}", of_template, threads, resident))
-        for what, kind, width in _of_form(form, BACKWARDS, BACKWARD_VECTORS[form][dtype]):
+        for width, (what, kind) in itertools.product(BACKWARD_VECTORS[form][dtype], BACKWARDS.items()):
             threads = MIXED_THREADS if form == "mixed" else BACKWARD_THREADS
             if form != "planes":
                 of_template = f"backward_{template}<{of_c}, {width}, {kind}{last}>"
-                if what in PER_SAMPLE:
+                if "DYNAMIC" in kind:
                     of_template = f"per_sample<{of_c}, {of_template}>"
                 found.append(Function(f"{what}_{form}_{dtype}_{width}", of_template, threads))
                 continue

@@ -20,7 +20,7 @@ _POINTER, _UNSIGNED = ctypes.c_void_p, ctypes.c_uint
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _INVALID_CONTEXT = 201
 
-ADDRESSES = 19  # the 64-bit words at the start of struct Arguments: 18 pointers, and two floats
+ADDRESSES = 34  # the 64-bit words at the start of struct Arguments: 33 pointers, and two floats
 _LIMIT = 4096  # bytes of arguments per launch
 _PACK = struct.Struct(f"{ADDRESSES}Q{NUMBERS_BYTES}s")
 

@@ -36,6 +36,15 @@ __device__ unsigned keep(unsigned address) {
   return address;
 }
 
+// The network of a dynamic PWLU, all float32; see pwlu/reference/dynamic.py for the shapes.
+struct Network {
+  const float *directions, *first, *first_bias, *second, *second_bias;
+  float *state;  // means (B, F), hidden layer (B, H), coefficients (B, M, R)
+  float *of_directions, *of_first, *of_first_bias, *of_second, *of_second_bias;  // gradients
+  float *of_outputs, *of_hidden, *of_means;  // gradients within the network: (B, M, R) before tanh, (B, H) and (B, F)
+  float *of_coefficients;  // (B, M, max(C, R)): the shares of the channels in of_outputs, if R is 1 but C is not
+};
+
 // The arguments of every kernel, in the order in which driver.py packs the addresses and plan.py the numbers. A tensor is
 // (outer, channels, inner) in memory order.
 struct Arguments {
@@ -50,12 +59,15 @@ struct Arguments {
   const void *residual;  // added to the normalized x
   float *norm;  // (4, channels): mean, 1/sqrt(variance + eps), scale, shift
   float *sums;  // (3, channels): sums of g_z and of g_z (x - mean), gradient of gamma
-  float factor, eps;  // factor: momentum of the running statistics, or 1/count in norm_input
+  Network network;
+  float factor, eps;  // factor: momentum of the running statistics, or 1/count in norm_input and for means
   i64 outer, inner, per_channel;  // per_channel: elements per channel
   i64 of_split;  // minimum number of planes per block, or of rows per row of threads
   int channels, intervals, splits, kind;  // kind: the dtype of the parameters, 0 float32, 1 bfloat16, 2 float16
   int width, places, together, groups;  // see Panel and finish.cu
   unsigned piece, magic, shift;  // vectors per piece of a plane; division by the vectors per plane
+  // With DYNAMIC: B, C, R, M, F and H of pwlu/reference/dynamic.py; the number of samples before this one, times channels.
+  int samples, functions, rates, directions, features, hidden, first;
 };
 
 struct Bfloat16 {
@@ -162,13 +174,53 @@ struct Place {
   __device__ unsigned bits() const { return __float_as_uint(shifted); }
 };
 
-// The parts of kernels. NORM: x is normalized first; ADD: then another tensor is added; KNOTS: the unit is non-uniform.
-enum Kind { FORWARD = 1, LOOKUP = 2, MOMENTS = 4, NORM = 8, ADD = 16, SUMS = 32, KNOTS = 64 };
+// The parts of kernels. NORM: x is normalized first; ADD: then another tensor is added; KNOTS: the unit is non-uniform; DYNAMIC:
+// the heights depend on the sample.
+enum Kind { FORWARD = 1, LOOKUP = 2, MOMENTS = 4, NORM = 8, ADD = 16, SUMS = 32, KNOTS = 64, DYNAMIC = 128 };
 
 // Return an offset such that bits * stride + offset is the address of an element's line, if line 0 is at `address`.
 template <int KIND>
 __device__ unsigned lines_from(unsigned address, unsigned stride) {
   return (KIND & KNOTS) ? address : address - (MAGIC_BITS - 1u) * stride;
+}
+
+// Return the function of a channel. With DYNAMIC, a channel is a sample and a channel, and all samples have the same functions.
+template <int KIND>
+__device__ int function_of(const Arguments &a, int channel) {
+  if (!(KIND & DYNAMIC)) return channel;
+  return a.functions == 1 ? 0 : (int)((unsigned)(a.first + channel) % (unsigned)a.functions);
+}
+
+// Return the place of the first coefficient of a channel with DYNAMIC. The next is a.rates further.
+__device__ unsigned coefficient_of(const Arguments &a, int channel) {
+  const unsigned of_sample = max(a.functions, a.rates), sample = (a.first + channel) / of_sample;
+  return sample * a.directions * a.rates + (a.rates == 1 ? 0u : a.first + channel - sample * of_sample);
+}
+
+// Return the coefficients of all samples.
+__device__ float *coefficients_of(const Arguments &a) { return a.network.state + (i64)a.samples * (a.features + a.hidden); }
+
+// Read heights: that of knot k[u] of channel[u]. With DYNAMIC, mix the directions. The loads do not depend on each other.
+template <int KIND, int U>
+__device__ void read_heights(const Arguments &a, const int (&channel)[U], const int (&k)[U], float (&heights)[U]) {
+  const int knots = a.intervals + 1;
+  if (!(KIND & DYNAMIC)) {
+#pragma unroll
+    for (int u = 0; u < U; ++u) heights[u] = read(a.parameters[2], (i64)channel[u] * knots + k[u], a.kind);
+    return;
+  }
+  unsigned at[U], coefficient[U];  // plan.py checks that 32 bits suffice
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    at[u] = function_of<KIND>(a, channel[u]) * knots + k[u], coefficient[u] = coefficient_of(a, channel[u]);
+    heights[u] = static_cast<const float *>(a.parameters[2])[at[u]];
+  }
+  const float *coefficients = coefficients_of(a), *directions = a.network.directions;
+#pragma unroll 2
+  for (int m = 0; m < a.directions; ++m, coefficients += a.rates, directions += a.functions * knots) {
+#pragma unroll
+    for (int u = 0; u < U; ++u) heights[u] = fmaf(coefficients[coefficient[u]], directions[at[u]], heights[u]);
+  }
 }
 
 // Compute z of an element. Each operation is rounded separately, as in reference.normalize.
@@ -244,7 +296,7 @@ __device__ auto finder(const Arguments &a, int channel, unsigned address, unsign
     b.scale = read(a.parameters[1], channel, a.kind);
     return b;
   } else {
-    return Bounds(a, channel);
+    return Bounds(a, function_of<KIND>(a, channel));
   }
 }
 template <int KIND>
@@ -323,6 +375,7 @@ __device__ float origin(const Arguments &a, int channel, int k) {
   return read(a.parameters[0], (i64)channel * (a.intervals + 1) + max(k - 1, 0), a.kind);
 }
 
+template <int KIND>
 __device__ float2 line(const Arguments &a, int channel, int k, const Knots &) {
   const i64 at = (i64)channel * (a.intervals + 1);
   const int before = max(k - 1, 0), after = min(k, a.intervals);
@@ -332,11 +385,13 @@ __device__ float2 line(const Arguments &a, int channel, int k, const Knots &) {
 }
 
 // The loads do not depend on each other, so that a warp waits only once.
+template <int KIND>
 __device__ float2 line(const Arguments &a, int channel, int k, const Bounds &b) {
-  const i64 at = (i64)channel * (a.intervals + 1);
-  const float before = read(a.parameters[2], at + knot_before(a, k), a.kind);
-  const float after = read(a.parameters[2], at + knot_after(a, k), a.kind);
-  const float slope = read(k == 0 ? a.parameters[3] : a.parameters[4], channel, a.kind);
-  const float width = read(a.parameters[1], channel, a.kind) - b.left;
-  return line(a.intervals, k, b, width, before, after, slope);
+  const int own = function_of<KIND>(a, channel), channels[2] = {channel, channel},
+            ends[2] = {knot_before(a, k), knot_after(a, k)};
+  float heights[2];
+  read_heights<KIND>(a, channels, ends, heights);
+  const float slope = read(k == 0 ? a.parameters[3] : a.parameters[4], own, a.kind);
+  const float width = read(a.parameters[1], own, a.kind) - b.left;
+  return line(a.intervals, k, b, width, heights[0], heights[1], slope);
 }

@@ -1,5 +1,16 @@
 // Reduce the partial results of all blocks to one result per channel, in a fixed order and in float64.
 
+// Add the sums of all groups of threads to those of the first.
+__device__ void add_groups(double2 *sums, int groups, int per_group) {
+  __syncthreads();
+  for (int i = threadIdx.x; i < per_group; i += blockDim.x)
+    for (int group = 1; group < groups; ++group) {
+      sums[i].x += sums[group * per_group + i].x;
+      sums[i].y += sums[group * per_group + i].y;
+    }
+  __syncthreads();
+}
+
 // A block processes `together` channels that are neighbours in memory, so that it uses all of the memory it fetches. `groups`
 // groups of threads share the splits.
 template <int KIND>
@@ -22,13 +33,7 @@ __device__ void reduce_gradients(const Arguments &a) {
     }
     sums[i] = sum;
   }
-  __syncthreads();
-  for (int i = threadIdx.x; i < per_group; i += blockDim.x)
-    for (int group = 1; group < groups; ++group) {
-      sums[i].x += sums[group * per_group + i].x;
-      sums[i].y += sums[group * per_group + i].y;
-    }
-  __syncthreads();
+  add_groups(sums, groups, per_group);
   for (int c = threadIdx.x / 32; c < together; c += blockDim.x / 32)
     if (first + c < a.channels) finish<KIND>(a, first + c, [&](int k) { return sums[k * together + c]; });
 }

@@ -106,7 +106,7 @@ __device__ void map_planes(const Arguments &a) {
     b = finder<KIND>(a, channel, address_of(origins), 4);
     if (KIND & FORWARD) limit = b.limit();
     for (int k = threadIdx.x; k < entries; k += threads) {
-      table[k] = (KIND & LOOKUP) ? entry_of_lookup(a, channel, k) : line(a, channel, k, b);
+      table[k] = (KIND & LOOKUP) ? entry_of_lookup(a, channel, k) : line<KIND>(a, channel, k, b);
       if (KIND & KNOTS) origins[k] = origin(a, channel, k);
     }
     __syncthreads();

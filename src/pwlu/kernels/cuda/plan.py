@@ -82,13 +82,35 @@ class _Numbers(NamedTuple):
     piece: int = 1
     magic: int = 0
     shift: int = 0
+    samples: int = 1
+    functions: int = 0
+    rates: int = 0
+    directions: int = 0
+    features: int = 0
+    hidden: int = 0
+    first: int = 0
 
     def pack(self) -> bytes:
         return struct.pack(_FORMAT, *self)
 
 
-_FORMAT = "4q8i3I4x"
+_FORMAT = "4q8i3I7i"
 NUMBERS_BYTES = struct.calcsize(_FORMAT)
+
+
+class Sizes(NamedTuple):
+    """The sizes of a dynamic unit: B, C, R, M, F and H of :mod:`pwlu.reference.dynamic`."""
+
+    samples: int
+    functions: int
+    rates: int
+    directions: int
+    features: int
+    hidden: int
+
+    def of_sample(self) -> int:
+        """Return the number of functions of a sample."""
+        return max(self.functions, self.rates)
 
 
 class _Work(NamedTuple):
@@ -277,15 +299,98 @@ def plan_finish(what: str, plan: Plan, channels: int, lines: int) -> Plan:
     threads = min(kernels.FINISH_THREADS, -(-groups * lines * together // 32) * 32)
     numbers = _Numbers(*struct.unpack(_FORMAT, plan.numbers))._replace(together=together, groups=groups)
     shared = groups * lines * together * 16
-    name, samples = "finish_knots" if "KNOTS" in kernels.BACKWARDS[what] else "finish_gradients", 1
-    if what in kernels.PER_SAMPLE:
-        name, samples = "finish_per_sample", plan.blocks[2]
-    return Plan(name, (-(-channels // together), 1, samples), threads, shared, plan.splits, numbers.pack())
+    name = "finish_knots" if "KNOTS" in kernels.BACKWARDS[what] else "finish_gradients"
+    return Plan(name, (-(-channels // together), 1, 1), threads, shared, plan.splits, numbers.pack())
 
 
 def plan_finish_channels(what: str, plan: Plan, channels: int) -> Plan:
     """Return the plan of the sum of moments over the splits of a map, one warp per channel. `what` is "moments" or "norm"."""
     return Plan(f"finish_{what}", (-(-channels // 4), 1, 1), 128, 0, plan.splits, plan.numbers)
+
+
+# Dynamic units: lists of kernels that run one after another with the same arguments.
+
+
+def _with_sizes(plan: Plan, sizes: Sizes, **changes: int) -> Plan:
+    numbers = _Numbers(*struct.unpack(_FORMAT, plan.numbers))
+    return plan._replace(numbers=numbers._replace(**sizes._asdict(), **changes).pack())
+
+
+def _plan_network(what: str, sizes: Sizes) -> Plan:
+    """Return the plan of a layer of the network or of its gradients, one block per tile of a matrix product."""
+    outputs = sizes.directions * sizes.rates
+    inputs, outputs = (sizes.features, sizes.hidden) if "first" in what else (sizes.hidden, outputs)
+    products = [(sizes.samples, inputs), (outputs, inputs + 1)] if "backward" in what else [(sizes.samples, outputs)]
+    tiles = sum(math.prod(-(-size // kernels.TILE) for size in product) for product in products)
+    threads = kernels.TILE**2
+    plan = Plan(f"network_{what}", (tiles, 1, 1), threads, 4 * threads * (kernels.TILE + 4), 1, _Numbers(*[0] * 8).pack())
+    return _with_sizes(plan, sizes)
+
+
+def plan_dynamic_forward(
+    dtype: str, geometry: tuple[int, int, int], intervals: int, aligned: bool, samples: int, sizes: Sizes, inner: int, gpu: Gpu
+) -> list[Plan] | None:
+    """Return the plans of the means, the network and the map, for x (outer, channels, inner); None if the map does not fit.
+
+    `samples` and the geometry are those of :func:`pwlu.kernels.layout.sample_geometry`. `inner` is the number of neighbours in
+    memory with the same mean. If that is 1 and there are enough samples, the first plan computes the means. Else PyTorch does.
+    """
+    outputs = sizes.directions * sizes.rates
+    if max(sizes.samples, sizes.hidden) * max(sizes.features + 1, sizes.hidden, outputs) >= 1 << 31:  # places take 32 bits
+        return None
+    found = plan_map("dynamic_forward", dtype, geometry, intervals, 0, aligned, gpu, samples)
+    means = _plan_means(dtype, samples * math.prod(geometry), aligned, sizes, inner, gpu)
+    return found and [*means, *(_plan_network(what, sizes) for what in kernels.NETWORK[:2]), _with_sizes(found, sizes)]
+
+
+def _plan_means(dtype: str, elements: int, aligned: bool, sizes: Sizes, inner: int, gpu: Gpu) -> list[Plan]:
+    """Return the plan of the means; an empty list if PyTorch computes them."""
+    positions, threads = elements // (sizes.samples * sizes.features), kernels.MEANS_THREADS
+    vector = next(v for v in kernels.VECTORS["planes"][dtype] if v == 1 or (aligned and sizes.features % v == 0))
+    across = sizes.features // vector
+    panels = -(-across // _PANEL)
+    enough = 2 * panels * sizes.samples > gpu.processor.multiprocessors and sizes.samples <= _MOST_BLOCKS
+    if inner != 1 or positions == 1 or positions >= 1 << 30 or not enough:
+        return []
+    numbers = _Numbers(positions, 1, *[0] * 6)._replace(width=-(-across // panels))
+    plan = Plan(f"means_{dtype}_{vector}", (panels, sizes.samples, 1), threads, 4 * vector * threads, 1, numbers.pack())
+    return [_with_sizes(plan, sizes)]
+
+
+def plan_dynamic_backward(
+    dtype: str, geometry: tuple[int, int, int], intervals: int, aligned: bool, samples: int, sizes: Sizes, inner: int, gpu: Gpu
+) -> list[Plan] | None:
+    """Return the plans of the gradient of x and of the sums over all samples; see :func:`plan_dynamic_forward`."""
+    found = plan_backward("dynamic_backward", dtype, geometry, intervals, 0, aligned, gpu, samples)
+    channels = sizes.of_sample()
+    of_channel = (sizes.directions + 1) * sum_lines("dynamic_backward", intervals)
+    fitting = [
+        t for t in (4, 2, 1) if t * gpu.processor.multiprocessors <= channels and t * of_channel <= kernels.FINISH_THREADS
+    ]
+    together = max(fitting, default=1)
+    per_group = of_channel * together
+    if found is None or 16 * per_group > gpu.processor.shared_of_block:
+        return None
+    groups = max(1, min(sizes.samples * found.splits, kernels.FINISH_THREADS // per_group))
+    second = _with_sizes(found, sizes, together=together, groups=groups)
+    blocks, shared = (-(-channels // together), 1, 1), 16 * groups * per_group
+    second = Plan("finish_samples", blocks, kernels.FINISH_THREADS, shared, found.splits, second.numbers)
+    return [_with_sizes(found, sizes), second]
+
+
+def plan_dynamic_input(
+    dtype: str, geometry: tuple[int, int, int], intervals: int, aligned: bool, samples: int, sizes: Sizes, inner: int, gpu: Gpu
+) -> list[Plan] | None:
+    """Return the plans of the gradients of the network and of the means; see :func:`plan_dynamic_forward`."""
+    of_sample = samples * math.prod(geometry) // sizes.samples
+    if of_sample >= 1 << 31:
+        return None
+    neighbours = sizes.features if inner == 1 else inner
+    vector = next(v for v in kernels.VECTORS["planes"][dtype] if v == 1 or (aligned and neighbours % v == 0))
+    threads = kernels.MAP_THREADS
+    blocks = -(-of_sample // (4 * vector * threads)), min(sizes.samples, _MOST_BLOCKS), 1
+    add = Plan(f"add_means_{dtype}_{vector}", blocks, threads, 0, 1, _Numbers(0, inner, of_sample, *[0] * 5).pack())
+    return [*(_plan_network(what, sizes) for what in kernels.NETWORK[2:]), _with_sizes(add, sizes)]
 
 
 def plan_rule(what: str, units: int, intervals: int, processor: Processor) -> Plan | None:

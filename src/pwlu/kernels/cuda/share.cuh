@@ -81,6 +81,25 @@ __device__ void stage(const Arguments &a, const void *array, const Panel<W, MIXE
     }
 }
 
+// Do the same for the mixed heights of a dynamic unit.
+template <int W, bool MIXED>
+__device__ void stage_mixed(const Arguments &a, const Panel<W, MIXED> &panel, float *to) {
+  const int length = a.intervals + 1, count = panel.channels * length, threads = blockDim.x;
+  for (int first = threadIdx.x; first < count; first += 8 * threads) {
+    int channel[8], k[8];
+    float values[8];
+#pragma unroll
+    for (int u = 0; u < 8; ++u) {
+      const int at = min(first + u * threads, count - 1), c = at / length;
+      channel[u] = panel.first_channel + c, k[u] = at - c * length;
+    }
+    read_heights<DYNAMIC>(a, channel, k, values);
+#pragma unroll
+    for (int u = 0; u < 8; ++u)
+      if (first + u * threads < count) to[(channel[u] - panel.first_channel) * (length | 1) + k[u]] = values[u];
+  }
+}
+
 // Call put(line, place, (S, P), origin) for every line of every channel of a panel; the origin is for KNOTS. `room` is shared
 // memory for channels x (N + 1 | 1) floats, twice as many with KNOTS. MIXED does not need it: there are few channels, so each
 // thread computes single lines.
@@ -91,12 +110,12 @@ __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel,
 #pragma unroll 4
     for (int i = threadIdx.x; i < panel.channels * lines; i += blockDim.x) {
       const int c = i / lines, k = i % lines, channel = panel.first_channel + c;
-      put(k, c, line(a, channel, k, finder<KIND>(a, channel, 0, 0)), (KIND & KNOTS) ? origin(a, channel, k) : 0.0f);
+      put(k, c, line<KIND>(a, channel, k, finder<KIND>(a, channel, 0, 0)), (KIND & KNOTS) ? origin(a, channel, k) : 0.0f);
     }
     return;
   }
   const auto get = [&](int which, int c) {
-    return read(a.parameters[which], panel.first_channel + min(c, panel.channels - 1), a.kind);
+    return read(a.parameters[which], function_of<KIND>(a, panel.first_channel + min(c, panel.channels - 1)), a.kind);
   };
   if (KIND & KNOTS) {
     const int row = (n + 1) | 1;
@@ -118,7 +137,8 @@ __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel,
   }
   int c = threadIdx.x;  // load the other parameters of its first channel while the heights are copied
   float left = get(0, c), right = get(1, c), left_slope = get(3, c), right_slope = get(4, c);
-  stage(a, a.parameters[2], panel, n + 1, room);
+  if (KIND & DYNAMIC) stage_mixed(a, panel, room);
+  else stage(a, a.parameters[2], panel, n + 1, room);
   __syncthreads();
   while (c < panel.channels) {
     const int place = panel.place_of(c);
@@ -139,8 +159,7 @@ __device__ void lines_of_panel(const Arguments &a, const Panel<W, MIXED> &panel,
   }
 }
 
-// Run a kernel on sample blockIdx.z, which has its own functions. The arguments hold the functions of all samples, those of the
-// first sample first, but the numbers are those of one sample.
+// Run a kernel with DYNAMIC on sample blockIdx.z. The numbers are those of one sample.
 template <typename T, void (*KERNEL)(const Arguments &)>
 __device__ void per_sample(const Arguments &all) {
   const i64 sample = blockIdx.z, functions = sample * all.channels, elements = sample * all.outer * all.channels * all.inner;
@@ -148,12 +167,7 @@ __device__ void per_sample(const Arguments &all) {
   a.x = static_cast<const Vector<T, 1> *>(all.x) + elements;
   a.grad = static_cast<const Vector<T, 1> *>(all.grad) + elements;
   a.out = static_cast<Vector<T, 1> *>(all.out) + elements;
-#pragma unroll
-  for (int i = 0; i < 5; ++i) {
-    const i64 bytes = functions * (i == 2 ? all.intervals + 1 : 1) * (all.kind == 0 ? 4 : 2);
-    a.parameters[i] = static_cast<const char *>(all.parameters[i]) + bytes;
-    a.gradients[i] = static_cast<char *>(all.gradients[i]) + bytes;
-  }
+  a.first = (int)functions;
   a.partial = static_cast<float2 *>(all.partial) + functions * all.splits * LINES(0, all.intervals);
   KERNEL(a);
 }

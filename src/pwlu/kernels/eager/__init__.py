@@ -21,14 +21,17 @@ import torch
 
 from pwlu.kernels import build
 
-SOURCE, *HEADERS = (Path(__file__).with_name(name) for name in ("eager.cpp", "eager_kernels.h", "eager_norm.h"))
+SOURCE, *HEADERS = (
+    Path(__file__).with_name(name) for name in ("eager.cpp", "eager_kernels.h", "eager_norm.h", "eager_dynamic.h")
+)
 _OPERATIONS = (  # enum What
     *("forward", "lookup", "observe", "backward", "backward_input"),
     *("norm_forward", "norm_add_forward", "norm_observe", "norm_add_observe"),
     *("norm_backward", "norm_add_backward", "norm_input", "norm_add_input", "batch_norm", "running_norm"),
+    *("dynamic_forward", "dynamic_backward", "dynamic_input"),
 )
 _TYPES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}  # c10::ScalarType
-_KEY, _NUMBERS = ctypes.c_int64 * 9, ctypes.c_ubyte * 80  # Key, and the numbers at the end of struct Arguments
+_KEY, _NUMBERS = ctypes.c_int64 * 16, ctypes.c_ubyte * 104  # Key, and the numbers at the end of struct Arguments
 _MAX_LAUNCHES = 4096
 _ANNOUNCE = (
     "pwlu: compiling its C++ extension in the background, once on this machine (about 15 s on one core); this process will use "
@@ -128,7 +131,7 @@ def _open(found: Path) -> None:
     opened = ctypes.CDLL(str(found))
     if not hasattr(opened, "pwlu_register_gpu"):
         raise OSError(f"{found.name} is not a library of pwlu")
-    opened.pwlu_register_gpu.argtypes = [_KEY, ctypes.POINTER(Launch), ctypes.POINTER(Launch), ctypes.c_int64, ctypes.c_void_p]
+    opened.pwlu_register_gpu.argtypes = [_KEY, ctypes.POINTER(Launch), ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     library = opened
 
 
@@ -210,14 +213,14 @@ def is_new(key: tuple[Any, ...]) -> bool:
     return library is not None and key[0] in _OPERATIONS and key not in _known
 
 
-def register_gpu(key: tuple[Any, ...], first: Launch, second: Launch | None, splits: int, launch: Any) -> None:
-    """Register the launch of a kernel on a GPU.
+def register_gpu(key: tuple[Any, ...], launches: list[Launch], splits: int, launch: Any) -> None:
+    """Register launches on a GPU, which run one after another with the same tensors.
 
     Args:
-        key: operation, device index, dtypes of x and of the parameters, intervals, outer, channels, inner, aligned.
-        first: the launch.
-        second: a second launch, which adds the partial results of the first.
-        splits: the number of partial results.
+        key: operation, device index, dtypes of x and of the parameters, intervals, outer, channels, inner, aligned; then, for
+            dynamic units, samples, the sizes C, R, M, F and H, and the number of elements with the same mean.
+        launches: the launches.
+        splits: the number of partial results of the first.
         launch: cuLaunchKernel of the CUDA driver.
     """
     if len(_known) >= _MAX_LAUNCHES:
@@ -225,7 +228,8 @@ def register_gpu(key: tuple[Any, ...], first: Launch, second: Launch | None, spl
     _known.add(key)
     operation, index, dtype, kind, *numbers = key
     words = _KEY(_OPERATIONS.index(operation), index, _TYPES[dtype], _TYPES[kind], *numbers)
-    library.pwlu_register_gpu(words, first, second, splits, ctypes.cast(launch, ctypes.c_void_p))
+    all_launches = (Launch * len(launches))(*launches)
+    library.pwlu_register_gpu(words, all_launches, len(launches), splits, ctypes.cast(launch, ctypes.c_void_p))
 
 
 def register_cpu(kernel: object, parallel: Any, functions: Iterable[Any]) -> None:

@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
+#include "eager_dynamic.h"
 #include "eager_kernels.h"
 #include "eager_norm.h"
 
@@ -64,6 +65,20 @@ Tensor lookup(const Tensor &x, const Tensor &left, const Tensor &inv_step, const
               int64_t channel_dim) {
   if (auto y = run_lookup(x, {&left, &inv_step, &slopes, &offsets}, channel_dim)) return *y;
   return by_python<decltype(lookup), "pwlu_python::serve_lookup">(x, left, inv_step, slopes, offsets, channel_dim);
+}
+
+// Dynamic units.
+
+std::tuple<Tensor, Tensor> dynamic_forward(const Tensor &x, PWLU_UNIT, int64_t intervals, int64_t channel_dim) {
+  if (auto both = run_dynamic_forward(x, {PWLU_UNIT_NAMES}, intervals, channel_dim)) return *both;
+  return by_python<decltype(dynamic_forward), "pwlu_python::serve_dynamic_forward">(x, PWLU_UNIT_NAMES, intervals, channel_dim);
+}
+
+DynamicGradients dynamic_backward(const Tensor &grad, const Tensor &x, PWLU_UNIT, const Tensor &state, int64_t intervals,
+                                  int64_t channel_dim) {
+  if (auto all = run_dynamic_backward(grad, x, {PWLU_UNIT_NAMES}, state, intervals, channel_dim)) return *all;
+  return by_python<decltype(dynamic_backward), "pwlu_python::serve_dynamic_backward">(grad, x, PWLU_UNIT_NAMES, state,
+                                                                                      intervals, channel_dim);
 }
 
 // A batch norm followed by a PWLU.
@@ -338,6 +353,55 @@ std::tuple<Tensor, Tensor> autograd_norm_act(const Tensor &x, const MaybeTensor 
   return both;
 }
 
+// The derivative of dynamic_forward.
+
+struct DynamicSettings {
+  static constexpr auto kName = "PWLUDynamicBackward";
+  static constexpr size_t kSaved = 8;  // x, the parameters, state
+  int64_t intervals, channel_dim;
+  std::array<bool, 7> needed;
+
+  auto numbers() { return std::tie(intervals, channel_dim); }
+};
+
+variable_list gradients(const Tensor &grad, const std::array<Tensor, 8> &saved, const DynamicSettings &s) {
+  const auto &[x, PWLU_UNIT_NAMES, state] = saved;
+  variable_list found(7);
+  if (!grad.defined()) {  // no gradient reaches y; DistributedDataParallel waits for those of the parameters
+    for (size_t i = 1; i < 7; ++i)
+      if (s.needed[i]) found[i] = at::zeros_like(saved[i]);
+    return found;
+  }
+  DynamicGradients all;
+  if (is_plain(grad, x, PWLU_UNIT_NAMES) && !at::GradMode::is_enabled()) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    all = ::dynamic_backward(grad, x, PWLU_UNIT_NAMES, state, s.intervals, s.channel_dim);
+  } else {
+    all = call_operator<decltype(::dynamic_backward), "pwlu::dynamic_backward">(grad, x, PWLU_UNIT_NAMES, state, s.intervals,
+                                                                                s.channel_dim);
+  }
+  size_t i = 0;
+  std::apply([&](const auto &...each) { (((s.needed[i] ? found[i] = each : Tensor()), ++i), ...); }, all);
+  return found;
+}
+
+std::tuple<Tensor, Tensor> autograd_dynamic_forward(const Tensor &x, PWLU_UNIT, int64_t intervals, int64_t channel_dim) {
+  if (!is_plain(x, PWLU_UNIT_NAMES))
+    return call_operator<decltype(dynamic_forward), "pwlu_python::differentiate_dynamic_forward">(x, PWLU_UNIT_NAMES, intervals,
+                                                                                                  channel_dim);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const auto both = dynamic_forward(x, PWLU_UNIT_NAMES, intervals, channel_dim);
+  if (!torch::autograd::compute_requires_grad(x, PWLU_UNIT_NAMES)) return both;
+  const auto &[y, state] = both;
+  auto node = make_node<Derivative<DynamicSettings>>();
+  node->set_next_edges(torch::autograd::collect_next_edges(x, PWLU_UNIT_NAMES));
+  const std::array<Tensor, 8> saved{x, PWLU_UNIT_NAMES, state};
+  for (size_t i = 0; i < saved.size(); ++i) node->saved_[i] = SavedVariable(saved[i], false);
+  node->settings_ = {intervals, channel_dim, {}};
+  torch::autograd::set_history(y, node);
+  return both;
+}
+
 // Other operators run only without a gradient. Python differentiates backward, and raises errors for lookup and the parts of
 // norm_act, which have no derivative.
 template <auto kServe, Name kPython>
@@ -364,6 +428,8 @@ void serve(torch::Library &m) {
   m.impl("backward", backward);
   m.impl("lookup", lookup);
   m.impl("observe", observe);
+  m.impl("dynamic_forward", dynamic_forward);
+  m.impl("dynamic_backward", dynamic_backward);
   m.impl("normalization", normalization);
   m.impl("norm_forward", norm_forward);
   m.impl("norm_observe", norm_observe);
@@ -377,6 +443,8 @@ void differentiate(torch::Library &m) {
   m.impl("backward", WithoutGradient<backward, "pwlu_python::differentiate_backward">::call);
   m.impl("lookup", WithoutGradient<lookup, "pwlu_python::differentiate_lookup">::call);
   m.impl("observe", autograd_observe);
+  m.impl("dynamic_forward", autograd_dynamic_forward);
+  m.impl("dynamic_backward", WithoutGradient<dynamic_backward, "pwlu_python::differentiate_dynamic_backward">::call);
   m.impl("normalization", WithoutGradient<normalization, "pwlu_python::differentiate_normalization">::call);
   m.impl("norm_forward", WithoutGradient<norm_forward, "pwlu_python::differentiate_norm_forward">::call);
   m.impl("norm_observe", WithoutGradient<norm_observe, "pwlu_python::differentiate_norm_observe">::call);
@@ -396,12 +464,12 @@ TORCH_LIBRARY_IMPL(pwlu, AutogradCUDA, m) { differentiate(m); }
 
 extern "C" {
 
-void pwlu_register_gpu(const int64_t *key, const Launch *first, const Launch *second, int64_t splits, LaunchKernel by) {
+void pwlu_register_gpu(const int64_t *key, const Launch *launches, int64_t count, int64_t splits, LaunchKernel by) {
   Key known;
   std::copy(key, key + known.size(), known.begin());
   std::unique_lock lock(learning);
   launch_kernel = by;
-  plans[known] = Plan{*first, second ? *second : Launch{}, splits};
+  plans[known] = std::make_shared<const Plan>(Plan{{launches, launches + count}, splits});
 }
 
 void pwlu_register_cpu(const CpuKernel *kernel) {

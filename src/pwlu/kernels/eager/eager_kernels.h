@@ -8,12 +8,15 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
+#include <vector>
 
 namespace {
 
@@ -39,10 +42,14 @@ enum What : int64_t {
   kNormAddInput,
   kBatchNorm,
   kRunningNorm,
+  kDynamicForward,
+  kDynamicBackward,
+  kDynamicInput,
 };
 
-constexpr size_t kAddresses = 19, kNumbers = 80;  // struct Arguments of element.cuh, and indices of its addresses
-constexpr size_t kX = 0, kGrad = 1, kOut = 2, kPartial = 13, kPool = 14, kResidual = 15, kNorm = 16, kSums = 17, kPair = 18;
+constexpr size_t kAddresses = 34, kNumbers = 104;  // struct Arguments of element.cuh, and indices of its addresses
+constexpr size_t kX = 0, kGrad = 1, kOut = 2, kPartial = 13, kPool = 14, kResidual = 15, kNorm = 16, kSums = 17, kNetwork = 18,
+                 kPair = 33;
 
 struct Launch {
   void *function;
@@ -51,12 +58,13 @@ struct Launch {
 };
 
 struct Plan {
-  Launch first, second;  // the second adds the partial results of the first; its function is null if there are none
-  int64_t splits;
+  std::vector<Launch> launches;  // one after another
+  int64_t splits;  // the number of partial results of the first
 };
 
-// operation, device, dtype of x, dtype of the parameters, intervals, (outer, channels, inner), aligned to 16 bytes
-using Key = std::array<int64_t, 9>;
+// operation, device, dtype of x, dtype of the parameters, intervals, (outer, channels, inner), aligned to 16 bytes; the rest is
+// for dynamic units: see DynamicProblem
+using Key = std::array<int64_t, 16>;
 
 using LaunchKernel = int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
                              void **);
@@ -81,7 +89,7 @@ struct CpuKernel {  // the functions of cpu.c
 };
 
 std::shared_mutex learning;
-std::map<Key, Plan> plans;
+std::map<Key, std::shared_ptr<const Plan>> plans;
 LaunchKernel launch_kernel = nullptr;
 CpuKernel cpu_kernel{};
 
@@ -109,6 +117,14 @@ struct Problem {
 at::ScalarType computed_in(const Tensor &x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
 const void *address(const MaybeTensor &tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
+
+const void *pair(double factor, double eps) {
+  const float both[2] = {float(factor), float(eps)};
+  const void *packed;
+  static_assert(sizeof packed == sizeof both);
+  std::memcpy(&packed, both, sizeof both);
+  return packed;
+}
 
 // Return whether kernels can use a tensor without a copy: it has this size and dtype and is on the device of x, or is missing.
 bool fits(const MaybeTensor &tensor, const Tensor &x, at::IntArrayRef sizes, at::ScalarType dtype) {
@@ -193,10 +209,10 @@ struct Arguments {
 
 // CUDA.
 
-std::optional<Plan> plan_of(const Key &key) {
+std::shared_ptr<const Plan> plan_of(const Key &key) {
   std::shared_lock lock(learning);
   const auto found = plans.find(key);
-  return found == plans.end() ? std::nullopt : std::optional(found->second);
+  return found == plans.end() ? nullptr : found->second;
 }
 
 bool launch(const Launch &plan, Arguments &arguments, const Tensor &x) {
@@ -207,15 +223,13 @@ bool launch(const Launch &plan, Arguments &arguments, const Tensor &x) {
                         nullptr);
 }
 
-// Launch one or two kernels. `sums` is the number of floats per split that the first writes for the second.
+// Launch kernels one after another. If there are several, the first writes partial results: `sums` floats per split.
 bool launch(const Plan &plan, Arguments &arguments, const Tensor &x, int64_t sums) {
   const c10::DeviceGuard guard(x.device());
   Tensor partial;
-  if (plan.second.function) {
-    partial = at::empty({plan.splits * sums}, x.options().dtype(at::kFloat));
-    arguments.addresses[kPartial] = partial.mutable_data_ptr();
-  }
-  return launch(plan.first, arguments, x) && (!plan.second.function || launch(plan.second, arguments, x));
+  if (sums && plan.launches.size() > 1) partial = at::empty({plan.splits * sums}, x.options().dtype(at::kFloat));
+  arguments.addresses[kPartial] = partial.defined() ? partial.mutable_data_ptr() : nullptr;
+  return std::all_of(plan.launches.begin(), plan.launches.end(), [&](const auto &each) { return launch(each, arguments, x); });
 }
 
 // CPU.

@@ -7,14 +7,6 @@ namespace {
 
 using NormGradients = std::tuple<Tensor, Tensor, Tensor>;  // gradient of z (or empty), sums of the norm, gradient of the weight
 
-const void *pair(double factor, double eps) {
-  const float both[2] = {float(factor), float(eps)};
-  const void *packed;
-  static_assert(sizeof packed == sizeof both);
-  std::memcpy(&packed, both, sizeof both);
-  return packed;
-}
-
 // Describe a call with a norm; return nullopt if Python has to handle it.
 std::optional<Problem> norm_problem_of(const Tensor &x, const MaybeTensor &residual, const Tensor &norm, const Tensor &weight,
                                        int64_t intervals) {

@@ -47,19 +47,23 @@ __device__ void finish(const Arguments &a, int channel, const Sum &sum) {
   const double2 below = sum(0), above = sum(n + 2);
   double of_left = 0.0, of_right = 0.0;
   // Write the gradient of heights, and add their contributions to those of the bounds.
-  const auto finish_heights = [&](const void *heights, void *gradient, const auto &sum) {
+  const auto finish_heights = [&](const void *heights, void *gradient, int member) {
+    const auto total = [&](int k) {
+      if constexpr (KIND & DYNAMIC) return sum(k, member);
+      else return sum(k);
+    };
     const auto inside = [&](int i) {  // G, and P relative to knot i: the sum of g (x - B_i)/d
-      double2 pair = sum(i + 1);
+      double2 pair = total(i + 1);
       if (i == n - 1) {
-        const double2 more = sum(n + 1);
+        const double2 more = total(n + 1);
         pair.x += more.x, pair.y += more.y;
       }
       pair.y -= i * pair.x;
       return pair;
     };
     for (int i = lane; i <= n; i += 32) {
-      const double before = i > 0 ? inside(i - 1).y : sum(0).x;  // contribution of the line before knot i to its height
-      const double2 after = i < n ? inside(i) : make_double2(sum(n + 2).x, 0.0);
+      const double before = i > 0 ? inside(i - 1).y : total(0).x;  // contribution of the line before knot i to its height
+      const double2 after = i < n ? inside(i) : make_double2(total(n + 2).x, 0.0);
       write(gradient, at + i, a.kind, before + (after.x - after.y));
       if (i < n) {
         const i64 from = (i64)own * (n + 1) + i;
@@ -69,12 +73,11 @@ __device__ void finish(const Arguments &a, int channel, const Sum &sum) {
       }
     }
   };
-  finish_heights(a.parameters[2], a.gradients[2], sum);
+  finish_heights(a.parameters[2], a.gradients[2], 0);
   if constexpr (KIND & DYNAMIC) {
     const i64 of_direction = (i64)a.functions * (n + 1), of_gradient = (i64)max(a.functions, a.rates) * (n + 1);
     for (int m = 0; m < a.directions; ++m)
-      finish_heights(a.network.directions + m * of_direction, a.network.of_directions + m * of_gradient,
-                     [&](int k) { return sum(k, m + 1); });
+      finish_heights(a.network.directions + m * of_direction, a.network.of_directions + m * of_gradient, m + 1);
   }
 #pragma unroll
   for (int distance = 16; distance; distance >>= 1) {

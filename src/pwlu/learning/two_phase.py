@@ -88,7 +88,7 @@ class TwoPhase:
         self.model = model
         why = "and the rule needs equally spaced knots. Write rule='paper', or convert the model with to='pwlu'"
         self._units = require_units("TwoPhase", model, {NonUniformPWLU: why} if self.rule else None)
-        self._statistics = [unit.statistics for unit in self._units.values()]
+        self._statistics = list(dict.fromkeys(unit.statistics for unit in self._units.values()))  # units may share theirs
         if any(isinstance(module, nn.DataParallel) for module in model.modules()):
             raise ValueError(
                 "TwoPhase: nn.DataParallel runs copies of the model, whose statistics would be lost. "

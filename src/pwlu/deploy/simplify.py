@@ -145,8 +145,8 @@ def simplify_(
     so hooks and other references remain valid.
 
     Args:
-        model: a trained model with PWLUs, not wrapped (DistributedDataParallel, ...), and all modules that share their
-            weights.
+        model: a trained model with PWLUs, not wrapped (DistributedDataParallel, ...). It must hold every module that
+            shares a weight with one of them.
         tolerance: largest allowed error, as a share of the range of a channel. Default: 1e-3.
         replace: whether to replace PWLUs by simpler modules. If False, PWLUs stay PWLUs. Default: True.
         where: a function of a unit's name and the unit that returns False if the unit must not change.
@@ -187,7 +187,7 @@ def refine_(model: nn.Module, intervals: int) -> list[str]:
     :func:`simplify_`.
 
     Args:
-        model: a model with PWLUs, not wrapped, and all modules that share their weights.
+        model: a model with PWLUs, not wrapped. It must hold every module that shares a weight with one of them.
         intervals: the new number of intervals.
 
     Returns:

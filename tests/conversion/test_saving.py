@@ -264,6 +264,81 @@ def test_dynamic_units_share_their_networks(tmp_path, where):
     assert shared(fresh) == shared(model)
 
 
+class Called(nn.Module):
+    """A call that is rewritten, before and after a module that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.act, self.layer = nn.ReLU(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(F.relu(self.act(x)))
+
+
+def with_one_unit(model, x):
+    """Convert every site of a model to the same PWLU."""
+    act = pwlu.PWLU(4, channel_dim=-1)
+    report = pwlu.convert_(model, x, to=lambda channels, site: act)
+    with torch.no_grad():
+        act.weight += 0.1 * torch.randn_like(act.weight)
+        act.statistics.running_mean.normal_()
+    return report
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+@pytest.mark.parametrize("make", [with_own_unit, lambda: nn.Sequential(Called(), Called(), nn.Tanh())])
+def test_one_unit_in_several_places(tmp_path, where, make):
+    """A fresh model gets it in the same places, also if it has its own unit in each of them."""
+    model, x = make(), torch.randn(5, 4)
+    report = with_one_unit(model, x)
+    assert [site.parameters for site in report.converted] == [84] + (len(report.converted) - 1) * [0]
+    pwlu.save(model, tmp_path / "file")
+    with torch.device(where):
+        fresh = make()
+    names = [site.name for site in report.converted]
+    assert sorted(pwlu.load_into(fresh, tmp_path / "file")) == sorted(names)
+    assert len({fresh.get_submodule(name) for name in names}) == 1
+    assert shared(fresh) == shared(model)
+    assert_the_same(fresh, model, x)
+    assert pwlu.load_into(fresh, tmp_path / "file") == []
+    separate = make()
+    pwlu.convert_(separate, x)
+    pwlu.load_into(separate, tmp_path / "file")
+    assert shared(separate) == shared(model)
+    assert_the_same(separate, model, x)
+
+
+def test_an_own_unit_in_several_places(tmp_path):
+    """It replaces what the fresh model has in these places: activations, or a unit that is in other places too."""
+    model, x = with_own_unit(), torch.randn(5, 4)
+    model[1] = model[3] = model[5]
+    pwlu.save(model, tmp_path / "file")
+    fresh = with_own_unit()
+    assert pwlu.load_into(fresh, tmp_path / "file") == ["1", "3", "5"]
+    assert_the_same(fresh, model, x)
+    assert fresh[1] is fresh[3] is fresh[5]
+    assert pwlu.load_into(copy.deepcopy(model), tmp_path / "file") == []
+    own, other = with_own_unit(), with_own_unit()
+    own[1] = own[3] = pwlu.PWLU(4)
+    pwlu.save(own, tmp_path / "file")
+    other[1] = other[3] = other[5]
+    assert pwlu.load_into(other, tmp_path / "file") == ["5"]
+    assert_the_same(other, own, x)
+    assert other[1] is other[3] is not other[5]
+
+
+def test_hooks_of_a_replaced_activation_stay(tmp_path):
+    """Also if the same unit then replaces an activation without hooks."""
+    model, calls = with_own_unit(), []
+    handle = model[1].register_forward_hook(lambda *_: calls.append(1))
+    with_one_unit(model, torch.randn(5, 4))
+    model(torch.randn(5, 4))
+    assert len(calls) == 3
+    handle.remove()
+    model(torch.randn(5, 4))
+    assert len(calls) == 3
+
+
 def test_only_tensors_on_the_meta_device_are_replaced(tmp_path):
     model, fresh, _ = tied_units("cpu", [(3, 1)])
     pwlu.save(model, tmp_path / "file")

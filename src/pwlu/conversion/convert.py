@@ -99,8 +99,8 @@ def convert_(
     for candidate in candidates:
         if candidate.selected:
             candidate.module = make(candidate)
-            candidate.site.parameters = sum(p.numel() for p in candidate.module.parameters())
     _trial_run(runs, candidates)
+    _count_parameters(candidates)
     report = Report(
         type(model).__name__, [each.site for each in candidates] + unreached(model, recorded, runs.reached, rules), _notes(runs)
     )
@@ -185,7 +185,17 @@ def _trial_run(runs: Runs, candidates: Sequence[Candidate]) -> None:
             if candidate.selected and candidate.site.name in wrong:
                 site, too_often = candidate.site, wrong[candidate.site.name]
                 site.action, site.reason = "impossible", _TRIAL_FAILURES[candidate.edit is not None, too_often]
-                site.parameters, site.error = 0, None
+                site.error = None
+
+
+def _count_parameters(candidates: Sequence[Candidate]) -> None:
+    """Count the parameters of new activations. Those that several sites share count at the first."""
+    counted = set[nn.Parameter]()
+    for candidate in candidates:
+        if candidate.selected and candidate.module is not None:
+            new = set(candidate.module.parameters()) - counted
+            candidate.site.parameters = sum(p.numel() for p in new)
+            counted |= new
 
 
 def _calibrate(runs: Runs, candidates: Sequence[Candidate]) -> None:

@@ -44,7 +44,7 @@ def insert_(model: nn.Module, new: Mapping[str, tuple[nn.Module, rewrite.Edit | 
         owner = model.get_submodule(path)
         old = owner._modules.get(key)
         if old is not None and not isinstance(module, OriginalActivation):  # keep its hooks: their handles still remove them
-            module.__dict__.update({key: old.__dict__[key] for key in _HOOKS if key in old.__dict__})
+            module.__dict__.update({key: old.__dict__[key] for key in _HOOKS if old.__dict__.get(key) not in (None, {})})
         owner.__dict__.setdefault(_REPLACED, {}).setdefault(key, old)
         owner._modules[key] = module.train(owner.training)
         if edit is not None:

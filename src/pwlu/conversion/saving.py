@@ -17,12 +17,12 @@ from pwlu.conversion import rewrite
 from pwlu.conversion.convert import check_unwrapped
 from pwlu.conversion.replacing import insert_, inserted_modules
 from pwlu.conversion.safetensors_file import read_file, tensors_to_bytes
-from pwlu.conversion.tracing import full_name, stateless_leaf
+from pwlu.conversion.tracing import full_name, registrations, stateless_leaf
 from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction, find_initial_function
 from pwlu.learning.constraining import check_constraint
 from pwlu.units.constraints import Constraint, keep_constrained
 from pwlu.units.dynamic import DynamicPWLU
-from pwlu.units.module import PWLU, require_units, units_of, unwrapped
+from pwlu.units.module import PWLU, require_units, unwrapped
 from pwlu.units.nonuniform import NonUniformPWLU
 from pwlu.version import __version__, later_version
 
@@ -118,7 +118,7 @@ def conversion_of(model: nn.Module) -> dict[str, Any]:
         for name, module in model.named_modules()
         for edit in getattr(type(module), "_pwlu_edits", ())
     }
-    rows = [_describe_unit(name, unit, edits.get(name)) for name, unit in units.items() if name]
+    rows = [_describe_unit(name, *place, edits.get(name)) for name, place in _places(model).items()]
     number = max(3 if "nonuniform" in row else 2 if "dynamic" in row else 1 for row in rows) if rows else 1
     return {"format": number, "version": __version__, "model": type(model).__name__, "units": rows}
 
@@ -141,7 +141,15 @@ _AGAIN = "Save the model again with pwlu.save"
 _DYNAMIC = ("directions", "reduction", "mixing", "features")
 
 
-def _describe_unit(name: str, unit: PWLU, edit: rewrite.Edit | None) -> dict[str, Any]:
+def _places(model: nn.Module) -> dict[str, tuple[PWLU, str]]:
+    """Return the PWLU at every place of a model, in model order, and the name of the first place that has the same one."""
+    there, first = registrations(model), dict[nn.Module, str]()
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name in there]
+    units = {name: unit for name in names if isinstance(unit := there[name][2], PWLU)}
+    return {name: (unit, first.setdefault(unit, name)) for name, unit in units.items()}
+
+
+def _describe_unit(name: str, unit: PWLU, first: str, edit: rewrite.Edit | None) -> dict[str, Any]:
     start = find_initial_function(unit.init)
     if INITIAL_FUNCTIONS.get(start.name) == start:
         init: Any = start.name
@@ -156,6 +164,8 @@ def _describe_unit(name: str, unit: PWLU, edit: rewrite.Edit | None) -> dict[str
         extras["nonuniform"] = True
     if unit.constraint is not None:
         extras["constraint"] = json.loads(json.dumps(unit.constraint._asdict()))
+    if first != name:  # it is the unit of an earlier row
+        extras["same"] = first
     return {
         "name": name,
         "channels": unit.channels,
@@ -196,13 +206,15 @@ def _checked(caller: str, conversion: Any) -> dict[str, Any]:
 def _units(caller: str, model: nn.Module, conversion: dict[str, Any]) -> _Units:
     """Return the PWLUs to insert into the model. Raise ValueError, before anything is changed, if they do not fit."""
     check_unwrapped(caller, model)
-    there = units_of(model)
+    there = _places(model)
+    made: _Units = {}
     try:
-        made = {
-            str(row["name"]): _make_unit(row, model, row["name"] in there)
-            for row in conversion["units"]
-            if not _has_unit(row, there)
-        }
+        for row in conversion["units"]:
+            if not _has_unit(row, there):
+                same = row.get("same")
+                unit = _make_unit(row, model) if same is None else (made.get(same) or there[same])[0]
+                # If there is a PWLU, its call was rewritten before.
+                made[str(row["name"])] = unit, None if row["name"] in there else _read_edit(row)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{caller}: the conversion in the file is damaged: {error!r}. {_AGAIN}") from error
     for name, (_, edit) in made.items():
@@ -225,12 +237,12 @@ def _units(caller: str, model: nn.Module, conversion: dict[str, Any]) -> _Units:
     return made
 
 
-def _has_unit(row: dict[str, Any], units: dict[str, PWLU]) -> bool:
-    unit = units.get(row["name"])
-    return unit is not None and _describe_unit(row["name"], unit, None) == {**row, "edit": None}
+def _has_unit(row: dict[str, Any], there: dict[str, tuple[PWLU, str]]) -> bool:
+    name = row["name"]
+    return name in there and _describe_unit(name, *there[name], None) == {**row, "edit": None}
 
 
-def _make_unit(row: dict[str, Any], model: nn.Module, again: bool) -> tuple[PWLU, rewrite.Edit | None]:
+def _make_unit(row: dict[str, Any], model: nn.Module) -> PWLU:
     tensor = next(model.parameters(), next(model.buffers(), None))
     dtype = getattr(torch, row["dtype"])
     if dtype not in checks.FLOATS:
@@ -253,14 +265,17 @@ def _make_unit(row: dict[str, Any], model: nn.Module, again: bool) -> tuple[PWLU
         unit.constraint = check_constraint(Constraint(**constraint))
         keep_constrained(unit)
     unit.reset_parameters()
-    edit = None if again else row["edit"]  # if the PWLU exists, its call was rewritten before
-    if edit is not None:
-        method, (line, column), child, on_tensor, digest = edit
-        edit = rewrite.Edit(str(method), (int(line), int(column)), str(child), bool(on_tensor), str(digest))
-        expected = row["name"].rpartition(".")[2]
-        if not child.isidentifier() or child != expected:
-            raise ValueError(f"the edit of {row['name']!r} must name the child {expected!r}, not {child!r}")
-    return unit, edit
+    return unit
+
+
+def _read_edit(row: dict[str, Any]) -> rewrite.Edit | None:
+    if row["edit"] is None:
+        return None
+    method, (line, column), child, on_tensor, digest = row["edit"]
+    expected = row["name"].rpartition(".")[2]
+    if not child.isidentifier() or child != expected:
+        raise ValueError(f"the edit of {row['name']!r} must name the child {expected!r}, not {child!r}")
+    return rewrite.Edit(str(method), (int(line), int(column)), str(child), bool(on_tensor), str(digest))
 
 
 def _tie(model: nn.Module, units: _Units, tied: dict[str, str]) -> None:

@@ -19,7 +19,15 @@ from pwlu.deploy.fewest_knots import keep_fewest_knots
 from pwlu.deploy.fitting import SIMPLE, Fit, fit
 from pwlu.initial_functions import find_initial_function, fit_bounds
 from pwlu.reference import nonuniform as nonuniform_reference
-from pwlu.units.module import PWLU, apply_constraint, controlled, exact_blocks, require_units, require_values
+from pwlu.units.module import (
+    PWLU,
+    apply_constraint,
+    controlled,
+    exact_blocks,
+    require_own_weights,
+    require_units,
+    require_values,
+)
 from pwlu.units.nonuniform import NonUniformPWLU, exact_knots
 
 
@@ -137,7 +145,8 @@ def simplify_(
     so hooks and other references remain valid.
 
     Args:
-        model: a trained model with PWLUs, not wrapped (DistributedDataParallel, ...).
+        model: a trained model with PWLUs, not wrapped (DistributedDataParallel, ...). It must hold every module that
+            shares a weight with one of them.
         tolerance: largest allowed error, as a share of the range of a channel. Default: 1e-3.
         replace: whether to replace PWLUs by simpler modules. If False, PWLUs stay PWLUs. Default: True.
         where: a function of a unit's name and the unit that returns False if the unit must not change.
@@ -146,7 +155,8 @@ def simplify_(
         A report of every unit, which prints as a table.
 
     Raises:
-        ValueError: if ``tolerance`` is not between 0 and 1, the model has no PWLU or is wrapped, or ``where`` excludes all.
+        ValueError: if ``tolerance`` is not between 0 and 1, the model has no PWLU or is wrapped, a PWLU shares its weight with
+            another module, or ``where`` excludes all.
         TypeError: if a unit is an instance of another subclass of PWLU.
         RuntimeError: if the model has a :class:`pwlu.TwoPhase` that was not removed.
 
@@ -177,14 +187,15 @@ def refine_(model: nn.Module, intervals: int) -> list[str]:
     :func:`simplify_`.
 
     Args:
-        model: a model with PWLUs, not wrapped.
+        model: a model with PWLUs, not wrapped. It must hold every module that shares a weight with one of them.
         intervals: the new number of intervals.
 
     Returns:
         The names of the PWLUs that changed.
 
     Raises:
-        ValueError: if ``intervals`` is not a positive multiple of the current number, or the model has no PWLU or is wrapped.
+        ValueError: if ``intervals`` is not a positive multiple of the current number, the model has no PWLU or is wrapped, or
+            a PWLU shares its weight with another module.
         TypeError: if a unit is an instance of a subclass of PWLU.
         RuntimeError: if the model has a :class:`pwlu.TwoPhase` that was not removed.
 
@@ -223,6 +234,7 @@ def _check_model(caller: str, model: nn.Module, kinds: tuple[type[PWLU], ...] = 
             "whose forward may differ. Replace it by a PWLU first, or pass the parts of the model that have other PWLUs"
         )
     require_values(caller, units)
+    require_own_weights(caller, units, "each would get a new weight of its own", dict(model.named_modules()))
     if trained := controlled(units):
         raise RuntimeError(
             f"{caller}: {abbreviate(trained)} has a TwoPhase, whose optimizer trains the parameters to be replaced. After "

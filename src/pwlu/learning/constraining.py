@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from pwlu.units.constraints import Constraint, keep_constrained
+from pwlu.units.constraints import Constraint, check_agreement, constrained_units, keep_constrained
 from pwlu.units.dynamic import DynamicPWLU
 from pwlu.units.module import PWLU, apply_constraint, require_units, require_values, weight_parameter
 from pwlu.units.nonuniform import NonUniformPWLU
@@ -52,7 +52,8 @@ def constrain_(
 
     Raises:
         TypeError: if ``model`` is not a module or has a :class:`pwlu.DynamicPWLU` or :class:`pwlu.NonUniformPWLU`.
-        ValueError: if the model has no PWLU, an argument is not valid, or only constants satisfy the constraints.
+        ValueError: if the model has no PWLU, an argument is not valid, only constants satisfy the constraints, or a PWLU shares
+            its weight with one that has other constraints.
         RuntimeError: if the weight of a PWLU is computed (parametrized or pruned).
 
     Example::
@@ -63,6 +64,8 @@ def constrain_(
     units = require_units("constrain_", model, _REFUSED)
     require_values("constrain_", units)
     constraint = check_constraint(Constraint(lipschitz, monotone, convex, odd, range))
+    new = constraint if any(value not in (None, False) for value in constraint) else None
+    constrained, changing = constrained_units(), set(units.values())
     for name, unit in units.items():
         weight = weight_parameter(unit)
         low, high = constraint.limits(weight.dtype)
@@ -71,8 +74,11 @@ def constrain_(
                 f"constrain_: {name or 'the model'} is {weight.dtype}, which has no two numbers in range={range!r}. Write a "
                 "wider range, or use float64"
             )
+        if new is not None:
+            others = {unit.constraint for unit in constrained.get(id(weight), ()) if unit not in changing}
+            check_agreement(name or "the model", {new} | others)
     for unit in units.values():
-        unit.constraint = constraint if any(value not in (None, False) for value in constraint) else None
+        unit.constraint = new
         apply_constraint(unit)
         if unit.constraint is not None:
             keep_constrained(unit)

@@ -25,7 +25,8 @@ def curvature(model: nn.Module) -> Tensor:
     with a knot on its kink. It penalizes heights instead of slopes. With slopes, the largest stable step of gradient descent
     would be proportional to d^2, which vanishes for narrow bounds.
 
-    For a :class:`pwlu.DynamicPWLU`, the penalty of each direction is added, as that of a function with outer slopes of 0.
+    Functions that several PWLUs share count once. For a :class:`pwlu.DynamicPWLU`, the penalty of each direction is added, as
+    that of a function with outer slopes of 0.
 
     You can add the penalty from the first step on: :class:`pwlu.TwoPhase` keeps the PWLUs unchanged in Phase I.
 
@@ -47,8 +48,9 @@ def curvature(model: nn.Module) -> Tensor:
     """
     why = "and the penalty needs equally spaced knots. Leave the penalty out, or convert the model with to='pwlu'"
     units = require_units("curvature", model, {NonUniformPWLU: why}).values()
+    once = {(id(u._parameters.get("weight", u)), id(u._parameters.get("direction_weight"))): u for u in units}
     alike: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for unit in units:
+    for unit in once.values():
         together = alike[unit.intervals, unit.weight.device, unit.weight.dtype]
         together.append(gathered(unit.weight))
         if isinstance(unit, DynamicPWLU):

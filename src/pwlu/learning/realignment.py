@@ -10,8 +10,10 @@ from pwlu.common.text import abbreviate
 from pwlu.initial_functions import find_initial_function
 from pwlu.reference import Blocks
 from pwlu.units.dynamic import DynamicPWLU
-from pwlu.units.module import PWLU, apply_constraint, exact_blocks, require_units
+from pwlu.units.module import PWLU, apply_constraint, exact_blocks, require_own_weights, require_units
 from pwlu.units.nonuniform import NonUniformPWLU
+
+OWN_BOUNDS = "the bounds of each move to its own inputs"  # why units that share a weight cannot realign or regrid
 
 
 class Realigned(NamedTuple):
@@ -48,7 +50,7 @@ def realign_(model: nn.Module) -> list[Realigned]:
         One :class:`pwlu.learning.realignment.Realigned` per PWLU: name, number of channels, and number of channels kept.
 
     Raises:
-        ValueError: if the model has no PWLUs.
+        ValueError: if the model has no PWLUs, or two of them share one weight.
         RuntimeError: if a PWLU is already realigned, or no PWLU has statistics.
 
     Example::
@@ -61,6 +63,7 @@ def realign_(model: nn.Module) -> list[Realigned]:
         pwlu.realign_(model)  # now, instead of at step 100
     """
     units = require_units("realign_", model)
+    require_own_weights("realign_", units, OWN_BOUNDS)
     if done := [name for name, unit in units.items() if unit.statistics.realigned]:
         raise RuntimeError(
             f"realign_: {abbreviate(done)} is already realigned; realigning again would undo what it has learned. "

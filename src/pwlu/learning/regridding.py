@@ -12,9 +12,10 @@ from pwlu.analysis.quantiles import bin_width
 from pwlu.common.text import abbreviate
 from pwlu.learning.function_table import HEIGHTS, LEFT, RIGHT, SLOPES, interval, table_of
 from pwlu.learning.optimizers import state_optimizer, unwrap_optimizer
-from pwlu.learning.two_phase_checks import check_copies, check_optimizer, check_weights
+from pwlu.learning.realignment import OWN_BOUNDS
+from pwlu.learning.two_phase_checks import check_copies, check_optimizer
 from pwlu.units.dynamic import DynamicPWLU
-from pwlu.units.module import PWLU, apply_constraint, require_units, require_values, weight_parameter
+from pwlu.units.module import PWLU, apply_constraint, require_own_weights, require_units, require_values, weight_parameter
 from pwlu.units.nonuniform import NonUniformPWLU
 from pwlu.units.sharding import full_values, write_parameter
 
@@ -211,7 +212,7 @@ def _by_name(inputs: Any) -> dict[str, Measured]:
 
 
 def _check(units: dict[str, PWLU], found: dict[str, Measured]) -> None:
-    check_weights("regrid_", units)
+    require_own_weights("regrid_", units, OWN_BOUNDS)
     require_values("regrid_", units)
     if early := [name for name, unit in units.items() if unit.phase == 1]:
         raise RuntimeError(

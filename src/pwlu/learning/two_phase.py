@@ -19,10 +19,10 @@ from pwlu.common.checks import check_integer
 from pwlu.common.text import abbreviate, counted
 from pwlu.learning.freezing import remove_gradients
 from pwlu.learning.optimizers import add_momentum_buffers, complete_state, state_optimizer, unwrap_optimizer
-from pwlu.learning.realignment import Realigned, realign_
+from pwlu.learning.realignment import OWN_BOUNDS, Realigned, realign_
 from pwlu.learning.shared_rule import DEFAULT_RULE, SharedRule, add_penalty_, find_rule, share_gradients_, smooth_
-from pwlu.learning.two_phase_checks import check_copies, check_optimizer, check_rule, check_weights, warn_of_decay
-from pwlu.units.module import PWLU, controlled, require_units
+from pwlu.learning.two_phase_checks import check_copies, check_optimizer, check_rule, warn_of_decay
+from pwlu.units.module import PWLU, controlled, require_own_weights, require_units
 from pwlu.units.nonuniform import NonUniformPWLU
 from pwlu.units.sharding import full_values, write_parameter
 from pwlu.units.statistics import InputStatistics, advance_
@@ -88,13 +88,13 @@ class TwoPhase:
         self.model = model
         why = "and the rule needs equally spaced knots. Write rule='paper', or convert the model with to='pwlu'"
         self._units = require_units("TwoPhase", model, {NonUniformPWLU: why} if self.rule else None)
-        self._statistics = [unit.statistics for unit in self._units.values()]
+        self._statistics = list(dict.fromkeys(unit.statistics for unit in self._units.values()))  # units may share theirs
         if any(isinstance(module, nn.DataParallel) for module in model.modules()):
             raise ValueError(
                 "TwoPhase: nn.DataParallel runs copies of the model, whose statistics would be lost. "
                 "Use torch.nn.parallel.DistributedDataParallel"
             )
-        check_weights("TwoPhase", self._units)
+        require_own_weights("TwoPhase", self._units, OWN_BOUNDS)
         optimizer = unwrap_optimizer("TwoPhase", optimizer)
         check_rule(self.rule, optimizer)
         check_optimizer("TwoPhase", optimizer, self._units)

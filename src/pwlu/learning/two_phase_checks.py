@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pwlu.common.text import abbreviate
-from pwlu.units.module import PWLU, units_of, weight_parameter
+from pwlu.units.module import PWLU, units_of
 from pwlu.units.squeeze import function_parameters
 
 
@@ -21,19 +21,6 @@ def check_rule(rule: Any, optimizer: Optimizer) -> None:
             raise ValueError(
                 f"TwoPhase: the rule needs the rate of SGD, lr (1 - dampening)/(1 - momentum), but momentum is "
                 f"{group['momentum']:g}. Write a momentum below 1, such as 0.9, or rule='paper'"
-            )
-
-
-def check_weights(caller: str, units: Mapping[str, PWLU]) -> None:
-    """Check that no two units share a weight, because the bounds of each unit move separately."""
-    owners: dict[int, str] = {}
-    for name, unit in units.items():
-        weight = weight_parameter(unit)
-        if (other := owners.setdefault(id(weight), name)) != name:
-            raise ValueError(
-                f"{caller}: {other} and {name} share one weight, but the bounds of each move to its own inputs. "
-                "Share the module instead, or give each its own weight: "
-                "act.weight = torch.nn.Parameter(act.weight.detach().clone())"
             )
 
 

@@ -35,6 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from pwlu import reference
 from pwlu.units.sharding import full_values, write_parameter
 
+OWN_WEIGHT = "give each its own weight: act.weight = torch.nn.Parameter(act.weight.detach().clone())"  # ends errors
 _LARGEST_TABLE = 2**23  # the number of elements of the largest temporary tensor in isotonic
 
 
@@ -265,10 +266,31 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(_after_step)  # runs after the hooks of TwoPhase
 
 
+def constrained_units() -> dict[int, list[Any]]:
+    """Return all units that have a constraint, by the id of their weight, which several may share."""
+    found = defaultdict(list)
+    with _LOCK:
+        for unit in _CONSTRAINED:
+            if getattr(unit, "constraint", None) is not None:
+                found[id(unit._parameters.get("weight"))].append(unit)
+    return found
+
+
+def check_agreement(name: str, constraints: Iterable[Constraint]) -> None:
+    """Check that units that share a weight have the same constraint, because a step can enforce only one."""
+    if len(found := set(constraints)) > 1:
+        raise ValueError(
+            f"constrain_: {name} shares its weight with another PWLU, so both need the same constraints, but one has "
+            f"{' and another '.join(sorted(map(repr, map(str, found))))}. Constrain them in one call, such as "
+            f"pwlu.constrain_(model, lipschitz=1.0), or {OWN_WEIGHT}"
+        )
+
+
 @torch._disable_dynamo  # the roundings of the projection are part of its guarantees, so a compiled step must not compile it
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    with _LOCK:
-        alive = [unit for unit in _CONSTRAINED if getattr(unit, "constraint", None) is not None]
-    units = {id(unit._parameters.get("weight")): unit for unit in alive}
+    units = constrained_units()
     if units:  # all ranks use the optimizer's order, because project_ all-gathers sharded weights
-        project_(units[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in units)
+        held = [units[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in units]
+        for sharing in held:  # units may share a weight since constrain_ checked them
+            check_agreement("a PWLU", (unit.constraint for unit in sharing))
+        project_(unit for unit, *_ in held)

@@ -15,7 +15,7 @@ from pwlu.common import checks
 from pwlu.common.text import abbreviate
 from pwlu.initial_functions import InitialFunction, find_initial_function, fit_bounds, initial_parameters
 from pwlu.reference import Blocks
-from pwlu.units.constraints import Constraint, constrained, keep_constrained
+from pwlu.units.constraints import OWN_WEIGHT, Constraint, constrained, keep_constrained
 from pwlu.units.deferred_norm import Deferred
 from pwlu.units.sharding import full_values, gathered, write_parameter
 from pwlu.units.statistics import InputStatistics
@@ -184,7 +184,8 @@ class PWLU(nn.Module):
     def scale_gradients(self, **factors: float) -> None:
         """Multiply the gradient of each block by a factor.
 
-        A factor of 0 freezes the block. With SGD, any other factor scales its learning rate. Like ``requires_grad``, the
+        A factor of 0 freezes the block. With SGD, any other factor scales its learning rate. If other PWLUs share the weight,
+        call this method on each of them, because each scales only the gradients that it computes. Like ``requires_grad``, the
         factors are not saved in the state dict. Calling this method without arguments removes them. They do not affect weight
         decay: use :func:`pwlu.parameter_groups`, which turns weight decay off for PWLUs.
 
@@ -369,6 +370,25 @@ def require_values(caller: str, units: Mapping[str, PWLU]) -> None:
     """Raise ValueError if units are on the meta device."""
     if empty := [name for name, unit in units.items() if unit.weight.is_meta]:
         raise ValueError(f"{caller}: {abbreviate(empty)} is on the meta device and has no values. Load the weights first")
+
+
+def require_own_weights(caller: str, units: dict[str, PWLU], why: str, modules: Mapping[str, nn.Module] | None = None) -> None:
+    """Raise ValueError if a unit shares its weight with another of the modules.
+
+    Args:
+        caller: the function that errors name.
+        units: the units.
+        why: the reason, which ends the sentence.
+        modules: all modules that may share. Default: the units.
+    """
+    owners = {id(weight_parameter(unit)): name for name, unit in reversed(units.items())}
+    for name, module in (modules or units).items():
+        for parameter in module._parameters.values():
+            if (other := owners.get(id(parameter), name)) != name:
+                raise ValueError(
+                    f"{caller}: {other} and {name or 'the model'} share one weight, but {why}. Share the module instead, or "
+                    f"{OWN_WEIGHT}"
+                )
 
 
 def controlled(units: Mapping[str, PWLU]) -> list[str]:

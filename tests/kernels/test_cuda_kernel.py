@@ -475,7 +475,7 @@ MISTAKES = [
         "if (threadIdx.x % 32 == 0) add_to_pool",
         "if (threadIdx.x % 32 == 0 && channel + 1 < a.channels) add_to_pool",
     ),
-    ("map.cu", "a.m2 + b.m2 + difference * difference * a.count * share", "a.m2 + b.m2"),
+    ("map.cu", "sum.m2 + part.m2 + difference * difference * sum.count * share", "sum.m2 + part.m2"),
 ]
 
 

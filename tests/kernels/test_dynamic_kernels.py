@@ -231,7 +231,7 @@ MISTAKES = [
     ("sum * (1.0 - (double)coefficients[at] * coefficients[at])", "sum"),
     ("part[k * to_line].y - interval * g;", "part[k * to_line].y;"),
     ("const float factor = m == 0 ? 1.0f : ", "const float factor = true ? 1.0f : "),
-    ("return sum(k, m + 1);", "return sum(k, m);"),
+    ("return sum(k, member);", "return sum(k, max(member - 1, 0));"),
     ("values[j] += means[", "values[j] -= means["),
     ("+ split * to_split + k * to_line + c]", "+ k * to_line + c]"),
 ]

@@ -32,6 +32,9 @@ class DynamicPWLU(PWLU):
     :meth:`direction_heights`; and the four of ``squeeze``. In Phase I of :class:`pwlu.TwoPhase`, none of them changes. At
     realignment, the directions are reset to 0.
 
+    If ``squeeze`` has hooks, they run, and plain PyTorch computes the output, which is slower. To look at coefficients, call
+    :meth:`coefficients`.
+
     Args:
         channels: the number of functions C, as for :class:`PWLU`. Default: 1, one function for all channels.
         intervals: the number of intervals N. Default: 16.

@@ -33,8 +33,8 @@ TRIED = Path(__file__).with_name("results.jsonl")
 ANCHORS = ("relu", "swish", "pwlu", "curv=0.001")
 NETWORKS = tuple(name.removeprefix("cifar100/") for name in RECIPES if name.startswith("cifar100/"))
 UNTRIED = (
-    # Without weight decay on norms, inputs keep their size, in both networks alike. A penalty of the same strength may then suit
-    # both. `lib normdecay=0` fits the training images better than all others, so the penalty may have to be stronger.
+    # Without weight decay on norms, inputs keep their size, in both networks alike. A penalty of the same strength may then
+    # suit both. `lib normdecay=0` fits the training images better than all others, so the penalty may have to be stronger.
     "lib libbend=0.3 normdecay=0",
     "lib libbend=3 normdecay=0",
     "shareall sharesum=0.1 curv=0.001 normdecay=0",

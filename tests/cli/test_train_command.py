@@ -146,7 +146,7 @@ def test_unknown_recipe(capsys, name, nearest):
         (["--act", "frelu", "--granularity", "layer"], "--act frelu: convert_: to='frelu' needs granularity='channel'"),
         (["--device", "tpu"], "--device tpu: torch has no such device. Write cpu or cuda"),
         (["--device", "meta"], f"--device meta: torch {torch.__version__} cannot use it here. Write --device cpu"),
-        (["--resume", "nowhere"], "nowhere is not a run folder: it has no config.json"),
+        (["--resume", "nowhere"], "there is no folder nowhere. pwlu train creates run folders, with config.json"),
     ],
 )
 def test_mistakes(tmp_path, monkeypatch, capsys, arguments, text):

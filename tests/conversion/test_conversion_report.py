@@ -50,6 +50,7 @@ def small():
         (small(), {"kinds": 3}, "3 is not a kind"),
         (small(), {"granularity": "pixel"}, "granularity must be 'channel' or 'layer', not 'pixel'"),
         (small(), {"to": "rleu"}, "'rleu' is not known. Write one of relu, swish"),
+        (small(), {"to": pwlu.DynamicPWLU}, r"a function of \(channels, site\), not a class\. Write to='dynamic_pwlu'"),
         (small(), {"to": 3}, r"to must be the name of an activation or a function of \(channels, site\), not 3"),
         (small(), {"init": "rleu"}, "init 'rleu' is not known"),
         (small(), {"intervals": 0}, "intervals must be an integer of at least 1"),

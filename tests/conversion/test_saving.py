@@ -522,6 +522,15 @@ def test_files_of_others(tmp_path):
         pwlu.load_into(network(), tmp_path / "half")
 
 
+def test_arguments_in_the_wrong_order(tmp_path):
+    model, path = nn.Sequential(pwlu.PWLU()), tmp_path / "model.safetensors"
+    for call in (pwlu.save, pwlu.load_into):
+        with pytest.raises(TypeError, match=rf"{call.__name__}: model must be a torch.nn.Module, not .*Path. Write pwlu"):
+            call(path, model)
+    with pytest.raises(TypeError, match=r"load_into: model must be a torch.nn.Module, not type"):
+        pwlu.load_into(nn.Sequential, path)
+
+
 def test_what_cannot_be_saved(tmp_path):
     with pytest.raises(ValueError, match=r"save: Linear has no PWLU. Convert it first"):
         pwlu.save(nn.Linear(2, 2), tmp_path / "file")

@@ -239,6 +239,26 @@ def test_a_sharded_model_begins_without_memory(alone):
     assert same(found.values(), expected.values())
 
 
+def test_the_network_of_a_dynamic_unit_is_sharded_separately(alone):
+    def trained(shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), pwlu.DynamicPWLU(8))
+        for part in (model[1].squeeze, *model, model) if shard else ():
+            fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        pwlu.TwoPhase(model, optimizer, 2)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(6, 4)).square().mean().backward()
+            optimizer.step()
+        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+    found, expected = trained(shard=True), trained(shard=False)
+    assert expected["1.direction_weight"].any()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+
+
 @pytest.fixture(scope="module")
 def by_shared_rule(tmp_path_factory):
     return results(tmp_path_factory.mktemp("shared_rule"), "shared_rule")

@@ -173,6 +173,64 @@ def test_the_gradient_of_the_means_is_not_written_to_memory(features, layout, dt
     assert seen[0].untyped_storage().nbytes() <= means.numel() * x.element_size()
 
 
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+def test_hooks_of_the_network_run(register):
+    act, (x, _) = dynamic(), batch("NCHW")
+    seen = []
+    handle = getattr(act.squeeze, register)(lambda module, *found: seen.append([len(each) for each in found]))
+    x.requires_grad_()
+    y = act(x)
+    found = torch.autograd.grad(y.square().sum(), [x, *act.parameters()])
+    assert len(seen) == 1
+    handle.remove()
+    torch.testing.assert_close(y, act(x))
+    expected = torch.autograd.grad(act(x).square().sum(), [x, *act.parameters()])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_hook_can_replace_the_output_of_the_network():
+    act, (x, _) = dynamic(), batch("NCHW")
+    act.squeeze.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output))
+    expected = pwlu.functional.pwlu(x, *act.blocks())
+    torch.testing.assert_close(act(x), expected)
+    torch.testing.assert_close(torch.compile(act, fullgraph=True, backend="aot_eager")(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_the_weight_norm_of_the_network_is_computed_by_a_hook():
+    act, (x, _) = dynamic(), batch("NCHW")
+    torch.nn.utils.weight_norm(act.squeeze, "first")
+    before = act(x)
+    before.sum().backward()
+    with torch.no_grad():
+        act.squeeze.first_g.mul_(3)
+    y = act(x)
+    assert not torch.equal(y, before)
+    y.sum().backward()
+    assert act.squeeze.first_g.grad.any()
+    torch.nn.utils.remove_weight_norm(act.squeeze, "first")
+    torch.testing.assert_close(y, act(x))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hooks_of_the_network_keep_the_layout(layout):
+    x, dim = batch(layout)
+    act = dynamic(channel_dim=dim)
+    expected = act(x)
+    act.squeeze.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(act(x), expected, check_stride=True)
+
+
+def test_a_network_with_hooks_is_constant_in_phase_one():
+    model = nn.Sequential(nn.Conv2d(3, 5, 1), dynamic())
+    model[1].squeeze.register_forward_hook(lambda *_: None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    phases = pwlu.TwoPhase(model, optimizer, 3)
+    model(torch.randn(2, 3, 4, 4)).square().sum().backward()
+    assert phases.phase == 1
+    assert not any(p.grad.any() for p in model[1].parameters())
+
+
 def test_it_is_linear_in_the_heights():
     act, (x, _) = dynamic(dtype=torch.float64), batch("NCHW", torch.float64)
     left, right, heights, left_slope, right_slope = act.blocks()

@@ -7,7 +7,7 @@ from pathlib import Path
 from pwlu.cli import add_number, check_positive
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import UserError, needs_packages
-from pwlu.lab.runs.run_folder import RunFolder
+from pwlu.lab.runs.results import settings_of
 
 SAVED = "detections.json"
 
@@ -55,7 +55,7 @@ def _evaluate(options: argparse.Namespace) -> dict[str, float]:
     check_positive(options, "most")
     path, data, most, holdout = options.what, options.data, 100, 0
     if path.is_dir():
-        settings = RunFolder(path).settings()
+        settings = settings_of(path)
         if not find(settings.recipe).detects:
             raise UserError(f"{path} is a run of {settings.recipe}, which is not a detector. Its accuracy is in result.json")
         data, most, holdout = data or Path(settings.data), find(settings.recipe).detections, settings.holdout

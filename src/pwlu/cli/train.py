@@ -10,6 +10,7 @@ from typing import Any
 from pwlu.lab.recipes.catalog import RECIPES, settings
 from pwlu.lab.recipes.settings import Settings, UserError, flag, needs_packages
 from pwlu.lab.runs.processes import join_process_group
+from pwlu.lab.runs.results import read_run, settings_of
 from pwlu.lab.runs.run_folder import RunFolder
 
 RUNS = Path("runs")
@@ -82,7 +83,6 @@ def run(options: argparse.Namespace) -> int:
     with needs_packages("training", "train"):
         from pwlu.lab.training.loop import create_run, train
     from pwlu.lab.runs.divergence import STATUS
-    from pwlu.lab.runs.results import read_run
     from pwlu.lab.training.summary import headline
 
     changes = changed_settings(options)
@@ -119,4 +119,4 @@ def _resumed(options: argparse.Namespace, changes: dict[str, Any]) -> Settings:
     if options.recipe or fixed:
         written = ", ".join(([options.recipe] if options.recipe else []) + fixed)
         raise UserError(f"--resume uses the settings of that run: leave out {written}, or start a new run without --resume")
-    return RunFolder(options.resume).settings().replace(**changes)
+    return settings_of(options.resume).replace(**changes)

@@ -99,6 +99,8 @@ def _check_start(start: InitialFunction, what: str, granularity: str) -> Initial
 def _check_other(to: str | Factory, granularity: str) -> None:
     if isinstance(to, str):
         check_name(to)
+    elif name := next((name for name, unit in UNITS.items() if unit is to), None):
+        raise ValueError(f"convert_: to must be a name or a function of (channels, site), not a class. Write to={name!r}")
     elif not callable(to):
         raise ValueError(
             f"convert_: to must be the name of an activation or a function of (channels, site), not {to!r}. Write to='apl', or "

@@ -22,7 +22,7 @@ from pwlu.initial_functions import INITIAL_FUNCTIONS, InitialFunction, find_init
 from pwlu.learning.constraining import check_constraint
 from pwlu.units.constraints import Constraint, keep_constrained
 from pwlu.units.dynamic import DynamicPWLU
-from pwlu.units.module import PWLU, require_units, unwrapped
+from pwlu.units.module import PWLU, require_model, require_units, unwrapped
 from pwlu.units.nonuniform import NonUniformPWLU
 from pwlu.version import __version__, later_version
 
@@ -42,7 +42,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Raises:
         ValueError: if the model has no PWLU, or if :func:`pwlu.convert_` inserted activations other than PWLUs.
-        TypeError: if the state dict holds anything but plain tensors, as that of a sharded model does.
+        TypeError: if ``model`` is not a module, or the state dict holds anything but plain tensors, as that of a sharded model
+            does.
         ImportError: if safetensors is not installed.
 
     Example::
@@ -51,6 +52,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         ...  # train
         pwlu.save(model, "model.safetensors")
     """
+    require_model("save", model)
     files.write(path, serialise(model))
 
 
@@ -76,6 +78,7 @@ def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
     Raises:
         ValueError: if the file was not written by :func:`save`, was written in a later format, is damaged, or does not fit
             the model.
+        TypeError: if ``model`` is not a module.
         ImportError: if safetensors is not installed.
 
     Example::
@@ -83,6 +86,7 @@ def load_into(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
         model = torchvision.models.resnet18()
         pwlu.load_into(model, "model.safetensors")
     """
+    require_model("load_into", model)
     state, metadata = read_file("load_into", path)
     written = metadata.get("pwlu")
     if written is None:

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from pwlu import ops
 from pwlu.common import checks
 from pwlu.initial_functions import InitialFunction
+from pwlu.kernels import dispatch
 from pwlu.ops import dynamic as dynamic_ops
 from pwlu.reference import dynamic as dynamic_reference
-from pwlu.units.deferred_norm import Deferred
+from pwlu.units.deferred_norm import Deferred, has_hooks
 from pwlu.units.module import PWLU
 from pwlu.units.sharding import gathered, write_parameter
 from pwlu.units.squeeze import PARAMETERS, Squeeze
@@ -30,6 +31,9 @@ class DynamicPWLU(PWLU):
     The parameters are ``weight``, as in :class:`PWLU`; ``direction_weight`` (M C (N + 1),), whose view is
     :meth:`direction_heights`; and the four of ``squeeze``. In Phase I of :class:`pwlu.TwoPhase`, none of them changes. At
     realignment, the directions are reset to 0.
+
+    If ``squeeze`` has hooks, they run, and plain PyTorch computes the output, which is slower. To look at coefficients, call
+    :meth:`coefficients`.
 
     Args:
         channels: the number of functions C, as for :class:`PWLU`. Default: 1, one function for all channels.
@@ -120,14 +124,23 @@ class DynamicPWLU(PWLU):
         checks.check_input(x)
         statistics: Any = self._modules["statistics"]
         network: Any = self._modules["squeeze"]
+        in_phase_one = statistics.phase == 1 and self.training
+        # Hooks of the network may replace its output, which the operator does not return, or compute its parameters.
+        output = network(x, detach_parameters=in_phase_one) if has_hooks(network) else None
         parameters = [self.effective_weight(), self.direction_weight, *(getattr(network, name) for name in PARAMETERS)]
         parameters = [gathered(p) for p in parameters]
-        if statistics.phase == 1 and self.training:
+        if in_phase_one:
             ops.moments(x, self.channel_dim, statistics.pool)
             # The gradients are exactly 0, not None: DistributedDataParallel waits for them.
-            zero = torch.cat([p.reshape(-1)[:0] for p in self.parameters()]).sum()
+            zero = torch.cat([p.reshape(-1)[:0] for p in parameters]).sum()
             parameters = [p.detach() for p in parameters]
             parameters[0] = parameters[0] + zero
+        if output is not None:
+            weight, directions, *_ = parameters
+            matrices = dynamic_reference.matrices(weight, directions, output.tanh(), self.intervals)
+            mixed = dynamic_reference.mix(weight, *matrices)
+            # A copy, because fully_shard warns of modules that return views.
+            return dispatch.PER_SAMPLE.plain_forward(x, mixed, self.intervals, self.channel_dim).clone()
         if ops.is_exporting():
             return dynamic_reference.apply(x, *parameters, self.intervals, self.channel_dim)
         y: Tensor = dynamic_ops.forward(x, *parameters, self.intervals, self.channel_dim)[0]

@@ -57,10 +57,12 @@ class Squeeze(nn.Module):
         nn.init.zeros_(self.first_bias)
         nn.init.zeros_(self.second_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs (B, O) in the compute dtype."""
+    def forward(self, x: Tensor, detach_parameters: bool = False) -> Tensor:
+        """Return the outputs (B, O) in the compute dtype. `detach_parameters`: treat the parameters as constants."""
         checks.check_samples(x, self.features, self.channel_dim)
         parameters = [getattr(self, name) for name in PARAMETERS]
+        if detach_parameters:
+            parameters = [p.detach() for p in parameters]
         found: Tensor = dynamic_reference.without_autocast(x, self.compute, x, parameters)
         return found
 

@@ -191,6 +191,12 @@ def test_median_iou(tmp_path):
         made(tmp_path, "bounds")
 
 
+def test_one_epoch(tmp_path):
+    short = {"recipe": "digits", "epochs": 1, "realign_epochs": 0.3}
+    example_run(tmp_path / "a", 60.0, **short)
+    assert ", 1 epoch, " in made(tmp_path, **short).markdown()
+
+
 def test_one_run_has_no_deviation(tmp_path):
     example_run(tmp_path / "a", 60.0, recipe="digits", activation="relu", epochs=60)
     example_run(tmp_path / "b", 59.0, recipe="digits", epochs=60)

@@ -16,7 +16,7 @@ from pwlu.lab.recipes.catalog import RECIPES, settings
 from pwlu.lab.recipes.experiment import run_name
 from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.environment import revision
-from pwlu.lab.runs.results import no_run_error
+from pwlu.lab.runs.results import no_run_error, settings_of
 from pwlu.lab.runs.run_folder import FORMAT, KEPT, RunFolder, new_folder
 
 
@@ -183,6 +183,8 @@ def test_runs_nearby_are_suggested(tmp_path):
         path.mkdir(parents=True)
         (path / "config.json").touch()
     (deep / "model.safetensors").touch()
+    with pytest.raises(UserError, match=rf"only cifar100, digits\. Runs nearby: {shallow}$"):
+        settings_of(tmp_path / "results")
     assert str(no_run_error(tmp_path / "results", "config.json")).endswith(f"only cifar100, digits. Runs nearby: {shallow}")
     assert str(no_run_error(tmp_path / "results", "config.json", "model.safetensors")).endswith(f". Runs nearby: {deep}")
     assert str(no_run_error(tmp_path / "results" / "digits" / "pwlu-seed0", "config.json")).endswith(

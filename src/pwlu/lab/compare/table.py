@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Any
 
+from pwlu.common.text import counted
 from pwlu.lab.compare import paper
 from pwlu.lab.compare.presets import BASELINE, Comparison
 from pwlu.lab.recipes import catalog
@@ -202,7 +203,7 @@ class Table:
 
 
 def _length(settings: Settings) -> str:
-    return f"{settings.iterations:,} iterations" if settings.iterations else f"{settings.epochs} epochs"
+    return counted(settings.iterations, "iteration") if settings.iterations else counted(settings.epochs, "epoch")
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float | None]:

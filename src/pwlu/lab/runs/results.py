@@ -78,6 +78,14 @@ def find_runs(root: Path) -> tuple[list[Run], list[str]]:
     return runs, complaints
 
 
+def settings_of(path: Path) -> Settings:
+    """Return the settings of a run folder. If there is none, raise an error that names runs nearby."""
+    folder = RunFolder(path)
+    if not folder.has("config.json"):
+        raise no_run_error(path, "config.json")
+    return folder.settings()
+
+
 def no_run_error(path: Path, *names: str) -> UserError:
     """Return the error for a path without a run. It names runs nearby that have all of these files."""
     levels = range(2)

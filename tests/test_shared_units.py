@@ -20,7 +20,7 @@ def tied(make=pwlu.PWLU):
 
 
 def twice():
-    """One unit in two places."""
+    """Return a network with one unit in two places."""
     act = pwlu.PWLU(4)
     return learned(nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), act))
 
@@ -156,7 +156,7 @@ def test_parameter_groups(make):
 
 @pytest.mark.parametrize("rule", ["paper", "shared"])
 def test_one_unit_in_two_places_trains_as_one(rule):
-    """As the same network with two calls of one unit."""
+    """Compare it with the same network that calls one unit twice."""
     one = twice()
     two = copy.deepcopy(one)
     act = two[1]

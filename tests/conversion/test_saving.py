@@ -218,7 +218,7 @@ TIES = {
 
 
 def tied_units(where, ties):
-    """A model whose units share weights, its unconverted form on the device `where`, and an input."""
+    """Return a model whose units share weights, its unconverted form on the device `where`, and an input."""
     model, x = with_own_unit(), torch.randn(5, 4)
     pwlu.convert_(model, x, intervals=16)
     with torch.no_grad():
@@ -230,7 +230,7 @@ def tied_units(where, ties):
 
 
 def shared(model):
-    """Which names share each parameter and buffer."""
+    """Return the names that share each parameter and buffer."""
     groups = {}
     for key, value in model.state_dict(keep_vars=True).items():
         groups.setdefault(id(value), set()).add(key)
@@ -288,7 +288,7 @@ def with_one_unit(model, x):
 @pytest.mark.parametrize("where", ["cpu", "meta"])
 @pytest.mark.parametrize("make", [with_own_unit, lambda: nn.Sequential(Called(), Called(), nn.Tanh())])
 def test_one_unit_in_several_places(tmp_path, where, make):
-    """A fresh model gets it in the same places, also if it has its own unit in each of them."""
+    """Load it into the same places of a fresh model, also if that has its own unit in each of them."""
     model, x = make(), torch.randn(5, 4)
     report = with_one_unit(model, x)
     assert [site.parameters for site in report.converted] == [84] + (len(report.converted) - 1) * [0]

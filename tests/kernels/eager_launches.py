@@ -136,7 +136,7 @@ def dynamic_step(act, x, grad, needs):
 
 
 def dynamic_calls_of(x, grad, intervals, dim):
-    """Every way to call the kernels of a dynamic unit, and the tensors that the kernels get."""
+    """Yield every way to call the kernels of a dynamic unit, and the tensors that the kernels get."""
     for channels, mixing, needs in itertools.product((x.shape[dim], 1), ("channel", "layer"), (True, False)):
         act = pwlu.DynamicPWLU(channels, intervals, features=x.shape[dim], mixing=mixing, channel_dim=dim)
         known = {"x": x, "grad": grad, **dict(act.named_parameters())}

@@ -431,7 +431,7 @@ def test_more_than_2_to_the_31_elements(kernel, device, form, dtype):
     ("shape", "dim"), [((8, 7, 4, 7), 2), *(FORMS[form] for form in ("planes", "tiny planes", "many channels"))]
 )
 def test_a_mean_far_from_zero(kernel, device, shape, dim):
-    """The mean of a part and the result are rounded, half a unit each. The steps that merge the parts add much less."""
+    """Check that merging adds little: the means of parts and the result are rounded, by half a unit each."""
     for _ in range(6):
         x = 1e4 + 3 * torch.randn(shape, device=device)
         _, mean, _ = Unpacked(kernel).moments(x, shape[dim], dim)

@@ -59,7 +59,7 @@ def assert_near(found, expected, name, dtype=torch.float32):
 
 
 def compare(kernel, form, dtype, device, intervals=16, layered=(False, False), directions=2):
-    """All results against the reference in float64."""
+    """Compare all results with the reference in float64."""
     grad, x, parameters, dim = problem(form, dtype, device, intervals, layered, directions)
     wide = [p.double() for p in parameters]
     y, state = dispatch.dynamic_forward_apart(x.double(), *wide, intervals, dim)
@@ -186,7 +186,7 @@ def test_the_operators_use_the_kernels(kernel, device, monkeypatch, use):
 @pytest.mark.parametrize("layered", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("form", ["rows", "many samples", "small planes", "planes", "matrix", "one sample"])
 def test_the_same_bits_by_eager_cpp(device, form, layered):
-    """The first call comes to Python, and the second one does not."""
+    """Compare the first call, which comes to Python, with the second one, which does not."""
     grad, x, parameters, dim = problem(form, torch.bfloat16, device, layered=layered)
     inputs = [t.requires_grad_() for t in (x, *parameters)]
     eager.forget()

@@ -61,9 +61,7 @@ class _Dynamic(torch.autograd.Function):
 
 
 def _plain_forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *parameters, _, channel_dim = rest
-    found = dynamic_reference.without_autocast(x, dynamic_reference.layers, x, *parameters[2:], channel_dim)
-    return dynamic_reference.apply(x, *rest), torch.cat([t.flatten() for t in found])
+    return dispatch.dynamic_forward_apart(x, *rest, evaluate=dispatch.PER_SAMPLE.plain_forward)
 
 
 def _plain_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ processes. The images are scikit-learn's: nothing is downloaded.
 import argparse
 
 import torch
+import torch.distributed.nn  # before there is a process group: default arguments in this module would keep the group alive
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import set_seed, tqdm
@@ -76,7 +77,10 @@ def main() -> None:
         if epoch % 5 == 0 or epoch == options.epochs:
             accelerator.print(f"epoch {epoch}, phase {phases.phase}: test accuracy {accuracy(accelerator, model, test):.2f} %")
     accelerator.print(phases)
-    accelerator.end_training()  # processes that leave without this may end in an error
+    # Free what holds the process group, then leave the group: that ends the threads of the gloo backend. A thread that still
+    # runs when Python exits may abort the process.
+    model, optimizer, train, test, phases = accelerator.free_memory(model, optimizer, train, test, phases)
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

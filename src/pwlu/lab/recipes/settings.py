@@ -122,6 +122,9 @@ class Settings:
         1, "accumulate gradients over N micro-batches per process and optimizer step", machine=True, metavar="N"
     )
     compile: bool = _setting(False, "compile the network with torch.compile", machine=True)
+    cuda_graphs: bool = _setting(
+        False, "run forward and backward pass as a CUDA graph, for networks too small to keep a GPU busy", machine=True
+    )
     fuse_norms: str = _setting(
         "auto",
         "run batch norm, addition and PWLU in one pass; auto: wherever possible, but on a CPU not with --channels-last or "

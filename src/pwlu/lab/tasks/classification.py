@@ -63,8 +63,9 @@ class Classification(Task):
         outputs = model(images)
         loss = F.cross_entropy(outputs, labels, label_smoothing=self.settings.label_smoothing)
         correct = (outputs.detach().argmax(1) == labels).sum()
-        count = correct.new_tensor(len(labels))
-        return loss, torch.stack([loss.detach().double() * len(labels), correct.double(), count.double()])
+        # Not correct.new_tensor(...): a CUDA graph cannot copy from the CPU.
+        count = torch.full_like(correct, len(labels), dtype=torch.float64)
+        return loss, torch.stack([loss.detach().double() * len(labels), correct.double(), count])
 
     def summary(self, sums: Tensor) -> dict[str, float]:
         """Return the training loss and accuracy of an epoch."""

@@ -19,6 +19,7 @@ from pwlu.lab.data import keyed_random
 from pwlu.lab.recipes.catalog import find
 from pwlu.lab.recipes.settings import UNITS, Settings, UserError
 from pwlu.lab.runs.processes import Processes
+from pwlu.lab.training.step_graph import StepGraph
 from pwlu.learning.curvature import curvature
 from pwlu.learning.parameter_groups import split_parameters
 from pwlu.learning.two_phase import TwoPhase
@@ -54,6 +55,10 @@ class Trainer:
         self.optimizer = _optimizer(network, settings)
         self.schedule = _schedule(self.optimizer, settings, task.total_steps)
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=settings.precision == "fp16")
+        self.graph = None
+        if settings.cuda_graphs:
+            check_cuda_graphs(settings, processes)
+            self.graph = StepGraph(self._backward, network.parameters())
         self.units = units_of(network)
         self.phases = None
         if self.units and not settings.fix_init:
@@ -85,6 +90,19 @@ class Trainer:
         """Take an optimizer step on one or several micro-batches, and return the sums of the task."""
         seed = keyed_random.hash_keys(self.settings.seed, 4, number, self.processes.rank)
         torch.manual_seed(int(seed))  # for dropout
+        sums = self.graph(batches, self.phase) if self.graph else self._backward(batches)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        with warnings.catch_warnings():  # if fp16 overflowed, the scaler skipped the optimizer step, and torch warns
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.schedule.step()
+        self.optimizer.zero_grad()
+        if self.average:
+            self.average.update_parameters(self.network)
+        return sums
+
+    def _backward(self, batches: list[Any]) -> Tensor:
+        """Compute the gradients of one or several micro-batches, and return the sums of the task."""
         sums = torch.zeros((), device=self.processes.device)
         for part, batch in enumerate(batches, start=1):
             postpone = self.parallel is not None and part < len(batches)  # all-reduce gradients only in the last micro-batch
@@ -95,14 +113,6 @@ class Trainer:
                     loss = loss + self.settings.curvature * curvature(self.network)
                 self.scaler.scale(loss / len(batches)).backward()
             sums = sums + each
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        with warnings.catch_warnings():  # if fp16 overflowed, the scaler skipped the optimizer step, and torch warns
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-            self.schedule.step()
-        self.optimizer.zero_grad()
-        if self.average:
-            self.average.update_parameters(self.network)
         return sums
 
     def _parts(self) -> dict[str, Any]:
@@ -129,6 +139,19 @@ class Trainer:
             name: {block: values.detach().cpu().clone() for block, values in blocks_to_show(unit)._asdict().items()}
             for name, unit in units_of(self.measured).items()
         }
+
+
+def check_cuda_graphs(settings: Settings, processes: Processes) -> None:
+    """Raise UserError if steps cannot be captured."""
+    why = None
+    if processes.device.type != "cuda":
+        why = f"it needs a GPU, and this run computes on {processes.device}"
+    elif processes.count > 1:
+        why = f"it needs one process, and this run has {processes.count}"
+    elif find(settings.recipe).detects:
+        why = "it needs images of one size, and detection has many"
+    if why:
+        raise UserError(f"--cuda-graphs: {why}. Leave it out")
 
 
 def _fuse_norms(network: nn.Module, sample: Any, settings: Settings, device: str) -> str:

@@ -44,6 +44,13 @@ UNTRIED = (
     "swish normdecay=0",
     "pau normdecay=0",
     "gelu normdecay=0",
+    # Fewer intervals make functions smoother, in all networks alike.
+    "lib N=8",
+    "lib N=6",
+    "lib N=4",
+    "shareall sharesum=0.1 curv=0.0003 N=8",
+    "shareall sharesum=0.1 curv=0.0003 N=6",
+    "sharesum=0.1 N=6",
     # Bounds that follow the inputs by repeated regridding, with steps relative to the size of the function.
     "regrid=4 relstep=0.002 share=1 relcurv=1e-4 prox",
     # The library's rule with other strengths.

@@ -55,6 +55,11 @@ class Rule:
     libbend: float = _word(SharedRule.bend, "the library's rule: penalise squared bends, times X (default: 0.03)")
     jitter: float = _word(0.0, "shift inputs in training by a uniform random number of up to +- X intervals / 2")
 
+    @property
+    def observes(self) -> bool:
+        """Return whether the rule needs mean and standard deviation of inputs."""
+        return bool(self.regrid or self.gain or self.sigma)
+
 
 class Bank:
     """All PWLUs of a network as one table."""
@@ -154,8 +159,7 @@ class Learner:
             raise ValueError("shareall goes with explicit penalties, relstep with implicit ones: leave out one of both")
         if rule.relstep and self.explicit:
             raise ValueError(f"relstep works only with implicit penalties: write prox, and leave out {', '.join(weights)}")
-        self.observes = bool(rule.regrid or rule.gain or rule.sigma)
-        self.observer = Observer(bank, rule.jitter) if self.observes or rule.jitter else None
+        self.observer = Observer(bank, rule.jitter) if rule.observes or rule.jitter else None
         self.mean = self.std = self.target = None
         self.changes_gradients = any((rule.share, rule.sharesum, rule.precond, rule.relstep, rule.decayB, self.explicit))
         self.learning = self.last_step = False
@@ -170,7 +174,7 @@ class Learner:
         if self.observer:
             if step == 0:
                 self.observer.clear()
-            self.observer.active = self.observes and step >= steps_per_epoch - OBSERVED_STEPS
+            self.observer.active = self.rule.observes and step >= steps_per_epoch - OBSERVED_STEPS
 
     def _before_step(self) -> None:
         rule, bank = self.rule, self.bank
@@ -259,7 +263,7 @@ class Learner:
     def end_epoch(self, done: int, epochs: int) -> None:
         """Update the statistics of inputs, and move the bounds if the rule asks for it, after `done` epochs."""
         rule, bank = self.rule, self.bank
-        if self.trainer.phase != 2 or not self.observes:
+        if self.trainer.phase != 2 or not rule.observes:
             return
         self.mean, self.std = self.observer.statistics()
         if not rule.regrid or done % round(rule.regrid) or done > rule.regridlast * epochs:

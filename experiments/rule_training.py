@@ -87,6 +87,7 @@ def train(spec: dict[str, Any], data: Path, device: str | None, deadline: float,
             data=str(data),
             precision="bf16" if cuda else "float32",
             channels_last=cuda,
+            cuda_graphs=cuda and not rule.observes,  # a graph does not call the hooks that observe
             fuse_norms="off",  # rules observe the inputs of PWLUs
         )
         task = Classification(settings, processes)

@@ -437,9 +437,9 @@ def test_state_dicts():
     assert torch.equal(again(x), model(x))
 
 
-def worker(rank, port, path):
+def worker(rank, path):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", f"file://{path}/rendezvous", rank=rank, world_size=2)
     model = model_of()
     optimizer = optimizer_of(model)
     parallel = DistributedDataParallel(model)
@@ -451,12 +451,7 @@ def worker(rank, port, path):
 
 @pytest.mark.slow
 def test_two_processes(tmp_path):
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(worker, (port, str(tmp_path)), nprocs=2)
+    torch.multiprocessing.spawn(worker, (str(tmp_path),), nprocs=2)
     states = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for name, value in states[0].items():
         if "running" not in name or "statistics" in name:  # batch norm has its own statistics per process

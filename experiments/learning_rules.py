@@ -45,6 +45,8 @@ UNTRIED = (
     "pau normdecay=0",
     "gelu normdecay=0",
     # Fewer intervals make functions smoother, in all networks alike.
+    "lib N=6 normdecay=0",
+    "lib N=4 normdecay=0",
     "lib N=8",
     "lib N=6",
     "lib N=4",

@@ -112,6 +112,10 @@ class Sizes(NamedTuple):
         """Return the number of functions of a sample."""
         return max(self.functions, self.rates)
 
+    def outputs(self) -> int:
+        """Return the number of coefficients of a sample, M R."""
+        return self.directions * self.rates
+
 
 class _Work(NamedTuple):
     """An operator: the start of its kernel's name, its use of shared memory, and costs in steps of a thread."""
@@ -318,8 +322,7 @@ def _with_sizes(plan: Plan, sizes: Sizes, **changes: int) -> Plan:
 
 def _plan_network(what: str, sizes: Sizes) -> Plan:
     """Return the plan of a layer of the network or of its gradients, one block per tile of a matrix product."""
-    outputs = sizes.directions * sizes.rates
-    inputs, outputs = (sizes.features, sizes.hidden) if "first" in what else (sizes.hidden, outputs)
+    inputs, outputs = (sizes.features, sizes.hidden) if "first" in what else (sizes.hidden, sizes.outputs())
     products = [(sizes.samples, inputs), (outputs, inputs + 1)] if "backward" in what else [(sizes.samples, outputs)]
     tiles = sum(math.prod(-(-size // kernels.TILE) for size in product) for product in products)
     threads = kernels.TILE**2
@@ -335,8 +338,7 @@ def plan_dynamic_forward(
     `samples` and the geometry are those of :func:`pwlu.kernels.layout.sample_geometry`. `inner` is the number of neighbours in
     memory with the same mean. If that is 1 and there are enough samples, the first plan computes the means. Else PyTorch does.
     """
-    outputs = sizes.directions * sizes.rates
-    if max(sizes.samples, sizes.hidden) * max(sizes.features + 1, sizes.hidden, outputs) >= 1 << 31:  # places take 32 bits
+    if max(sizes.samples, sizes.hidden) * max(sizes.features + 1, sizes.hidden, sizes.outputs()) >= 1 << 31:  # 32-bit places
         return None
     found = plan_map("dynamic_forward", dtype, geometry, intervals, 0, aligned, gpu, samples)
     means = _plan_means(dtype, samples * math.prod(geometry), aligned, sizes, inner, gpu)

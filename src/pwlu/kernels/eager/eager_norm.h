@@ -86,7 +86,7 @@ std::optional<Tensor> run_norm_forward(const Tensor &x, const MaybeTensor &resid
     return y;
   }
   Arguments a(x, nullptr, y);
-  a.set_blocks(3, weight.const_data_ptr(), *p);
+  a.set_blocks(3, weight.const_data_ptr(), p->channels, p->kind);
   a.addresses[kPool] = address(pool), a.addresses[kResidual] = address(residual), a.addresses[kNorm] = norm.const_data_ptr();
   const What what = pool ? (residual ? kNormAddObserve : kNormObserve) : residual ? kNormAddForward : kNormForward;
   const auto plan = plan_of(p->key(what, x, a.aligned()));
@@ -109,8 +109,8 @@ std::optional<NormGradients> run_norm_backward(const Tensor &grad, const Tensor 
     return std::tuple(grad_z, sums, grad_weight);
   }
   Arguments a(x, &grad, grad_z);
-  a.set_blocks(3, weight.const_data_ptr(), *p);
-  a.set_blocks(8, grad_weight.mutable_data_ptr(), *p);
+  a.set_blocks(3, weight.const_data_ptr(), p->channels, p->kind);
+  a.set_blocks(8, grad_weight.mutable_data_ptr(), p->channels, p->kind);
   a.addresses[kResidual] = address(residual), a.addresses[kNorm] = norm.const_data_ptr();
   a.addresses[kSums] = sums.mutable_data_ptr();
   const auto plan = plan_of(p->key(residual ? kNormAddBackward : kNormBackward, x, a.aligned()));
@@ -130,7 +130,7 @@ std::optional<Tensor> run_norm_input(const Tensor &grad, const Tensor &x, const 
     return done ? std::optional(grad_x) : std::nullopt;
   }
   Arguments a(x, &grad, grad_x);
-  a.set_blocks(3, weight.const_data_ptr(), *p);
+  a.set_blocks(3, weight.const_data_ptr(), p->channels, p->kind);
   a.addresses[kNorm] = norm.const_data_ptr(), a.addresses[kSums] = address(sums);
   a.addresses[kPair] = pair(count ? 1.0 / count : 0.0, 0.0);
   const auto plan = plan_of(p->key(grad_is_of_z ? kNormAddInput : kNormInput, x, a.aligned()));

@@ -232,6 +232,12 @@ bool launch(const Plan &plan, Arguments &arguments, const Tensor &x, int64_t sum
   return std::all_of(plan.launches.begin(), plan.launches.end(), [&](const auto &each) { return launch(each, arguments, x); });
 }
 
+// Launch the kernels of a call. Return whether Python has registered them, and they could be launched.
+bool launch(What what, const Problem &p, Arguments &arguments, const Tensor &x, int64_t sums) {
+  const auto plan = plan_of(p.key(what, x, arguments.aligned()));
+  return plan && launch(*plan, arguments, x, sums);
+}
+
 // CPU.
 
 int code_of(at::ScalarType dtype) {
@@ -254,10 +260,7 @@ bool call(Function CpuKernel::*function, const Problem &p, Rest... rest) {
 
 // Return y; to observe, also add the moments of x to the pool. `arguments` holds the parameters and the pool.
 std::optional<Tensor> run_map(What what, const Tensor &x, const Problem &p, Arguments &arguments, const Tensor &y) {
-  if (on_gpu(x)) {
-    const auto plan = plan_of(p.key(what, x, arguments.aligned()));
-    return plan && launch(*plan, arguments, x, 3 * p.channels) ? std::optional(y) : std::nullopt;
-  }
+  if (on_gpu(x)) return launch(what, p, arguments, x, 3 * p.channels) ? std::optional(y) : std::nullopt;
   const void *const *a = arguments.addresses;
   void *out = arguments.to(2);
   const bool done =
@@ -305,8 +308,8 @@ std::optional<std::tuple<Tensor, Tensor>> run_backward(const Tensor &grad, const
   arguments.set_blocks(3, weight.const_data_ptr(), p->channels, p->kind);
   if (need_weight) arguments.set_blocks(8, grad_weight.mutable_data_ptr(), p->channels, p->kind);
   if (on_gpu(x)) {
-    const auto plan = plan_of(p->key(need_weight ? kBackward : kBackwardInput, x, arguments.aligned()));
-    if (!plan || !launch(*plan, arguments, x, 2 * (p->intervals + 3) * p->channels)) return std::nullopt;
+    const What what = need_weight ? kBackward : kBackwardInput;
+    if (!launch(what, *p, arguments, x, 2 * (p->intervals + 3) * p->channels)) return std::nullopt;
     return std::tuple(need_input ? grad_x : none(x), grad_weight);
   }
   const void *const *a = arguments.addresses;

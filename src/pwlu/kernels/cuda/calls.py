@@ -209,7 +209,7 @@ class Kernel:
 
         `dtype` and `parameters` are the dtype and the addresses of the parameters. If `dtype` is None, no y is computed.
         """
-        if x.dtype not in _KINDS or not _is_plain(pool):
+        if x.dtype not in _KINDS or not layout.is_plain(pool):
             return NotImplemented
         y = torch.empty_like(x) if dtype else x
         if not x.numel():
@@ -404,7 +404,7 @@ class Kernel:
         """
         state = layout.NormState(*rest)
         vectors = (state.gamma, state.beta, state.running_mean, state.running_var, state.pool)
-        if x.dtype not in _KINDS or not x.numel() or not all(map(_is_plain, vectors)):
+        if x.dtype not in _KINDS or not x.numel() or not all(map(layout.is_plain, vectors)):
             return NotImplemented
         channels = x.shape[1]
         norm = torch.empty(4, channels, dtype=torch.float32, device=x.device)
@@ -487,7 +487,7 @@ def _pack_units(
     """Return the units of each launch, as rule.cu reads them. None if a tensor cannot be changed in place."""
     size = intervals + 5
     for tensor, count in zip((*weights, *gradients), (*channels, *channels), strict=True):
-        if tensor.numel() != count * size or not _is_plain(tensor):
+        if tensor.numel() != count * size or not layout.is_plain(tensor):
             return None
     firsts = itertools.accumulate(channels[:-1], initial=0)
     units = [*map(_UNIT.pack, layout.addresses(weights), layout.addresses(gradients), firsts, channels)]
@@ -504,11 +504,6 @@ def _processor(index: int) -> Processor:
         found.shared_memory_per_multiprocessor,
         found.shared_memory_per_block_optin,
     )
-
-
-def _is_plain(tensor: Tensor | None) -> bool:
-    """Return whether a kernel can use a vector or pool without a copy: it is contiguous float32, or None."""
-    return tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())
 
 
 def _for_kernel(weight: Tensor) -> Tensor:

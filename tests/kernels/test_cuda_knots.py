@@ -3,12 +3,12 @@
 import pytest
 import test_cuda_kernel
 import torch
+from cuda_emulator import put_mistake
 from helpers import assert_within, knot_weight, laid_out, over_channel, rounding
 from test_cuda_kernel import DTYPES, FORMS, INTERVALS, fresh
 
 import pwlu
 from pwlu.kernels import cuda, dispatch
-from pwlu.kernels.cuda import compile as kernels
 from pwlu.reference.nonuniform import Knots, backward, forward, lines, pack_knots, unpack_knots, widths_of
 
 
@@ -180,10 +180,7 @@ MISTAKES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(kernel, device, mistake, monkeypatch):
-    old, new, *times = mistake
-    assert kernels.source([]).count(old) == (times[0] if times else 1)
-    source = kernels.source
-    monkeypatch.setattr(kernels, "source", lambda chosen: source(chosen).replace(old, new))
+    put_mistake(monkeypatch, *mistake)
     monkeypatch.setattr(cuda.plan, "_ELEMENTS_OF_THREAD", 0)
     broken = fresh(kernel)
     with pytest.raises(AssertionError):  # noqa: PT012

@@ -7,9 +7,8 @@ import test_cuda_knots
 import test_cuda_rule
 import test_norm_ops
 import torch
+from cuda_emulator import put_mistake
 from test_cuda_rule import use  # noqa: F401  # a fixture
-
-from pwlu.kernels.cuda import compile as kernels
 
 pytestmark = pytest.mark.slow
 
@@ -50,10 +49,7 @@ BARRIERS = {
 
 @pytest.mark.parametrize("barrier", BARRIERS)
 def test_missing_barriers_are_found(checked, barrier, monkeypatch):
-    source = kernels.source
-    assert source([]).count(barrier) == 1
-    without = barrier.replace("__syncthreads();", "")
-    monkeypatch.setattr(kernels, "source", lambda chosen: source(chosen).replace(barrier, without))
+    put_mistake(monkeypatch, barrier, barrier.replace("__syncthreads();", ""))
     with pytest.raises(AssertionError, match="between two barriers"):
         compare(checked, BARRIERS[barrier])
 
@@ -69,9 +65,6 @@ BARRIERS_OF_THE_RULE = [
 
 @pytest.mark.parametrize("barrier", BARRIERS_OF_THE_RULE)
 def test_missing_barriers_of_the_learning_rule_are_found(checked, use, device, barrier, monkeypatch):  # noqa: F811
-    source = kernels.source
-    assert source([]).count(barrier) == 1
-    without = barrier.replace("__syncthreads();", "")
-    monkeypatch.setattr(kernels, "source", lambda chosen: source(chosen).replace(barrier, without))
+    put_mistake(monkeypatch, barrier, barrier.replace("__syncthreads();", ""))
     with pytest.raises(AssertionError, match="between two barriers"):
         test_cuda_rule.compare(use, checked, device, 16, test_cuda_rule.ADAM)

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from cuda_emulator import put_mistake
 from helpers import assert_within
 from networks import data, network, of_units, same, train
 from test_cuda_kernel import fresh, needs_gpu, on_gpu  # noqa: F401  # on_gpu is a fixture
@@ -13,7 +14,6 @@ from torch import optim
 import pwlu
 from pwlu.kernels import dispatch
 from pwlu.kernels.cuda import calls
-from pwlu.kernels.cuda import compile as kernels
 from pwlu.learning.function_table import HEIGHTS, SLOPES, interval, table_of
 from pwlu.learning.shared_rule import SharedRule, share_gradients_, smooth_
 
@@ -315,11 +315,9 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("old", "new"), MISTAKES)
-def test_mistakes_are_found(use, kernel, device, old, new, monkeypatch):
-    source = kernels.source
-    assert source([]).count(old) == 1
-    monkeypatch.setattr(kernels, "source", lambda chosen: source(chosen).replace(old, new))
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(use, kernel, device, mistake, monkeypatch):
+    put_mistake(monkeypatch, *mistake)
     broken = fresh(kernel)
     with pytest.raises(AssertionError):  # noqa: PT012
         for make in (SGD, ADAM):

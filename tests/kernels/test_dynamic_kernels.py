@@ -4,12 +4,11 @@ import math
 
 import pytest
 import torch
-from cuda_emulator import H200, Emulated
+from cuda_emulator import H200, Emulated, put_mistake
 from test_cuda_kernel import DTYPES, INTERVALS, fresh
 
 import pwlu
 from pwlu.kernels import cuda, dispatch, eager
-from pwlu.kernels.cuda import compile as kernels
 from pwlu.ops import dynamic as dynamic_ops
 
 # (shape, channel_dim) of contiguous tensors. In some, the samples have several rows.
@@ -240,10 +239,7 @@ MISTAKES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(kernel, device, mistake, monkeypatch):
-    old, new = mistake
-    assert kernels.source([]).count(old) == 1
-    source = kernels.source
-    monkeypatch.setattr(kernels, "source", lambda chosen: source(chosen).replace(old, new))
+    put_mistake(monkeypatch, *mistake)
     monkeypatch.setattr(cuda.plan.Gpu, "slots", lambda *_: 100_000)
     with pytest.raises(AssertionError):
         compare(fresh(kernel, multiprocessors=2), "rows", torch.float32, device)

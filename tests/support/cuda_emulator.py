@@ -120,6 +120,14 @@ class Emulated(cuda.Kernel):
             super()._run(*arguments)
 
 
+def put_mistake(monkeypatch, old, new, times=1):
+    """Replace code in the sources of the CUDA kernels, where it has to occur `times` times."""
+    source = kernels.source
+    found = source([]).count(old)
+    assert found == times, f"the sources contain {old!r} {found} times, not {times}"
+    monkeypatch.setattr(kernels, "source", lambda chosen: source(chosen).replace(old, new))
+
+
 def kernel_for(device):
     """Return the CUDA kernels for a device: those of a GPU, or emulated ones for a CPU. Skip the test if there are none."""
     if device.type == "cuda":

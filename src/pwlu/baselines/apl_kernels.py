@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pwlu.baselines.fused import max_programs
 from pwlu.kernels import layout
+from pwlu.reference import compute_dtype
 
 _FETCH_BYTES = 32  # the number of bytes that a GPU fetches at once
 _COLUMNS = 32  # columns of a tile with "rows"
@@ -80,7 +81,7 @@ def backward(
     grad_x = like if need_x else None
     sums = None
     if need_parameters:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        wide = compute_dtype(x)
         sums = x.new_empty(programs, 2, channels, 1 if plan.planes else plan.inner, hinges, dtype=wide)
     with torch.cuda.device_of(x):
         _backward[(groups * programs,)](grad, x, slopes.contiguous(), offsets.contiguous(), grad_x, sums, *plan, hinges)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pwlu.baselines.fused import max_programs
 from pwlu.kernels import layout
+from pwlu.reference import compute_dtype
 
 _BLOCK, _BACKWARD_BLOCK = 1024, 512  # elements per block of a program; backward keeps ten sums per element in registers
 
@@ -32,7 +33,7 @@ def backward(
     like = torch.empty_like(x)
     x, grad = layout.laid_out_as(like, x), layout.laid_out_as(like, grad)
     programs = min(triton.cdiv(x.numel(), _BACKWARD_BLOCK), max_programs(x.device))
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = compute_dtype(x)
     grad_x = like if need_x else None
     sums = x.new_empty(programs, 10, dtype=wide) if need_parameters else None
     with torch.cuda.device_of(x):

@@ -84,24 +84,15 @@ def check_samples(x: Tensor, features: int, channel_dim: int) -> None:
         )
 
 
-def check_dynamic(
-    x: Tensor,
-    weight: Tensor,
-    directions: Tensor,
-    first: Tensor,
-    first_bias: Tensor,
-    second: Tensor,
-    second_bias: Tensor,
-    intervals: int,
-    channel_dim: int,
-) -> None:
+def check_dynamic(x: Tensor, *rest: Any) -> None:
     """Check that the parameters of a dynamic PWLU match each other and x."""
-    named = {"weight": weight, "directions": directions, "first": first, "first_bias": first_bias}
-    named |= {"second": second, "second_bias": second_bias}
+    *parameters, intervals, channel_dim = rest
+    named = dict(zip(("weight", "directions", "first", "first_bias", "second", "second_bias"), parameters, strict=True))
+    first = named["first"]
     check_samples(x, first.shape[1] if first.ndim == 2 else 1, channel_dim)
     for name, parameter in named.items():
         check_parameter(name, parameter, x)
-    if [t.ndim for t in named.values()] != [1, 1, 2, 1, 2, 1] or not _fit_each_other(intervals, *named.values()):
+    if [t.ndim for t in named.values()] != [1, 1, 2, 1, 2, 1] or not _fit_each_other(intervals, *parameters):
         found = ", ".join(f"{name} {tuple(parameter.shape)}" for name, parameter in named.items())
         raise ValueError(
             "pwlu: a dynamic PWLU with C functions, N intervals, M directions, F features, a hidden layer of size H and R "

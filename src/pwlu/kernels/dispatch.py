@@ -173,14 +173,10 @@ per_sample_backward = _served(
 )
 
 
-def dynamic_forward_apart(
-    x: Tensor, weight: Tensor, directions: Tensor, *rest: Any, evaluate: Callable[..., Tensor] = per_sample_forward
-) -> tuple[Tensor, Tensor]:
+def dynamic_forward_apart(x: Tensor, *rest: Any, evaluate: Callable[..., Tensor] = per_sample_forward) -> tuple[Tensor, Tensor]:
     """Return y and the state of a dynamic PWLU: plain PyTorch mixes the directions, `evaluate` evaluates the functions."""
-    *network, intervals, channel_dim = rest
-    found = dynamic_reference.without_autocast(x, dynamic_reference.layers, x, *network, channel_dim)
-    mixed = dynamic_reference.mix(weight, *dynamic_reference.matrices(weight, directions, found[2], intervals))
-    return evaluate(x, mixed, intervals, channel_dim), torch.cat([t.flatten() for t in found])
+    y, found = dynamic_reference.apply(evaluate, x, *rest)
+    return y, torch.cat([t.flatten() for t in found])
 
 
 def dynamic_backward_apart(grad: Tensor, x: Tensor, weight: Tensor, directions: Tensor, *rest: Any) -> tuple[Tensor, ...]:

@@ -92,6 +92,11 @@ def samples_are_rows(x: Tensor, functions: int, channel_dim: int) -> bool:
     return outer > 1
 
 
+def is_plain(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> bool:
+    """Return whether a kernel can use a vector or pool without a copy: it is contiguous and has this dtype, or is None."""
+    return tensor is None or (tensor.dtype == dtype and tensor.is_contiguous())
+
+
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
     """Return the addresses of tensors; raise RuntimeError if one has no memory."""
     found = [tensor.data_ptr() for tensor in tensors]

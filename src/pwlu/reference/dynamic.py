@@ -81,41 +81,56 @@ def along_samples(values: Tensor, x: Tensor, channel_dim: int) -> Tensor:
     return values.reshape(shape)
 
 
-def mix(weight: Tensor, directions: Tensor, coefficients: Tensor) -> Tensor:
+# The parameters are flat tensors as in the module: the weight, the directions, W_1, b_1, W_2 and b_2.
+
+
+def _matrices(weight: Tensor, directions: Tensor, coefficients: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
+    """Return the directions (M, C, N+1) and the coefficients (B, M, R), in the dtype of the latter."""
+    channels = weight.shape[0] // (intervals + 5)
+    directions = directions.view(-1, channels, intervals + 1)
+    return directions.to(coefficients.dtype), coefficients.unflatten(1, (directions.shape[0], -1))
+
+
+def mix(weight: Tensor, directions: Tensor, coefficients: Tensor, intervals: int) -> Tensor:
     """Return the weight of the functions of all samples: the heights are Y + sum over m of a_m D_m.
 
     Args:
         weight: the weight of C functions; see :func:`pwlu.reference.pack`.
-        directions: D, (M, C, N+1).
-        coefficients: a, (B, M, R). C and R are equal, or one of them is 1.
+        directions: D, (M C (N+1),).
+        coefficients: a, (B, M R). C and R are equal, or one of them is 1.
+        intervals: N.
 
     Returns:
         The weight of B max(C, R) functions, those of the first sample first, in the dtype of the coefficients.
     """
-    _, channels, knots = directions.shape
-    outer, heights = weight.to(coefficients.dtype).split([4 * channels, channels * knots])
+    matrices, rates = _matrices(weight, directions, coefficients, intervals)
+    _, channels, knots = matrices.shape
+    outer, heights = weight.to(rates.dtype).split([4 * channels, channels * knots])
     mixed = heights.view(channels, knots)
-    for of_sample, direction in zip(coefficients.unbind(1), directions.to(coefficients.dtype).unbind(), strict=True):
+    for of_sample, direction in zip(rates.unbind(1), matrices.unbind(), strict=True):
         mixed = torch.addcmul(mixed, of_sample[:, :, None], direction)
     rows = mixed.shape[:2]
     return torch.cat([outer.view(4, 1, channels).expand(4, *rows).reshape(-1), mixed.reshape(-1)])
 
 
-def mix_backward(grad: Tensor, directions: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the three arguments of :func:`mix`, given that of its result."""
-    samples, _, rates = coefficients.shape
-    _, channels, knots = directions.shape
-    functions = max(channels, rates)
+def mix_backward(
+    grad: Tensor, weight: Tensor, directions: Tensor, coefficients: Tensor, intervals: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the weight, the directions and the coefficients of :func:`mix`, given that of its result."""
+    matrices, rates = _matrices(weight, directions, coefficients, intervals)
+    samples, _, of_sample = rates.shape
+    _, channels, knots = matrices.shape
+    functions = max(channels, of_sample)
     outer, heights = grad.split([4 * samples * functions, samples * functions * knots])
     outer = outer.view(4, samples, functions).sum(1).sum_to_size(4, channels)
     heights = heights.view(samples, functions, knots)
-    of_coefficients = torch.stack([(heights * d).sum(2) for d in directions.to(grad.dtype).unbind()], 1)
-    of_directions = torch.stack([(heights * a[:, :, None]).sum(0) for a in coefficients.unbind(1)])
+    of_rates = torch.stack([(heights * d).sum(2) for d in matrices.unbind()], 1).sum_to_size(rates.shape)
+    of_matrices = torch.stack([(heights * a[:, :, None]).sum(0) for a in rates.unbind(1)]).sum_to_size(matrices.shape)
     of_weight = torch.cat([outer.reshape(-1), heights.sum(0).sum_to_size(channels, knots).reshape(-1)])
-    return of_weight, of_directions.sum_to_size(directions.shape), of_coefficients.sum_to_size(coefficients.shape)
+    return of_weight, of_matrices.reshape(-1), of_rates.flatten(1)
 
 
-# The whole unit. Its parameters are flat tensors as in the module: the weight, the directions, W_1, b_1, W_2 and b_2.
+# The whole unit.
 
 
 def layers(x: Tensor, first: Tensor, first_bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,19 +141,16 @@ def layers(x: Tensor, first: Tensor, first_bias: Tensor, *rest: Any) -> tuple[Te
     return p, hidden, output.tanh()
 
 
-def matrices(weight: Tensor, directions: Tensor, coefficients: Tensor, intervals: int) -> tuple[Tensor, Tensor]:
-    """Return the directions (M, C, N+1) and the coefficients (B, M, R)."""
-    channels = weight.shape[0] // (intervals + 5)
-    directions = directions.view(-1, channels, intervals + 1)
-    return directions, coefficients.unflatten(1, (directions.shape[0], -1))
+def apply(
+    evaluate: Callable[..., Tensor], x: Tensor, weight: Tensor, directions: Tensor, *rest: Any
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Return y and the result of :func:`layers`.
 
-
-def apply(x: Tensor, weight: Tensor, directions: Tensor, *rest: Any) -> Tensor:
-    """Return y. `rest` holds the parameters of the network, the number of intervals and the channel dimension."""
+    `evaluate` returns y, given the weight of :func:`mix`. `rest` holds the parameters of the network, N and `channel_dim`.
+    """
     *network, intervals, channel_dim = rest
-    coefficients = without_autocast(x, layers, x, *network, channel_dim)[2]
-    mixed = mix(weight, *matrices(weight, directions, coefficients, intervals))
-    return forward(x, *reference.unpack(mixed, intervals), channel_dim)
+    found = without_autocast(x, layers, x, *network, channel_dim)
+    return evaluate(x, mix(weight, directions, found[2], intervals), intervals, channel_dim), found
 
 
 def gradients(
@@ -156,15 +168,15 @@ def gradients(
 
     `found` is the result of :func:`layers`. `backward` returns the gradients of x and of the weight of :func:`mix`.
     """
-    p, hidden, flat = found
+    p, hidden, coefficients = found
     first, _, second, _ = network
-    matrix, coefficients = matrices(weight, directions, flat, intervals)
-    grad_x, of_mixed = backward(grad, x, mix(weight, matrix, coefficients), intervals, channel_dim, True, True)
-    of_weight, of_directions, of_coefficients = mix_backward(of_mixed, matrix, coefficients)
-    of_means, *of_network = squeeze_backward(of_coefficients.flatten(1) * (1 - flat.square()), p, hidden, first, second)
+    mixed = mix(weight, directions, coefficients, intervals)
+    grad_x, of_mixed = backward(grad, x, mixed, intervals, channel_dim, True, True)
+    of_weight, of_directions, of_coefficients = mix_backward(of_mixed, weight, directions, coefficients, intervals)
+    of_means, *of_network = squeeze_backward(of_coefficients * (1 - coefficients.square()), p, hidden, first, second)
     positions = max(x.numel() // max(p.numel(), 1), 1)
     grad_x = grad_x + along_samples((of_means / positions).to(x.dtype), x, channel_dim)
-    parameters = zip((of_weight, of_directions.reshape(-1), *of_network), (weight, directions, *network), strict=True)
+    parameters = zip((of_weight, of_directions, *of_network), (weight, directions, *network), strict=True)
     return (grad_x, *(g.to(parameter.dtype) for g, parameter in parameters))
 
 
@@ -178,26 +190,16 @@ def unfold(y: Tensor, x: Tensor, channel_dim: int) -> Tensor:
     return y if y.shape == x.shape else y.reshape(x.movedim(channel_dim, 1).shape).movedim(1, channel_dim)
 
 
-def forward(
-    x: Tensor, left: Tensor, right: Tensor, heights: Tensor, left_slope: Tensor, right_slope: Tensor, channel_dim: int
-) -> Tensor:
-    """Compute y. The parameters are those of the functions of all samples, as in the weight of :func:`mix`."""
-    folded = fold(x, left.shape[0], channel_dim)
-    return unfold(reference.forward(folded, left, right, heights, left_slope, right_slope, 0), x, channel_dim)
+def forward(x: Tensor, left: Tensor, *rest: Any) -> Tensor:
+    """Compute y as :func:`pwlu.reference.forward` does. The parameters are those of the weight of :func:`mix`."""
+    *others, channel_dim = rest
+    arguments = [fold(x, left.shape[0], channel_dim), left, *others, 0]
+    return unfold(reference.forward(*arguments), x, channel_dim)
 
 
-def backward(
-    grad: Tensor,
-    x: Tensor,
-    left: Tensor,
-    right: Tensor,
-    heights: Tensor,
-    left_slope: Tensor,
-    right_slope: Tensor,
-    channel_dim: int,
-    **need: bool,
-) -> tuple[Tensor | None, list[Tensor] | None]:
+def backward(grad: Tensor, x: Tensor, left: Tensor, *rest: Any, **need: Any) -> tuple[Tensor | None, list[Tensor] | None]:
     """Return the gradients of x and of the parameters; `need` is as for :func:`pwlu.reference.backward`."""
-    grad, folded = (fold(t, left.shape[0], channel_dim) for t in (grad, x))
-    grad_x, grads = reference.backward(grad, folded, left, right, heights, left_slope, right_slope, 0, **need)
+    *others, channel_dim = rest
+    arguments = [*(fold(t, left.shape[0], channel_dim) for t in (grad, x)), left, *others, 0]
+    grad_x, grads = reference.backward(*arguments, **need)
     return None if grad_x is None else unfold(grad_x, x, channel_dim), grads

@@ -137,12 +137,11 @@ class DynamicPWLU(PWLU):
             parameters[0] = parameters[0] + zero
         if output is not None:
             weight, directions, *_ = parameters
-            matrices = dynamic_reference.matrices(weight, directions, output.tanh(), self.intervals)
-            mixed = dynamic_reference.mix(weight, *matrices)
+            mixed = dynamic_reference.mix(weight, directions, output.tanh(), self.intervals)
             # A copy, because fully_shard warns of modules that return views.
             return dispatch.PER_SAMPLE.plain_forward(x, mixed, self.intervals, self.channel_dim).clone()
         if ops.is_exporting():
-            return dynamic_reference.apply(x, *parameters, self.intervals, self.channel_dim)
+            return dynamic_reference.apply(dispatch.PER_SAMPLE.apply, x, *parameters, self.intervals, self.channel_dim)[0]
         y: Tensor = dynamic_ops.forward(x, *parameters, self.intervals, self.channel_dim)[0]
         return y
 

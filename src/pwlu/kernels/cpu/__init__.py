@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pwlu.kernels import build, eager, layout
+from pwlu.reference import compute_dtype
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _POINTER, _LONG, _UNSIGNED, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint, ctypes.c_double
@@ -131,7 +132,7 @@ class Kernel:
         functions, intervals, channel_dim, samples = sizes
         geometry = layout.geometry(x, functions // samples, channel_dim, samples)
         of_x = x.numel() // samples * x.itemsize
-        of_block = functions // samples * (8 if x.dtype == torch.float64 else 4)
+        of_block = functions // samples * compute_dtype(x).itemsize
         for sample in range(samples):
             tensors = [address and address + sample * of_x for address in before]
             blocks = [a and a + sample * of_block * (intervals + 1 if i % 5 == 2 else 1) for i, a in enumerate(after)]
@@ -183,7 +184,7 @@ class Kernel:
 
         Return NotImplemented if the pool is not contiguous, or does not have the compute dtype.
         """
-        if pool.dtype != _compute(x) or not pool.is_contiguous():
+        if not layout.is_plain(pool, compute_dtype(x)):
             return NotImplemented
         if x.numel():
             x = layout.dense(x)
@@ -201,8 +202,8 @@ class Kernel:
         """
         state = layout.NormState(*rest)
         vectors = (state.gamma, state.beta, state.running_mean, state.running_var, state.pool)
-        dtype = _compute(x)
-        if not x.numel() or not all(v is None or (v.dtype == dtype and v.is_contiguous()) for v in vectors):
+        dtype = compute_dtype(x)
+        if not x.numel() or not all(layout.is_plain(v, dtype) for v in vectors):
             return NotImplemented
         x, norm = layout.dense(x), x.new_empty(4, x.shape[1], dtype=dtype)
         source = layout.addresses([x])[0] if state.training else None
@@ -220,7 +221,7 @@ class Kernel:
         y = torch.empty_like(x)
         if not x.numel():
             return y
-        if pool is not None and (pool.dtype != norm.dtype or not pool.is_contiguous()):
+        if not layout.is_plain(pool, norm.dtype):
             return NotImplemented
         x, residual = layout.laid_out_as(y, x), residual if residual is None else layout.laid_out_as(y, residual)
         packed = _for_compute(x, weight)
@@ -266,13 +267,9 @@ class Kernel:
         return grad_x
 
 
-def _compute(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _for_compute(x: Tensor, parameter: Tensor) -> Tensor:
     """Return a parameter as the C code needs it: float64 if x is float64, else float32, and contiguous."""
-    return parameter.to(_compute(x)).contiguous()
+    return parameter.to(compute_dtype(x)).contiguous()
 
 
 def _whole(weight: int, **_: int) -> list[int]:

@@ -60,19 +60,21 @@ def _arguments(
 
 
 class _DynamicCall:
-    """A call of a dynamic unit: x with its samples first, the parameters as kernels need them, and sizes."""
+    """A call of a dynamic unit: x with its samples first, the parameters as kernels need them, and sizes.
+
+    `inner` is the number of elements that follow each other in memory and have the same mean.
+    """
 
     def __init__(self, x: Tensor, parameters: Sequence[Tensor], intervals: int, channel_dim: int) -> None:
-        self.x, self.channel_dim = x, channel_dim
+        self.x, self.intervals, self.channel_dim = x, intervals, channel_dim
         self.parameters = [p.to(torch.float32).contiguous() for p in parameters]
         weight, directions, first, _, second, _ = self.parameters
-        self.outputs, (hidden, features) = second.shape[0], first.shape
+        outputs, (hidden, features) = second.shape[0], first.shape
         functions = weight.shape[0] // (intervals + 5)
         count = directions.shape[0] // (functions * (intervals + 1))
-        self.sizes = Sizes(x.shape[0], functions, self.outputs // count, count, features, hidden)
-        form, self.samples = layout.sample_geometry(x, self.sizes.of_sample(), channel_dim)
-        self.shape = form, intervals
-        self.inner = x.numel() // x.shape[0] if features == 1 else x.stride(channel_dim)  # elements with the same mean
+        self.sizes = Sizes(x.shape[0], functions, outputs // count, count, features, hidden)
+        self.form, self.samples = layout.sample_geometry(x, self.sizes.of_sample(), channel_dim)
+        self.inner = x.numel() // x.shape[0] if features == 1 else x.stride(channel_dim)
 
 
 class Kept(NamedTuple):
@@ -207,7 +209,7 @@ class Kernel:
 
         `dtype` and `parameters` are the dtype and the addresses of the parameters. If `dtype` is None, no y is computed.
         """
-        if x.dtype not in _KINDS or not _is_plain(pool):
+        if x.dtype not in _KINDS or not layout.is_plain(pool):
             return NotImplemented
         y = torch.empty_like(x) if dtype else x
         if not x.numel():
@@ -321,7 +323,7 @@ class Kernel:
             return NotImplemented
         like, x = torch.empty_like(x), layout.samples_first(x)
         call = _DynamicCall(x, parameters, intervals, channel_dim)
-        of_sample = call.sizes.features + call.sizes.hidden + call.outputs
+        of_sample = call.sizes.features + call.sizes.hidden + call.sizes.outputs()
         state, y = x.new_empty(call.sizes.samples * of_sample, dtype=torch.float32), torch.empty_like(x)
         if not self._run_dynamic("dynamic_forward", call, state, y):
             return NotImplemented
@@ -340,7 +342,7 @@ class Kernel:
         sizes = (intervals + 5) * own, count * own * (intervals + 1)
         of_weight, of_directions = (x.new_empty(size, dtype=torch.float32) for size in sizes)
         of_network = [torch.empty_like(p) for p in call.parameters[2:]]
-        within = [x.new_empty(samples * size, dtype=torch.float32) for size in (call.outputs, hidden, features)]
+        within = [x.new_empty(samples * size, dtype=torch.float32) for size in (call.sizes.outputs(), hidden, features)]
         of_coefficients = x.new_empty(samples * count * own if rates < own else 0, dtype=torch.float32)
         gradients = [*layout.addresses([of_directions, *of_network, *within]), of_coefficients.data_ptr()]
         tensors: dict[str, Any] = {
@@ -374,19 +376,20 @@ class Kernel:
         **tensors: Any,
     ) -> bool:
         """Launch the kernels of a step; return whether they fit."""
-        x = call.x
-        weight, *network = layout.addresses([*call.parameters, state])
+        x, intervals, sizes, (weight, directions, *_) = call.x, call.intervals, call.sizes, call.parameters
+        of_weight, *network = layout.addresses([*call.parameters, state])
         (source, target), (of_grad,) = layout.addresses([x, out]), layout.optional_addresses(grad)
         aligned = not (source | target | of_grad) & 15
-        plans = self._dynamic_plans[what](NAMES[x.dtype], *call.shape, aligned, call.samples, call.sizes, call.inner)
+        plans = self._dynamic_plans[what](NAMES[x.dtype], call.form, intervals, aligned, call.samples, sizes, call.inner)
         if plans is None:
             return False
-        (*form, intervals), sizes = (*call.shape[0], call.shape[1]), call.sizes
         if what == "dynamic_forward" and len(plans) == 3:  # no kernel computes the means
             means = dynamic_reference.means(x, sizes.features, call.channel_dim)
             state[: means.numel()].view_as(means).copy_(means)
-        key = (what, self.index, x.dtype, torch.float32, intervals, *form, aligned, call.samples, *sizes[1:], call.inner)
-        parameters = layout.blocks(weight, sizes.functions, intervals, 4)
+        of_unit = weight.shape[0], directions.shape[0], sizes.features, sizes.hidden, sizes.outputs()
+        # As dynamic_key_of in eager_dynamic.h.
+        key = (what, self.index, x.dtype, torch.float32, intervals, x.shape[0], x.numel(), call.inner, aligned, *of_unit)
+        parameters = layout.blocks(of_weight, sizes.functions, intervals, 4)
         tensors |= {"x": source, "grad": of_grad, "out": target, "parameters": parameters}
         tensors["network"] = [*network, *gradients_of_network]
         self._run(x, key, plans, of_split, tensors)
@@ -401,7 +404,7 @@ class Kernel:
         """
         state = layout.NormState(*rest)
         vectors = (state.gamma, state.beta, state.running_mean, state.running_var, state.pool)
-        if x.dtype not in _KINDS or not x.numel() or not all(map(_is_plain, vectors)):
+        if x.dtype not in _KINDS or not x.numel() or not all(map(layout.is_plain, vectors)):
             return NotImplemented
         channels = x.shape[1]
         norm = torch.empty(4, channels, dtype=torch.float32, device=x.device)
@@ -484,7 +487,7 @@ def _pack_units(
     """Return the units of each launch, as rule.cu reads them. None if a tensor cannot be changed in place."""
     size = intervals + 5
     for tensor, count in zip((*weights, *gradients), (*channels, *channels), strict=True):
-        if tensor.numel() != count * size or not _is_plain(tensor):
+        if tensor.numel() != count * size or not layout.is_plain(tensor):
             return None
     firsts = itertools.accumulate(channels[:-1], initial=0)
     units = [*map(_UNIT.pack, layout.addresses(weights), layout.addresses(gradients), firsts, channels)]
@@ -501,11 +504,6 @@ def _processor(index: int) -> Processor:
         found.shared_memory_per_multiprocessor,
         found.shared_memory_per_block_optin,
     )
-
-
-def _is_plain(tensor: Tensor | None) -> bool:
-    """Return whether a kernel can use a vector or pool without a copy: it is contiguous float32, or None."""
-    return tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())
 
 
 def _for_kernel(weight: Tensor) -> Tensor:

@@ -51,12 +51,7 @@ __device__ double2 total_moments(const Arguments &a, int channel) {
     sum += part.count * difference;
     squares += part.m2 + part.count * difference * difference;
   }
-#pragma unroll
-  for (int step = 16; step; step >>= 1) {
-    count += __shfl_xor_sync(~0u, count, step);
-    sum += __shfl_xor_sync(~0u, sum, step);
-    squares += __shfl_xor_sync(~0u, squares, step);
-  }
+  count = warp_sum(count), sum = warp_sum(sum), squares = warp_sum(squares);
   const double between = squares - sum * (sum / count);
   return make_double2(shift + sum / count, between < 0.0 ? 0.0 : between);
 }

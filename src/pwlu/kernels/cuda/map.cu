@@ -38,6 +38,7 @@ struct Merged {
   __device__ Moments moments() const { return {sum.count, base + sum.mean, sum.m2}; }
 };
 
+// Return the sum over all threads of a warp.
 template <typename T>
 __device__ T warp_sum(T value) {
 #pragma unroll

@@ -67,14 +67,14 @@ class Plan(NamedTuple):
 class _Numbers(NamedTuple):
     """The numbers at the end of ``struct Arguments`` in element.cuh, in their order."""
 
-    outer: int
-    inner: int
-    per_channel: int
-    of_split: int
-    channels: int
-    intervals: int
-    splits: int
-    kind: int
+    outer: int = 0
+    inner: int = 1
+    per_channel: int = 0
+    of_split: int = 0
+    channels: int = 0
+    intervals: int = 0
+    splits: int = 0
+    kind: int = 0
     width: int = 1
     places: int = 1
     together: int = 1
@@ -111,6 +111,10 @@ class Sizes(NamedTuple):
     def of_sample(self) -> int:
         """Return the number of functions of a sample."""
         return max(self.functions, self.rates)
+
+    def outputs(self) -> int:
+        """Return the number of coefficients of a sample, M R."""
+        return self.directions * self.rates
 
 
 class _Work(NamedTuple):
@@ -318,12 +322,11 @@ def _with_sizes(plan: Plan, sizes: Sizes, **changes: int) -> Plan:
 
 def _plan_network(what: str, sizes: Sizes) -> Plan:
     """Return the plan of a layer of the network or of its gradients, one block per tile of a matrix product."""
-    outputs = sizes.directions * sizes.rates
-    inputs, outputs = (sizes.features, sizes.hidden) if "first" in what else (sizes.hidden, outputs)
+    inputs, outputs = (sizes.features, sizes.hidden) if "first" in what else (sizes.hidden, sizes.outputs())
     products = [(sizes.samples, inputs), (outputs, inputs + 1)] if "backward" in what else [(sizes.samples, outputs)]
     tiles = sum(math.prod(-(-size // kernels.TILE) for size in product) for product in products)
     threads = kernels.TILE**2
-    plan = Plan(f"network_{what}", (tiles, 1, 1), threads, 4 * threads * (kernels.TILE + 4), 1, _Numbers(*[0] * 8).pack())
+    plan = Plan(f"network_{what}", (tiles, 1, 1), threads, 4 * threads * (kernels.TILE + 4), 1, _Numbers().pack())
     return _with_sizes(plan, sizes)
 
 
@@ -335,8 +338,7 @@ def plan_dynamic_forward(
     `samples` and the geometry are those of :func:`pwlu.kernels.layout.sample_geometry`. `inner` is the number of neighbours in
     memory with the same mean. If that is 1 and there are enough samples, the first plan computes the means. Else PyTorch does.
     """
-    outputs = sizes.directions * sizes.rates
-    if max(sizes.samples, sizes.hidden) * max(sizes.features + 1, sizes.hidden, outputs) >= 1 << 31:  # places take 32 bits
+    if max(sizes.samples, sizes.hidden) * max(sizes.features + 1, sizes.hidden, sizes.outputs()) >= 1 << 31:  # 32-bit places
         return None
     found = plan_map("dynamic_forward", dtype, geometry, intervals, 0, aligned, gpu, samples)
     means = _plan_means(dtype, samples * math.prod(geometry), aligned, sizes, inner, gpu)
@@ -352,7 +354,7 @@ def _plan_means(dtype: str, elements: int, aligned: bool, sizes: Sizes, inner: i
     enough = 2 * panels * sizes.samples > gpu.processor.multiprocessors and sizes.samples <= _MOST_BLOCKS
     if inner != 1 or positions == 1 or positions >= 1 << 30 or not enough:
         return []
-    numbers = _Numbers(positions, 1, *[0] * 6)._replace(width=-(-across // panels))
+    numbers = _Numbers(outer=positions, width=-(-across // panels))
     plan = Plan(f"means_{dtype}_{vector}", (panels, sizes.samples, 1), threads, 4 * vector * threads, 1, numbers.pack())
     return [_with_sizes(plan, sizes)]
 
@@ -389,7 +391,7 @@ def plan_dynamic_input(
     vector = next(v for v in kernels.VECTORS["planes"][dtype] if v == 1 or (aligned and neighbours % v == 0))
     threads = kernels.MAP_THREADS
     blocks = -(-of_sample // (4 * vector * threads)), min(sizes.samples, _MOST_BLOCKS), 1
-    add = Plan(f"add_means_{dtype}_{vector}", blocks, threads, 0, 1, _Numbers(0, inner, of_sample, *[0] * 5).pack())
+    add = Plan(f"add_means_{dtype}_{vector}", blocks, threads, 0, 1, _Numbers(inner=inner, per_channel=of_sample).pack())
     return [*(_plan_network(what, sizes) for what in kernels.NETWORK[2:]), _with_sizes(add, sizes)]
 
 
@@ -398,11 +400,11 @@ def plan_rule(what: str, units: int, intervals: int, processor: Processor) -> Pl
     threads, columns = kernels.RULE_THREADS, intervals + 3
     groups = max(1, threads // columns)
     shared = 8 * (threads // 32 + 8 * columns + groups * columns)  # `smooth` needs a little less for its systems
-    numbers = _Numbers(0, 1, 0, 0, 0, intervals, 0, 0, groups=groups)
+    numbers = _Numbers(intervals=intervals, groups=groups)
     plan = Plan(f"rule_{what}", (units, 1, 1), threads, shared, 0, numbers.pack())
     return plan if shared <= processor.shared_of_block else None
 
 
 def plan_running_norm(channels: int) -> Plan:
     """Return the plan of the kernel that computes a norm from running statistics."""
-    return Plan("finish_norm", (-(-channels // 4), 1, 1), 128, 0, 0, _Numbers(0, 1, 0, 0, channels, 1, 0, 0).pack())
+    return Plan("finish_norm", (-(-channels // 4), 1, 1), 128, 0, 0, _Numbers(channels=channels, intervals=1).pack())

@@ -31,7 +31,7 @@ _OPERATIONS = (  # enum What
     *("dynamic_forward", "dynamic_backward", "dynamic_input"),
 )
 _TYPES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}  # c10::ScalarType
-_KEY, _NUMBERS = ctypes.c_int64 * 16, ctypes.c_ubyte * 104  # Key, and the numbers at the end of struct Arguments
+_KEY, _NUMBERS = ctypes.c_int64 * 14, ctypes.c_ubyte * 104  # Key, and the numbers at the end of struct Arguments
 _MAX_LAUNCHES = 4096
 _ANNOUNCE = (
     "pwlu: compiling its C++ extension in the background, once on this machine (about 15 s on one core); this process will use "
@@ -217,8 +217,8 @@ def register_gpu(key: tuple[Any, ...], launches: list[Launch], splits: int, laun
     """Register launches on a GPU, which run one after another with the same tensors.
 
     Args:
-        key: operation, device index, dtypes of x and of the parameters, intervals, outer, channels, inner, aligned; then, for
-            dynamic units, samples, the sizes C, R, M, F and H, and the number of elements with the same mean.
+        key: operation, device index, dtypes of x and of the parameters, intervals, outer, channels, inner, aligned. For dynamic
+            units, see ``dynamic_key_of`` in eager_dynamic.h.
         launches: the launches.
         splits: the number of partial results of the first.
         launch: cuLaunchKernel of the CUDA driver.

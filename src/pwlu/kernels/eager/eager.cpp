@@ -259,23 +259,27 @@ auto make_node() {  // torch 2.11 uses another type of pointer for nodes than la
   else return std::shared_ptr<T>(new T(), [](T *node) { deleteNode(node); });
 }
 
+// Record the derivative of y.
+template <class Settings, class... Saved>
+void record(const Tensor &y, torch::autograd::edge_list &&inputs, const Settings &settings, const Saved &...saved) {
+  static_assert(sizeof...(saved) == Settings::kSaved);
+  auto node = make_node<Derivative<Settings>>();
+  node->set_next_edges(std::move(inputs));
+  node->saved_ = {SavedVariable(saved, false)...};
+  node->settings_ = settings;
+  torch::autograd::set_history(y, node);
+}
+
 // Compute y by `serve`, and record its derivative.
 template <class Serve>
 Tensor differentiable(const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim, bool phase_one,
                       Serve serve) {
-  if (!torch::autograd::compute_requires_grad(x, weight)) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return serve();
-  }
-  auto node = make_node<Derivative<UnitSettings>>();
-  node->set_next_edges(torch::autograd::collect_next_edges(x, weight));
-  node->saved_ = {SavedVariable(x, false), SavedVariable(weight, false)};
-  node->settings_ = {intervals, channel_dim, phase_one, {}};
   const Tensor y = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return serve();
   }();
-  torch::autograd::set_history(y, node);
+  if (torch::autograd::compute_requires_grad(x, weight))
+    record(y, torch::autograd::collect_next_edges(x, weight), UnitSettings{intervals, channel_dim, phase_one, {}}, x, weight);
   return y;
 }
 
@@ -342,14 +346,11 @@ std::tuple<Tensor, Tensor> autograd_norm_act(const Tensor &x, const MaybeTensor 
   const auto both = norm_act(x, residual, weight, intervals, PWLU_NORM_NAMES, pool);
   if (!torch::autograd::compute_requires_grad(x, residual, weight, gamma, beta)) return both;
   const auto &[y, norm] = both;
-  auto node = make_node<Derivative<NormSettings>>();
-  node->set_next_edges(torch::autograd::collect_next_edges(x, residual, weight, gamma, beta));
   const auto plain = [](const MaybeTensor &tensor) { return tensor ? *tensor : Tensor(); };
-  const std::array<Tensor, 6> saved{x, plain(residual), weight, plain(gamma), plain(beta), norm};
-  for (size_t i = 0; i < saved.size(); ++i) node->saved_[i] = SavedVariable(saved[i], false);
   const double count = double(x.numel()) / double(std::max<int64_t>(x.dim() > 1 ? x.size(1) : 1, 1));
-  node->settings_ = {intervals, eps, count, training, pool.has_value(), {}};
-  torch::autograd::set_history(y, node);
+  record(y, torch::autograd::collect_next_edges(x, residual, weight, gamma, beta),
+         NormSettings{intervals, eps, count, training, pool.has_value(), {}}, x, plain(residual), weight, plain(gamma),
+         plain(beta), norm);
   return both;
 }
 
@@ -393,12 +394,8 @@ std::tuple<Tensor, Tensor> autograd_dynamic_forward(const Tensor &x, PWLU_UNIT, 
   const auto both = dynamic_forward(x, PWLU_UNIT_NAMES, intervals, channel_dim);
   if (!torch::autograd::compute_requires_grad(x, PWLU_UNIT_NAMES)) return both;
   const auto &[y, state] = both;
-  auto node = make_node<Derivative<DynamicSettings>>();
-  node->set_next_edges(torch::autograd::collect_next_edges(x, PWLU_UNIT_NAMES));
-  const std::array<Tensor, 8> saved{x, PWLU_UNIT_NAMES, state};
-  for (size_t i = 0; i < saved.size(); ++i) node->saved_[i] = SavedVariable(saved[i], false);
-  node->settings_ = {intervals, channel_dim, {}};
-  torch::autograd::set_history(y, node);
+  record(y, torch::autograd::collect_next_edges(x, PWLU_UNIT_NAMES), DynamicSettings{intervals, channel_dim, {}}, x,
+         PWLU_UNIT_NAMES, state);
   return both;
 }
 

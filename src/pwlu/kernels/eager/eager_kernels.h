@@ -62,9 +62,9 @@ struct Plan {
   int64_t splits;  // the number of partial results of the first
 };
 
-// operation, device, dtype of x, dtype of the parameters, intervals, (outer, channels, inner), aligned to 16 bytes; the rest is
-// for dynamic units: see DynamicProblem
-using Key = std::array<int64_t, 16>;
+// operation, device, dtype of x, dtype of the parameters, intervals, (outer, channels, inner), aligned to 16 bytes, and zeros; for
+// dynamic units, see dynamic_key_of
+using Key = std::array<int64_t, 14>;
 
 using LaunchKernel = int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
                              void **);
@@ -192,9 +192,9 @@ struct Arguments {
   }
 
   // Set the addresses of left, right, heights, left_slope and right_slope of a packed weight, or of its gradient if `at` is 8.
-  void set_blocks(size_t at, const void *memory, const Problem &p) {
+  void set_blocks(size_t at, const void *memory, int64_t channels, at::ScalarType kind) {
     const auto *base = static_cast<const char *>(memory);
-    const auto bytes = p.channels * int64_t(c10::elementSize(p.kind));
+    const auto bytes = channels * int64_t(c10::elementSize(kind));
     constexpr int64_t kPlaces[] = {0, 1, 4, 2, 3};
     for (size_t i = 0; i < 5; ++i) addresses[at + i] = base + kPlaces[i] * bytes;
   }
@@ -232,6 +232,12 @@ bool launch(const Plan &plan, Arguments &arguments, const Tensor &x, int64_t sum
   return std::all_of(plan.launches.begin(), plan.launches.end(), [&](const auto &each) { return launch(each, arguments, x); });
 }
 
+// Launch the kernels of a call. Return whether Python has registered them, and they could be launched.
+bool launch(What what, const Problem &p, Arguments &arguments, const Tensor &x, int64_t sums) {
+  const auto plan = plan_of(p.key(what, x, arguments.aligned()));
+  return plan && launch(*plan, arguments, x, sums);
+}
+
 // CPU.
 
 int code_of(at::ScalarType dtype) {
@@ -254,10 +260,7 @@ bool call(Function CpuKernel::*function, const Problem &p, Rest... rest) {
 
 // Return y; to observe, also add the moments of x to the pool. `arguments` holds the parameters and the pool.
 std::optional<Tensor> run_map(What what, const Tensor &x, const Problem &p, Arguments &arguments, const Tensor &y) {
-  if (on_gpu(x)) {
-    const auto plan = plan_of(p.key(what, x, arguments.aligned()));
-    return plan && launch(*plan, arguments, x, 3 * p.channels) ? std::optional(y) : std::nullopt;
-  }
+  if (on_gpu(x)) return launch(what, p, arguments, x, 3 * p.channels) ? std::optional(y) : std::nullopt;
   const void *const *a = arguments.addresses;
   void *out = arguments.to(2);
   const bool done =
@@ -276,7 +279,7 @@ std::optional<Tensor> run_forward(const Tensor &x, const Tensor &weight, int64_t
   if (!p || !fits(pool, x, {3, p->channels}, computed_in(x))) return std::nullopt;
   const Tensor y = at::empty_like(x);  // has the strides of x, because x is dense
   Arguments arguments(x, nullptr, y);
-  arguments.set_blocks(3, weight.const_data_ptr(), *p);
+  arguments.set_blocks(3, weight.const_data_ptr(), p->channels, p->kind);
   if (pool) arguments.addresses[kPool] = pool->mutable_data_ptr();
   const auto found = run_map(pool ? kObserve : kForward, x, *p, arguments, y);
   if (found) changed({&pool});
@@ -302,11 +305,11 @@ std::optional<std::tuple<Tensor, Tensor>> run_backward(const Tensor &grad, const
   const Tensor grad_x = need_input || on_gpu(x) ? at::empty_like(x) : none(x);  // GPU kernels always write it
   const Tensor grad_weight = need_weight ? at::empty_like(weight) : none(weight);
   Arguments arguments(x, &grad, grad_x);
-  arguments.set_blocks(3, weight.const_data_ptr(), *p);
-  if (need_weight) arguments.set_blocks(8, grad_weight.mutable_data_ptr(), *p);
+  arguments.set_blocks(3, weight.const_data_ptr(), p->channels, p->kind);
+  if (need_weight) arguments.set_blocks(8, grad_weight.mutable_data_ptr(), p->channels, p->kind);
   if (on_gpu(x)) {
-    const auto plan = plan_of(p->key(need_weight ? kBackward : kBackwardInput, x, arguments.aligned()));
-    if (!plan || !launch(*plan, arguments, x, 2 * (p->intervals + 3) * p->channels)) return std::nullopt;
+    const What what = need_weight ? kBackward : kBackwardInput;
+    if (!launch(what, *p, arguments, x, 2 * (p->intervals + 3) * p->channels)) return std::nullopt;
     return std::tuple(need_input ? grad_x : none(x), grad_weight);
   }
   const void *const *a = arguments.addresses;

@@ -54,8 +54,7 @@ std::optional<Tensor> run_plain_normalization(const Tensor &x, PWLU_NORM_STATE) 
   }
   a.addresses[0] = x.const_data_ptr();
   a.addresses[kPool] = address(pool);
-  const auto plan = plan_of(p->key(kBatchNorm, x, a.aligned()));
-  if (!plan || !launch(*plan, a, x, 3 * channels)) return std::nullopt;
+  if (!launch(kBatchNorm, *p, a, x, 3 * channels)) return std::nullopt;
   changed({&batches, &pool});
   return norm;
 }
@@ -86,11 +85,10 @@ std::optional<Tensor> run_norm_forward(const Tensor &x, const MaybeTensor &resid
     return y;
   }
   Arguments a(x, nullptr, y);
-  a.set_blocks(3, weight.const_data_ptr(), *p);
+  a.set_blocks(3, weight.const_data_ptr(), p->channels, p->kind);
   a.addresses[kPool] = address(pool), a.addresses[kResidual] = address(residual), a.addresses[kNorm] = norm.const_data_ptr();
   const What what = pool ? (residual ? kNormAddObserve : kNormObserve) : residual ? kNormAddForward : kNormForward;
-  const auto plan = plan_of(p->key(what, x, a.aligned()));
-  if (!plan || !launch(*plan, a, x, 3 * p->channels)) return std::nullopt;
+  if (!launch(what, *p, a, x, 3 * p->channels)) return std::nullopt;
   changed({&pool});
   return y;
 }
@@ -109,12 +107,12 @@ std::optional<NormGradients> run_norm_backward(const Tensor &grad, const Tensor 
     return std::tuple(grad_z, sums, grad_weight);
   }
   Arguments a(x, &grad, grad_z);
-  a.set_blocks(3, weight.const_data_ptr(), *p);
-  a.set_blocks(8, grad_weight.mutable_data_ptr(), *p);
+  a.set_blocks(3, weight.const_data_ptr(), p->channels, p->kind);
+  a.set_blocks(8, grad_weight.mutable_data_ptr(), p->channels, p->kind);
   a.addresses[kResidual] = address(residual), a.addresses[kNorm] = norm.const_data_ptr();
   a.addresses[kSums] = sums.mutable_data_ptr();
-  const auto plan = plan_of(p->key(residual ? kNormAddBackward : kNormBackward, x, a.aligned()));
-  if (!plan || !launch(*plan, a, x, 2 * (p->intervals + 4) * p->channels)) return std::nullopt;
+  const What what = residual ? kNormAddBackward : kNormBackward;
+  if (!launch(what, *p, a, x, 2 * (p->intervals + 4) * p->channels)) return std::nullopt;
   return std::tuple(grad_z, sums, grad_weight);
 }
 
@@ -130,11 +128,10 @@ std::optional<Tensor> run_norm_input(const Tensor &grad, const Tensor &x, const 
     return done ? std::optional(grad_x) : std::nullopt;
   }
   Arguments a(x, &grad, grad_x);
-  a.set_blocks(3, weight.const_data_ptr(), *p);
+  a.set_blocks(3, weight.const_data_ptr(), p->channels, p->kind);
   a.addresses[kNorm] = norm.const_data_ptr(), a.addresses[kSums] = address(sums);
   a.addresses[kPair] = pair(count ? 1.0 / count : 0.0, 0.0);
-  const auto plan = plan_of(p->key(grad_is_of_z ? kNormAddInput : kNormInput, x, a.aligned()));
-  return plan && launch(*plan, a, x, 0) ? std::optional(grad_x) : std::nullopt;
+  return launch(grad_is_of_z ? kNormAddInput : kNormInput, *p, a, x, 0) ? std::optional(grad_x) : std::nullopt;
 }
 
 }  // namespace

@@ -11,6 +11,7 @@ import torch
 from helpers import unit, weight_of
 from imported import SOURCES, SUPPORT, run_pytest
 
+import pwlu
 from pwlu import ops
 from pwlu.kernels import build, dispatch, eager
 
@@ -111,3 +112,28 @@ def test_a_weight_elsewhere(device):
     ops.forward(x, weight, intervals, 1)
     with pytest.raises(ValueError, match="on cpu"):
         ops.forward(x, weight.cpu(), intervals, 1)
+
+
+def calls_of_units():
+    """One call of each operator that records a derivative."""
+    x = torch.randn(4, 6, 8, 8, requires_grad=True)
+    model = torch.nn.Sequential(torch.nn.BatchNorm2d(6), pwlu.PWLU(6))
+    pwlu.fuse_norms_(model, x.detach())
+    return {"a PWLU": (pwlu.PWLU(6), x), "a norm": (model, x), "a dynamic PWLU": (pwlu.DynamicPWLU(6), x)}
+
+
+@pytest.mark.parametrize("what", calls_of_units())
+def test_hooks_of_saved_tensors_run_above_autograd(what):
+    """There, changes in place are counted."""
+    model, x = calls_of_units()[what]
+    versions = []
+
+    def pack(tensor):
+        versions.append(torch.zeros(2).add_(1)._version)
+        return tensor
+
+    model(x)  # Python registers the kernels
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    assert len(versions) > 1
+    assert all(versions)

@@ -270,14 +270,18 @@ void record(const Tensor &y, torch::autograd::edge_list &&inputs, const Settings
   torch::autograd::set_history(y, node);
 }
 
+// Return what `serve` returns. Only the call runs below autograd: record() calls the user's hooks of saved tensors.
+template <class Serve>
+auto below_autograd(Serve serve) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return serve();
+}
+
 // Compute y by `serve`, and record its derivative.
 template <class Serve>
 Tensor differentiable(const Tensor &x, const Tensor &weight, int64_t intervals, int64_t channel_dim, bool phase_one,
                       Serve serve) {
-  const Tensor y = [&] {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return serve();
-  }();
+  const Tensor y = below_autograd(serve);
   if (torch::autograd::compute_requires_grad(x, weight))
     record(y, torch::autograd::collect_next_edges(x, weight), UnitSettings{intervals, channel_dim, phase_one, {}}, x, weight);
   return y;
@@ -342,8 +346,7 @@ std::tuple<Tensor, Tensor> autograd_norm_act(const Tensor &x, const MaybeTensor 
   if (!is_plain(x, residual, gamma, beta, weight, running_mean, running_var, batches, pool))
     return call_operator<decltype(norm_act), "pwlu_python::differentiate_norm_act">(x, residual, weight, intervals,
                                                                                     PWLU_NORM_NAMES, pool);
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  const auto both = norm_act(x, residual, weight, intervals, PWLU_NORM_NAMES, pool);
+  const auto both = below_autograd([&] { return norm_act(x, residual, weight, intervals, PWLU_NORM_NAMES, pool); });
   if (!torch::autograd::compute_requires_grad(x, residual, weight, gamma, beta)) return both;
   const auto &[y, norm] = both;
   const auto plain = [](const MaybeTensor &tensor) { return tensor ? *tensor : Tensor(); };
@@ -390,8 +393,7 @@ std::tuple<Tensor, Tensor> autograd_dynamic_forward(const Tensor &x, PWLU_UNIT, 
   if (!is_plain(x, PWLU_UNIT_NAMES))
     return call_operator<decltype(dynamic_forward), "pwlu_python::differentiate_dynamic_forward">(x, PWLU_UNIT_NAMES, intervals,
                                                                                                   channel_dim);
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  const auto both = dynamic_forward(x, PWLU_UNIT_NAMES, intervals, channel_dim);
+  const auto both = below_autograd([&] { return dynamic_forward(x, PWLU_UNIT_NAMES, intervals, channel_dim); });
   if (!torch::autograd::compute_requires_grad(x, PWLU_UNIT_NAMES)) return both;
   const auto &[y, state] = both;
   record(y, torch::autograd::collect_next_edges(x, PWLU_UNIT_NAMES), DynamicSettings{intervals, channel_dim, {}}, x,

@@ -55,8 +55,8 @@ def test_every_setting_travels():
     for asked in (changed, usual):
         options = parser.parse_args([asked.recipe, *job.flags(asked)])
         assert usual.replace(**train.changed_settings(options)) == asked
-    machine = "accumulate compile fuse-norms no-channels-last data test-data device workers measure-every save-detections"
-    machine = [f"--{name}" for name in f"{machine} snapshots tensorboard".split()]
+    machine = "accumulate compile cuda-graphs fuse-norms no-channels-last data test-data device workers measure-every"
+    machine = [f"--{name}" for name in f"{machine} save-detections snapshots tensorboard".split()]
     assert [word.partition("=")[0] for word in job.flags(changed, machine_only=True)] == machine
     assert job.flags(usual, machine_only=True) == []
 

@@ -150,7 +150,10 @@ def check_unwrapped(caller: str, model: nn.Module, verb: str = "Convert") -> Non
 def _check_model(model: nn.Module) -> None:
     check_unwrapped("convert_", model)
     if isinstance(model, torch.jit.ScriptModule):
-        raise ValueError("convert_: the model is scripted. Convert it first, then write torch.jit.script(model)")
+        raise ValueError(
+            "convert_: the model is scripted. Pass it as it was before torch.jit.script. A converted model cannot be scripted: "
+            "to deploy it, call pwlu.fuse_(model.eval()), then torch.jit.trace or torch.export.export"
+        )
     if stateless_leaf(model):
         raise ValueError(
             f"convert_: the model is itself an activation, {model}, and cannot be replaced in place. "
@@ -246,7 +249,7 @@ def _notes(runs: Runs) -> list[str]:
         notes.append(f"In {run.mode} mode, the model could not be run on {which} ({_one_line(error)}).")
     scripted = [name for name, module in runs.model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     for name in [name for name in scripted if name.rpartition(".")[0] not in scripted]:
-        notes.append(f"{name} is scripted, so its activations are not found. Convert it before torch.jit.script.")
+        notes.append(f"{name} is scripted, so its activations are not found. Convert the module that was scripted instead.")
     return notes
 
 

@@ -40,7 +40,7 @@ def small():
         (nn.Sequential(conv(), pwlu.PWLU(4)), {}, "nothing in Sequential was converted. It already has 1 PWLU"),
         (nn.ReLU(), {}, r"the model is itself an activation, ReLU\(\), and cannot be replaced in place"),
         (nn.DataParallel(small()), {}, r"wrapped by DataParallel. Convert it first with pwlu.convert_\(model, ...\)"),
-        (torch.jit.trace(small(), IMAGES), {}, r"the model is scripted\. .* A converted model cannot be scripted: .* torch\.jit\.trace"),
+        (torch.jit.trace(small(), IMAGES), {}, r"the model is scripted\. .* A converted model cannot be scripted"),
         (torch.compile(small()), {}, "the model is already wrapped by OptimizedModule"),
         (nn.Sequential(torch.compile(small())), {}, "the model is already wrapped by OptimizedModule"),
         (small(), {"sample": torch.randn(2, 5, 4, 4)}, r"could not be run on the sample, in training or in evaluation mode:"),

@@ -61,6 +61,10 @@ def small():
         (small(), {"kinds": "tanh", "init": torch.bernoulli}, "convert_: init=bernoulli cannot be computed on a tensor alone"),
         (small(), {"kinds": "tanh", "init": torch.randn_like}, "convert_: init=randn_like is random"),
         (small(), {"bounds": "inputs"}, "bounds must be two numbers such as .*, or 'sample', not 'inputs'"),
+        (None, {}, r"convert_: model must be a torch\.nn\.Module, not NoneType"),
+        (small(), {"where": "0"}, "where must be a function of a site, such as .*, not '0'"),
+        (small(), {"min_positions": "2"}, "min_positions must be an integer of at least 0 .*, not '2'"),
+        (small(), {"min_positions": -1}, "min_positions must be an integer of at least 0 .*, not -1"),
         (small(), {"tolerance": 0}, "tolerance must be a positive number such as 1e-3, not 0"),
     ],
 )

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from pwlu.conversion import rewrite
 from pwlu.conversion.tracing import Call, full_name, stateless_leaf, unshare
 from pwlu.units.deferred_norm import DeferredNorm, stop_deferring_
+from pwlu.units.module import require_model
 
 _REPLACED = "_pwlu_replaced"  # in the owner's __dict__: the original activation by child name; None for a function call
 _SHARED = "_pwlu_shared"  # in the parent's __dict__: the original by child name, for a module registered in several places
@@ -90,6 +91,7 @@ def restore_(model: nn.Module) -> list[str]:
         The names of the activations that were removed.
 
     Raises:
+        TypeError: if ``model`` is not a module.
         ValueError: if the model was not converted, or was wrapped after the conversion.
 
     Example:
@@ -98,6 +100,7 @@ def restore_(model: nn.Module) -> list[str]:
         >>> pwlu.restore_(model)
         ['1']
     """
+    require_model("restore_", model)
     owners = [(name, module) for name, module in model.named_modules() if _REPLACED in module.__dict__]
     if not owners:
         raise ValueError(f"restore_: {type(model).__name__} was not converted by pwlu.convert_, so there is nothing to restore")

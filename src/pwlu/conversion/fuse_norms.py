@@ -24,7 +24,7 @@ class NormSite:
         units: the names of the PWLUs that get its output.
         added: whether a tensor is added to its output before the PWLU.
         reason: why the norm is not fused; empty if it is.
-        through: the names of the modules that its output enters or leaves on the way to the PWLU.
+        through: the names of the other modules that its output enters or leaves on the way to the PWLU.
     """
 
     norm: str
@@ -145,7 +145,7 @@ def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
         norm: Any = norms[site.norm]
         norm.__class__ = classes[site.norm]
         norm.recorder, norm.units = None, tuple(units[name] for name in site.units)
-        norm.through = tuple(modules[name] for name in site.through if name not in (site.norm, *site.units))
+        norm.through = tuple(modules[name] for name in site.through)
     return report
 
 
@@ -160,7 +160,8 @@ def _recorded(model: nn.Module, sample: Any, classes: dict[str, type]) -> dict[s
             norm: Any = copy.get_submodule(name)
             norm.__class__, norm.recorder, norm.units, norm.through = cls, recorder, (), ()
         for module in copy.modules():
-            module.register_forward_hook(recorder.record_passage, with_kwargs=True)
+            if not isinstance(module, (PWLU, _BatchNorm)):
+                module.register_forward_hook(recorder.record_passage, with_kwargs=True)
 
     try:
         Runs(model, sample).run_if_possible(Run("train", 0), prepare)

@@ -51,9 +51,21 @@ def test_what_is_printed_is_written_into_the_page(tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # AOTInductor of torch 2.11
-@pytest.mark.parametrize("page", ["README.md", "docs/conversion.md", "docs/deploy.md", "docs/norms.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README",
+        "docs/constraints",
+        "docs/conversion",
+        "docs/deploy",
+        "docs/dynamic",
+        "docs/learning-rule",
+        "docs/nonuniform",
+        "docs/norms",
+    ],
+)
 def test_the_code_runs(page, run_page):
-    blocks, _ = run_page(page)
+    blocks, _ = run_page(f"{page}.md")
     assert blocks
     for block in blocks:
         assert_shows(block)

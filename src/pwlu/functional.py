@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pwlu import ops, reference
 from pwlu.common import checks
@@ -49,6 +50,8 @@ def pwlu(
         heights = torch.tensor([[0.0, 0.0, 1.0]])  # ReLU with 2 intervals
         y = pwlu.functional.pwlu(torch.randn(8), left, right, heights, torch.tensor([0.0]), torch.tensor([1.0]))
     """
+    if not isinstance(x, Tensor) and has_torch_function_unary(x):  # the output of a fused batch norm
+        return handle_torch_function(pwlu, (x,), x, left, right, heights, left_slope, right_slope, channel_dim=channel_dim)
     if not torch.jit.is_tracing():  # while tracing, sizes are tensors and the comparisons would be recorded
         check(x, left, right, heights, left_slope, right_slope)
     weight = reference.pack(left, right, heights, left_slope, right_slope)
@@ -68,6 +71,8 @@ def packed(x: Tensor, weight: Tensor, intervals: int, channel_dim: int = 1) -> T
         y, with the shape, dtype and memory layout of x.
     """
     if not isinstance(x, Tensor):  # the operator checks tensors itself
+        if has_torch_function_unary(x):  # the output of a fused batch norm, in a graph of torch.fx
+            return handle_torch_function(packed, (x,), x, weight, intervals, channel_dim)
         checks.check_input(x)
     return ops.forward(x, weight, intervals, channel_dim)
 

@@ -451,6 +451,8 @@ def test_restore(convert):
     assert [sorted(vars(m)) for m in model.modules()] == [sorted(vars(m)) for m in original.modules()]
     assert list(model.state_dict()) == list(original.state_dict())
     assert torch.equal(model(IMAGES), original(IMAGES))
+    with pytest.raises(TypeError, match=r"restore_: model must be a torch\.nn\.Module, not str"):
+        pwlu.restore_("model")
     with pytest.raises(ValueError, match=r"restore_: Everything was not converted by pwlu\.convert_"):
         pwlu.restore_(model)
 

@@ -145,7 +145,7 @@ def test_beside_a_scripted_child():
     model = nn.Sequential(conv(), nn.ReLU(), scripted)
     expected = model(IMAGES)
     report = pwlu.convert_(model, IMAGES)
-    assert report.notes == ["2 is scripted, so its activations are not found. Convert it before torch.jit.script."]
+    assert report.notes == ["2 is scripted, so its activations are not found. Convert the module that was scripted instead."]
     assert [site.name for site in report] == ["1"]
     assert pwlu.restore_(model) == ["1"]
     assert torch.equal(model(IMAGES), expected)

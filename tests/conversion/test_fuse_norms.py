@@ -367,6 +367,76 @@ def test_hooks(block, name):
     assert len(seen) == 2
 
 
+class Downsampling(nn.Module):
+    """The norms of two modules meet in an addition, and go through a third module to the unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.identity = (nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)) for _ in range(2))
+        self.act = nn.Sequential(nn.Identity(), pwlu.PWLU(4, init="silu"))
+
+    def forward(self, x):
+        return self.act(self.conv(x) + self.identity(x))
+
+
+@pytest.mark.parametrize("name", ["conv", "identity", "act", "act.0"])
+def test_hooks_of_modules_around_the_norm_and_the_unit(name):
+    """Hooks on a module that passes the output of a norm on get tensors, and backward hooks get gradients."""
+
+    def watch(model):
+        module = model.get_submodule(f"1.{name}")
+        module.register_forward_hook(lambda module, args, y: seen.extend((args[0], y)))
+        return module.register_full_backward_hook(lambda module, args, y: seen.extend((args[0], y[0])))
+
+    plain = model_of(Downsampling()).double()
+    fused = copy.deepcopy(plain)
+    report = pwlu.fuse_norms_(fused, sample().double())
+    assert [site.through for site in report.fused] == [["1.conv", "1.act.0", "1.act"], ["1.identity", "1.act.0", "1.act"]]
+    seen = []
+    watch(plain), watch(fused)
+    assert_same(fused, plain)
+    assert len(seen) == 8
+    for found, expected in zip(seen[:4], seen[4:], strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_norm_in_a_module_with_hooks_is_not_fused():
+    model = model_of(Downsampling())
+    model[1].conv.register_forward_hook(lambda module, args, y: None)
+    assert [site.reason for site in pwlu.fuse_norms_(model, sample())] == ["1.conv has hooks", ""]
+
+
+def test_a_norm_whose_output_is_returned_is_not_fused():
+    class Returns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn1, self.bn2, self.act = nn.BatchNorm2d(3), nn.BatchNorm2d(3), pwlu.PWLU(3)
+
+        def forward(self, x):
+            y = self.bn2(self.act(self.bn1(x)))
+            return self.act(y), {"features": y}
+
+    model = Returns()
+    report = pwlu.fuse_norms_(model, sample())
+    assert [site.reason for site in report] == ["", "its output goes to the caller of the model"]
+    assert isinstance(model(sample())[1]["features"], torch.Tensor)
+
+
+def test_fx_and_functions():
+    """In a graph of torch.fx and before pwlu.functional, a fused norm runs separately."""
+    fused, plain, _ = pair(Block())
+    traced = torch.fx.symbolic_trace(copy.deepcopy(fused))
+    assert_same(fused, plain)
+    torch.testing.assert_close(traced(sample(seed=0).double()), step(plain)[0])
+
+    class Functional(Block):
+        def forward(self, x):
+            return pwlu.functional.pwlu(self.bn2(self.act1(self.bn1(x))), *self.act2.blocks())
+
+    _, _, report = pair(Functional())
+    assert [site.reason for site in report] == ["", "its output goes to pwlu"]
+
+
 def test_a_change_in_place_is_an_error():
     class Changes(nn.Module):
         def __init__(self):
@@ -550,6 +620,7 @@ def test_restored_models_stay_right():
     pwlu.convert_(model, x)
     pwlu.fuse_norms_(model, x)
     pwlu.restore_(model)
+    assert not any(isinstance(m, DeferredNorm) for m in model.modules())
     torch.testing.assert_close(model(x), expected)
 
 

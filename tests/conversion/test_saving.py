@@ -514,6 +514,8 @@ def test_files_of_others(tmp_path):
     torch.save({}, tmp_path / "pickled")
     with pytest.raises(ValueError, match="pickled is not a safetensors file, or is damaged"):
         pwlu.load_into(network(), tmp_path / "pickled")
+    with pytest.raises(IsADirectoryError, match=r"load_into: .* is a folder. Pass a file in it, such as .*model.safetensors"):
+        pwlu.load_into(network(), tmp_path)
     with pytest.raises(FileNotFoundError):
         pwlu.load_into(network(), tmp_path / "missing")
     pwlu.save(converted(), tmp_path / "whole")

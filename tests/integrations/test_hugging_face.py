@@ -267,6 +267,8 @@ def test_train_again_after_an_exception(tmp_path):
 
 def test_own_group(tmp_path):
     training = Training(tmp_path, max_steps=4, weight_decay=0.01)
+    with pytest.raises(ValueError, match=r"own_group_: lr_factor must be a finite number of at least 0, not -0\.5"):
+        own_group_(training.trainer, lr_factor=-0.5)
     optimizer = own_group_(training.trainer, lr_factor=0.5)
     *others, own = optimizer.param_groups
     assert {id(p) for p in own["params"]} == {id(p) for p in training.trainer.model.layers[1].parameters()}

@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import math
 import os
 import weakref
 
@@ -352,6 +353,16 @@ def test_parameter_groups_of_normalisation():
     for group, parameters in zip(groups, expected, strict=True):
         assert {id(p) for p in group["params"]} == {id(p) for p in parameters}
     assert [g["name"] for g in pwlu.parameter_groups(model, lr=0.1)] == ["weights", "pwlu"]
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "lr_factor", "norm_weight_decay"])
+@pytest.mark.parametrize("value", [-0.1, math.nan, math.inf, "0.1", True])
+def test_parameter_groups_check_numbers(name, value):
+    """Optimizers take a negative learning rate of a group and climb."""
+    with pytest.raises(ValueError, match=f"parameter_groups: {name} must be a finite number of at least 0, not {value!r}"):
+        pwlu.parameter_groups(pwlu.PWLU(2), **{"lr": 0.1} | {name: value})
+    for good in (0, 0.1, torch.tensor(0.1)):
+        pwlu.parameter_groups(pwlu.PWLU(2), **{"lr": 0.1} | {name: good})
 
 
 def test_parameter_groups_leave_out_what_is_frozen():

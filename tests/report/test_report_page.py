@@ -215,6 +215,13 @@ def test_functions_and_alignment_alone(run, capsys):
     assert (data["moments"], data["ended"]) == ([{"step": None, "epoch": None, "phase": None}], True)
 
 
+def test_a_finished_run_whose_metrics_were_cut_off(run, capsys):
+    lines = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(lines[: len(lines) // 2])
+    _, said = reported(run, capsys)
+    assert "metrics.jsonl is incomplete: it has 2 of 4 epochs." in said
+
+
 def test_an_unfinished_run(functions, tmp_path, capsys):
     """It shows the last snapshot. A line of the metrics that was cut off does not count."""
     path = write_run(tmp_path / "run", functions, epochs=3, finished=False)

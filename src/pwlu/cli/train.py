@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import shlex
 import sys
 import textwrap
 from pathlib import Path
@@ -99,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
             result = train(chosen, path, processes)
         except KeyboardInterrupt:
             if processes.is_main:
-                print(f"\nstopped. To continue: pwlu train --resume {path}", file=sys.stderr)
+                print(f"\nstopped. To continue: pwlu train --resume {shlex.quote(str(path))}", file=sys.stderr)
             return 130
         if processes.is_main:
             print(headline(result, chosen.as_dict()))

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -202,6 +203,12 @@ def check_share(owner: str, tolerance: Any) -> None:
         raise ValueError(
             f"{owner}: tolerance is a share of the function's range: write a number between 0 and 1, not {tolerance!r}"
         )
+
+
+def check_rate(owner: str, name: str, value: Any) -> None:
+    """Check that a learning rate, weight decay or factor is at least 0: optimizers do not check those of parameter groups."""
+    if isinstance(value, bool) or not isinstance(value, (Real, Tensor)) or not 0 <= float(value) < float("inf"):
+        raise ValueError(f"{owner}: {name} must be a finite number of at least 0, not {value!r}")
 
 
 def check_integer(owner: str, name: str, value: Any, hint: str, minimum: int | None = None) -> int:

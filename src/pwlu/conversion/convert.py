@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pwlu.common import checks
 from pwlu.common.text import counted
 from pwlu.conversion.conversion_report import EXACT, Change, Report, Site
 from pwlu.conversion.kinds import ARGUMENTS, DEFAULT_KINDS
@@ -19,7 +20,7 @@ from pwlu.conversion.sites import Candidate, Rules, decide, find_sites
 from pwlu.conversion.tracing import stateless_leaf
 from pwlu.conversion.unreached import unreached
 from pwlu.initial_functions import InitialFunction
-from pwlu.units.module import units_of
+from pwlu.units.module import require_model, units_of
 
 _FAR = 0.1  # warn if an initial function differs by more than this from the original activation
 
@@ -68,7 +69,8 @@ def convert_(
         A report of every site. If outputs change, ``report.change`` says by how much.
 
     Raises:
-        ValueError: if an argument is wrong, the model is wrapped or scripted, or no site can be converted. The model is
+        TypeError: if ``model`` is not a module, or ``where`` is not a function.
+        ValueError: if another argument is wrong, the model is wrapped or scripted, or no site can be converted. The model is
             unchanged.
         RuntimeError: if the model cannot be run on the sample. The model is unchanged.
 
@@ -78,7 +80,15 @@ def convert_(
         >>> report.converted[0].channels
         8
     """
-    rules = Rules(_check_kinds(kinds), granularity, where, min_positions)
+    require_model("convert_", model)
+    if where is not None and not callable(where):
+        raise TypeError(
+            f"convert_: where must be a function of a site, such as lambda site: 'head' not in site.name, not {where!r}"
+        )
+    hint = "2 leaves out squeeze-and-excitation, 1 does not"
+    rules = Rules(
+        _check_kinds(kinds), granularity, where, checks.check_integer("convert_", "min_positions", min_positions, hint, 0)
+    )
     make = activation_maker(to, bounds, intervals, granularity, init, tolerance)
     _check_model(model)
     if isinstance(sample, list) and not sample:
@@ -150,7 +160,10 @@ def check_unwrapped(caller: str, model: nn.Module, verb: str = "Convert") -> Non
 def _check_model(model: nn.Module) -> None:
     check_unwrapped("convert_", model)
     if isinstance(model, torch.jit.ScriptModule):
-        raise ValueError("convert_: the model is scripted. Convert it first, then write torch.jit.script(model)")
+        raise ValueError(
+            "convert_: the model is scripted. Pass it as it was before torch.jit.script. A converted model cannot be scripted: "
+            "to deploy it, call pwlu.fuse_(model.eval()), then torch.jit.trace or torch.export.export"
+        )
     if stateless_leaf(model):
         raise ValueError(
             f"convert_: the model is itself an activation, {model}, and cannot be replaced in place. "
@@ -246,7 +259,7 @@ def _notes(runs: Runs) -> list[str]:
         notes.append(f"In {run.mode} mode, the model could not be run on {which} ({_one_line(error)}).")
     scripted = [name for name, module in runs.model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     for name in [name for name in scripted if name.rpartition(".")[0] not in scripted]:
-        notes.append(f"{name} is scripted, so its activations are not found. Convert it before torch.jit.script.")
+        notes.append(f"{name} is scripted, so its activations are not found. Convert the module that was scripted instead.")
     return notes
 
 

@@ -5,12 +5,13 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 
 from pwlu.common.reports import RowReport
 from pwlu.common.text import columns, counted
 from pwlu.conversion.convert import check_unwrapped
 from pwlu.conversion.sample_runs import Run, Runs, could_not_run
-from pwlu.units.deferred_norm import Deferred, DeferredNorm, deferring, has_hooks
+from pwlu.units.deferred_norm import Deferred, DeferredNorm, deferring, has_hooks, stop_deferring_
 from pwlu.units.module import PWLU, require_model, require_units
 
 
@@ -23,12 +24,14 @@ class NormSite:
         units: the names of the PWLUs that get its output.
         added: whether a tensor is added to its output before the PWLU.
         reason: why the norm is not fused; empty if it is.
+        through: the names of the other modules that its output enters or leaves on the way to the PWLU.
     """
 
     norm: str
     units: list[str] = field(default_factory=list)
     added: bool = False
     reason: str = ""
+    through: list[str] = field(default_factory=list, repr=False)
 
     @property
     def fused(self) -> bool:
@@ -69,14 +72,24 @@ class _Recorder:
 
     def record_pair(self, deferred: Deferred, unit: PWLU) -> None:
         """Record that a unit used the output of a norm."""
-        residual, name = deferred.residual, self.names[unit]
-        for site in map(self.site, [deferred.norm, *([residual.norm] if isinstance(residual, Deferred) else [])]):
+        name = self.names[unit]
+        for site in map(self.site, deferred.norms()):
             site.units += [] if name in site.units else [name]
-            site.added |= residual is not None
+            site.added |= deferred.residual is not None
 
     def record_use(self, deferred: Deferred, what: str) -> None:
         """Record that something other than a unit used the output of a norm."""
         self.site(deferred.norm).reason = f"its output goes to {what}"
+
+    def record_passage(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Record that the output of a norm enters or leaves a module. This is a forward hook."""
+        name = self.names[module]
+        for deferred in (leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Deferred)):
+            if not name:
+                deferred.value_for("the caller of the model")
+            for norm in deferred.norms():
+                through = self.site(norm).through
+                through += [] if name in through else [name]
 
 
 def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
@@ -88,8 +101,9 @@ def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
     :func:`unfuse_norms_` undoes the fusion.
 
     The function supports BatchNorm1d, 2d and 3d, SyncBatchNorm, and timm's BatchNormAct2d. With 16-bit inputs, z = norm(x) + r
-    is not rounded to 16 bits. So results differ from those of separate layers by that rounding. If the norm or the PWLU has
-    hooks, and in torch.export and tracing, both run separately, as without this function.
+    is not rounded to 16 bits. So results differ from those of separate layers by that rounding. If the norm, the
+    PWLU, or a module that the norm's output enters or leaves in between has hooks, and in torch.export and tracing, both run
+    separately, as without this function.
 
     Args:
         model: a model with PWLUs. Wrap it (DistributedDataParallel, fully_shard, torch.compile) only after this call.
@@ -131,6 +145,7 @@ def fuse_norms_(model: nn.Module, sample: Any) -> NormReport:
         norm: Any = norms[site.norm]
         norm.__class__ = classes[site.norm]
         norm.recorder, norm.units = None, tuple(units[name] for name in site.units)
+        norm.through = tuple(modules[name] for name in site.through)
     return report
 
 
@@ -143,7 +158,10 @@ def _recorded(model: nn.Module, sample: Any, classes: dict[str, type]) -> dict[s
         recorder = _Recorder(copy)
         for name, cls in classes.items():
             norm: Any = copy.get_submodule(name)
-            norm.__class__, norm.recorder, norm.units = cls, recorder, ()
+            norm.__class__, norm.recorder, norm.units, norm.through = cls, recorder, (), ()
+        for module in copy.modules():
+            if not isinstance(module, (PWLU, _BatchNorm)):
+                module.register_forward_hook(recorder.record_passage, with_kwargs=True)
 
     try:
         Runs(model, sample).run_if_possible(Run("train", 0), prepare)
@@ -158,7 +176,7 @@ def _check(site: NormSite, modules: dict[str, nn.Module]) -> None:
         return
     if not site.units:
         site.reason = "its output does not go to a PWLU"
-    elif hooked := [name for name in (site.norm, *site.units) if has_hooks(modules[name])]:
+    elif hooked := [name for name in (site.norm, *site.units, *site.through) if has_hooks(modules[name])]:
         site.reason = f"{hooked[0]} has hooks"
     elif any(type(modules[name]) is not PWLU for name in site.units):
         site.reason = "the unit is an instance of a subclass of PWLU"
@@ -167,11 +185,7 @@ def _check(site: NormSite, modules: dict[str, nn.Module]) -> None:
 def unfuse_norms_(model: nn.Module) -> list[str]:
     """Undo :func:`fuse_norms_`: every batch norm runs separately again. Return the names of the norms that were fused."""
     require_model("unfuse_norms_", model)
-    names = []
-    for name, module in model.named_modules():
-        if isinstance(module, DeferredNorm):
-            norm: Any = module
-            norm.__class__ = norm.original
-            del norm.recorder, norm.units
-            names.append(name)
-    return names
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, DeferredNorm)}
+    for norm in norms.values():
+        stop_deferring_(norm)
+    return list(norms)

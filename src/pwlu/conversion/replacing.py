@@ -1,11 +1,14 @@
 """Insert new modules in place of activations, and restore the original activations."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from pwlu.conversion import rewrite
 from pwlu.conversion.tracing import Call, full_name, stateless_leaf, unshare
+from pwlu.units.deferred_norm import DeferredNorm, stop_deferring_
+from pwlu.units.module import require_model
 
 _REPLACED = "_pwlu_replaced"  # in the owner's __dict__: the original activation by child name; None for a function call
 _SHARED = "_pwlu_shared"  # in the parent's __dict__: the original by child name, for a module registered in several places
@@ -79,7 +82,7 @@ def _disable_fast_path(model: nn.Module, name: str) -> None:
 
 
 def restore_(model: nn.Module) -> list[str]:
-    """Put the activations back that :func:`convert_` replaced, in place.
+    """Put the activations back that :func:`convert_` replaced, in place. Norms that were fused with them run separately again.
 
     Args:
         model: a converted model.
@@ -88,6 +91,7 @@ def restore_(model: nn.Module) -> list[str]:
         The names of the activations that were removed.
 
     Raises:
+        TypeError: if ``model`` is not a module.
         ValueError: if the model was not converted, or was wrapped after the conversion.
 
     Example:
@@ -96,6 +100,7 @@ def restore_(model: nn.Module) -> list[str]:
         >>> pwlu.restore_(model)
         ['1']
     """
+    require_model("restore_", model)
     owners = [(name, module) for name, module in model.named_modules() if _REPLACED in module.__dict__]
     if not owners:
         raise ValueError(f"restore_: {type(model).__name__} was not converted by pwlu.convert_, so there is nothing to restore")
@@ -121,4 +126,9 @@ def restore_(model: nn.Module) -> list[str]:
             module._modules[key] = shared
     if any(_REPLACED in module.__dict__ for module in model.modules()):  # the restored modules may have been converted too
         removed += restore_(model)
+    left = set(model.modules())
+    norms: list[Any] = [module for module in left if isinstance(module, DeferredNorm)]
+    for norm in norms:
+        if not left.issuperset(norm.units):
+            stop_deferring_(norm)
     return removed

@@ -58,6 +58,10 @@ def read_file(caller: str, path: str | os.PathLike[str]) -> tuple[dict[str, Tens
     require_safetensors(caller)
     from safetensors import SafetensorError, safe_open
 
+    if os.path.isdir(path):
+        raise IsADirectoryError(
+            f"{caller}: {path} is a folder. Pass a file in it, such as {os.path.join(path, 'model.safetensors')}"
+        )
     try:
         with safe_open(str(path), "pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from pwlu.common.checks import check_rate
 from pwlu.common.text import install
 from pwlu.learning.shared_rule import DEFAULT_RULE, SharedRule, find_rule
 from pwlu.learning.two_phase import TwoPhase
@@ -186,8 +187,9 @@ def own_group_(trainer: Trainer, lr_factor: float = 1.0) -> Optimizer:
         The optimizer.
 
     Raises:
-        ValueError: if the Trainer has ``model_init``, or its optimizer already has a scheduler.
+        ValueError: if ``lr_factor`` is negative, the Trainer has ``model_init``, or its optimizer already has a scheduler.
     """
+    check_rate("own_group_", "lr_factor", lr_factor)
     if trainer.model_init is not None:
         raise ValueError(
             "own_group_: with model_init, train() creates a new model and a new optimizer. Pass model=... to the Trainer "

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from pwlu.common import checks
 from pwlu.units.module import require_units
 from pwlu.units.squeeze import function_parameters
 
@@ -38,7 +39,7 @@ def parameter_groups(
 
     Raises:
         TypeError: if ``model`` is not a module.
-        ValueError: if it has no PWLUs.
+        ValueError: if it has no PWLUs, or a number is not finite or negative.
 
     Example::
 
@@ -46,6 +47,10 @@ def parameter_groups(
         optimizer = torch.optim.SGD(pwlu.parameter_groups(model, lr=0.1, weight_decay=1e-4), momentum=0.9)
     """
     units = require_units("parameter_groups", model)
+    for name, value in (("lr", lr), ("weight_decay", weight_decay), ("lr_factor", lr_factor)):
+        checks.check_rate("parameter_groups", name, value)
+    if norm_weight_decay is not None:
+        checks.check_rate("parameter_groups", "norm_weight_decay", norm_weight_decay)
     groups = split_parameters(model, function_parameters(units.values()), lr, weight_decay, lr_factor, norm_weight_decay)
     return [group | {"name": "pwlu" if group["name"] == "functions" else group["name"]} for group in groups]
 

@@ -226,6 +226,8 @@ def _missing_notes(run: RunData) -> list[str]:
         notes.append(without("config.json", "the settings are unknown."))
     if not run.metrics:
         notes.append("No epoch was recorded, so there are no curves.")
+    elif folder.finished and not run.diverged and not config.get("iterations") and len(run.metrics) < config.get("epochs", 0):
+        notes.append(f"metrics.jsonl is incomplete: it has {run.progress} epochs.")
     if not learned:
         notes.append(f"The activation is {config['activation']}. The network has no PWLUs, so there are no functions to show.")
     elif not run.functions:

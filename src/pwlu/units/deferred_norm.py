@@ -59,6 +59,12 @@ class DeferredNorm:
         return _rebuild, (self.original,), self.__getstate__()
 
 
+def stop_deferring_(norm: Any) -> None:
+    """Give a norm its original class back."""
+    norm.__class__ = norm.original
+    del norm.recorder, norm.units, norm.through
+
+
 def _rebuild(original: type[nn.Module]) -> Any:
     made: Any = deferring(original)  # type: ignore[arg-type]  # classes of modules are hashable
     return made.__new__(made)
@@ -90,6 +96,9 @@ def _can_defer(norm: Any, x: Any) -> bool:
         return False
     for unit in norm.units:
         if has_hooks(unit) or not hasattr(unit, "statistics"):  # FusedPWLU has no statistics
+            return False
+    for module in norm.through:  # their hooks expect tensors too
+        if has_hooks(module):
             return False
     if torch.compiler.is_compiling():
         return is_compiled() and not isinstance(norm, nn.SyncBatchNorm)
@@ -245,6 +254,10 @@ class Deferred:
             )
 
     # Methods for all other code.
+
+    def norms(self) -> list[Any]:
+        """Return the norm, and that of the residual if it is deferred too."""
+        return [self.norm, *(self.residual.norms() if isinstance(self.residual, Deferred) else [])]
 
     def value(self) -> Tensor:
         """Return the tensor that this object represents; compute it on the first call."""

@@ -457,5 +457,8 @@ def _check_bounds(bounds: Any, dtype: torch.dtype | None) -> tuple[float, float]
         raise ValueError(f"PWLU: bounds must be two numbers such as (-3.0, 3.0), not {bounds!r}") from None
     stored, largest = torch.finfo(dtype or torch.get_default_dtype()), max(abs(left), abs(right))
     if not (stored.eps * largest < right - left <= stored.max and largest <= stored.max):  # not a tensor: it could be fake
-        raise ValueError(f"PWLU: bounds must be finite with left < right, such as (-3.0, 3.0), not ({left:g}, {right:g})")
+        raise ValueError(
+            f"PWLU: bounds must be finite with left < right in {stored.dtype}, and so must be their distance, such as "
+            f"(-3.0, 3.0), not ({left!r}, {right!r})"
+        )
     return left, right

@@ -216,24 +216,25 @@ def test_a_second_run_has_a_folder_of_its_own(tmp_path):
 
 def test_the_same_command_twice(tmp_path, capsys):
     """Says that there is such a run and how to go on; other settings, or another seed, are another run."""
-    command = (*SHORT, "--act", "relu", "--runs", tmp_path)
-    path = short_run(tmp_path, "--act", "relu").path
+    runs = tmp_path / "my runs"
+    command = (*SHORT, "--act", "relu", "--runs", runs)
+    path = short_run(runs, "--act", "relu").path
     assert train(*command) == 2
-    words = f"{path} is a run with the same settings. It is finished: view it with pwlu report {path}, or start a new run with"
+    words = f"{path} is a run with the same settings. It is finished: view it with pwlu report '{path}', or start a new run"
     assert words in capsys.readouterr().err
     (path / "result.json").unlink()
     assert train(*command, "--workers", "1") == 2
-    words = f"{path} is a run with the same settings. It stopped after 3 epochs: continue it with pwlu train --resume {path}"
+    words = f"{path} is a run with the same settings. It stopped after 3 epochs: continue it with pwlu train --resume '{path}'"
     assert words in capsys.readouterr().err
-    assert [folder.name for folder in tmp_path.iterdir()] == [path.name]
+    assert [folder.name for folder in runs.iterdir()] == [path.name]
     assert train(*command, "--seed", "1") == 0
     (path / "config.json").write_text("{")  # what cannot be read is in nobody's way
     assert train(*command) == 0
     assert train(*command, "--again") == 0
     name = "digits-relu-epochs-3-batch-128-seed"
-    assert {folder.name for folder in tmp_path.iterdir()} == {f"{name}0", f"{name}0-2", f"{name}0-3", f"{name}1"}
-    assert not list(tmp_path.glob("*/functions.png")) + list(tmp_path.glob("*/snapshots"))
-    assert same_state(load_file(path / "model.safetensors"), load_file(tmp_path / f"{name}0-2" / "model.safetensors"))
+    assert {folder.name for folder in runs.iterdir()} == {f"{name}0", f"{name}0-2", f"{name}0-3", f"{name}1"}
+    assert not list(runs.glob("*/functions.png")) + list(runs.glob("*/snapshots"))
+    assert same_state(load_file(path / "model.safetensors"), load_file(runs / f"{name}0-2" / "model.safetensors"))
 
 
 def test_a_name_is_never_too_long():

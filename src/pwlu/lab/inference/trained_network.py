@@ -1,6 +1,7 @@
 """Rebuild the network of a finished run from its folder. This needs no data set."""
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,4 +86,4 @@ def _explain_missing(missing: str, folder: RunFolder, settings: Settings) -> str
             f"made, such as runs/{run_name(settings)}"
         )
     epochs = counted(len(folder.metrics()), "epoch")
-    return f"{path} is not finished: it has completed {epochs}. Continue it with pwlu train --resume {path}"
+    return f"{path} is not finished: it has completed {epochs}. Continue it with pwlu train --resume {shlex.quote(str(path))}"

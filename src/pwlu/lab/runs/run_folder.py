@@ -20,6 +20,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import statistics
 from collections.abc import Iterator
@@ -243,7 +244,7 @@ class RunFolder:
             begun = (self.path / "config.json").exists()
             raise UserError(
                 f"{error.what}. {done}: {error.remedy}, then "
-                + (f"continue with pwlu train --resume {self.path}" if begun else "start again")
+                + (f"continue with pwlu train --resume {shlex.quote(str(self.path))}" if begun else "start again")
             ) from None
 
     # Metrics.

@@ -2,6 +2,7 @@
 
 import glob
 import math
+import shlex
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -70,10 +71,10 @@ def _refuse_duplicate(runs: Path, settings: Settings) -> None:
             continue
         if same:
             state = "is finished" if folder.finished else f"stopped after {done} epochs"
-            advice = f"view it with pwlu report {path}" if folder.finished else f"continue it with pwlu train --resume {path}"
+            command = "view it with pwlu report" if folder.finished else "continue it with pwlu train --resume"
             raise UserError(
-                f"{path} is a run with the same settings. It {state}: {advice}, or start a new run with --again or another "
-                "--seed"
+                f"{path} is a run with the same settings. It {state}: {command} {shlex.quote(str(path))}, or start a new run "
+                "with --again or another --seed"
             )
 
 

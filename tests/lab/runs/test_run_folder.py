@@ -226,6 +226,10 @@ def test_the_same_command_twice(tmp_path, capsys):
     assert train(*command, "--workers", "1") == 2
     words = f"{path} is a run with the same settings. It stopped after 3 epochs: continue it with pwlu train --resume '{path}'"
     assert words in capsys.readouterr().err
+    with RunFolder(path).lock():
+        assert train(*command) == 2
+    words = f"{path} is a run with the same settings. Another process is training it: wait for it, or start a new run"
+    assert words in capsys.readouterr().err
     assert [folder.name for folder in runs.iterdir()] == [path.name]
     assert train(*command, "--seed", "1") == 0
     (path / "config.json").write_text("{")  # what cannot be read is in nobody's way

@@ -104,6 +104,11 @@ class RunFolder:
             (self.path / "config.json").unlink()
             self.path.rmdir()
 
+    def is_locked(self) -> bool:
+        """Return whether another process trains the run."""
+        with (self.path / "config.json").open() as file:
+            return not try_lock(file)  # closing the file releases the lock
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Lock the run inside the context, so that no other process trains it. Remove leftovers of a killed process."""

@@ -70,12 +70,14 @@ def _refuse_duplicate(runs: Path, settings: Settings) -> None:
         except UserError:  # not a run folder
             continue
         if same:
-            state = "is finished" if folder.finished else f"stopped after {done} epochs"
-            command = "view it with pwlu report" if folder.finished else "continue it with pwlu train --resume"
-            raise UserError(
-                f"{path} is a run with the same settings. It {state}: {command} {shlex.quote(str(path))}, or start a new run "
-                "with --again or another --seed"
-            )
+            place = shlex.quote(str(path))
+            if folder.finished:
+                state = f"It is finished: view it with pwlu report {place}, or"
+            elif folder.is_locked():
+                state = "Another process is training it: wait for it, or"
+            else:
+                state = f"It stopped after {done} epochs: continue it with pwlu train --resume {place}, or"
+            raise UserError(f"{path} is a run with the same settings. {state} start a new run with --again or another --seed")
 
 
 def train(settings: Settings, path: Path, processes: Processes) -> dict[str, Any]:

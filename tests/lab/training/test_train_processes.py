@@ -1,8 +1,12 @@
 """Several processes train as one does."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
+from imported import MOST_SECONDS, plain_environment
 from lab_helpers import (
     NAME,
     SHORT,
@@ -89,6 +93,29 @@ needs_gloo = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_availa
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+THREADS = """
+from pathlib import Path
+from pwlu.lab.runs.processes import join_process_group
+from torch.nn import Linear
+from torch.nn.parallel import DistributedDataParallel
+with join_process_group("cpu"):
+    DistributedDataParallel(Linear(1, 1))
+print([thread.read_text().strip() for thread in Path("/proc/self/task").glob("*/comm")])
+"""
+
+
+@needs_gloo
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_thread_of_gloo_is_left(tmp_path):
+    """One that waits for Python's lock at the exit aborts the process."""
+    (tmp_path / "threads.py").write_text(THREADS)
+    command = [sys.executable, *TORCHRUN[:-1], "1", tmp_path / "threads.py"]
+    done = subprocess.run(command, env=plain_environment(), capture_output=True, text=True, timeout=MOST_SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert "python" in done.stdout
+    assert "gloo" not in done.stdout
 
 
 @pytest.fixture(scope="module")

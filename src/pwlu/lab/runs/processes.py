@@ -81,6 +81,10 @@ def join_process_group(device: str | None) -> Iterator[Processes]:
     if "RANK" not in os.environ or dist.is_initialized():
         yield Processes(rank, count, chosen)
         return
+    # Default arguments in this module would keep the group alive, and with it the threads of gloo, if DistributedDataParallel
+    # imported it later. A thread of gloo that releases a tensor while Python exits aborts the process.
+    from torch.distributed import nn  # noqa: F401
+
     dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     try:
         yield Processes(rank, count, chosen)

@@ -423,7 +423,7 @@ def test_a_norm_whose_output_is_returned_is_not_fused():
 
 
 def test_fx_and_functions():
-    """In a graph of torch.fx and before pwlu.functional, a fused norm runs separately."""
+    """Run a fused norm separately in a graph of torch.fx and before pwlu.functional."""
     fused, plain, _ = pair(Block())
     traced = torch.fx.symbolic_trace(copy.deepcopy(fused))
     assert_same(fused, plain)

@@ -18,6 +18,13 @@ SOURCES = Path(__file__).parents[2] / "src"
 SUPPORT = Path(__file__).parent  # what tests share
 MOST_SECONDS = 600  # for what takes some ten of them on an idle machine: a busy one must not fail
 
+# To append to a program: prints the names of its threads on Linux, in one piece, because several processes print.
+PRINT_THREADS = """
+from pathlib import Path
+names = [thread.read_text().strip() for thread in Path("/proc/self/task").glob("*/comm")]
+print(f"threads: {' '.join(names)}\\n", end="")
+"""
+
 # Nothing is computed before the fork, which torch would not survive. A copy leaves the loop and ends as every program does.
 SERVER = """
 import json, os, runpy, sys, types

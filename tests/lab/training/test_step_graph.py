@@ -12,20 +12,41 @@ from pwlu.lab.training.trainer import check_cuda_graphs
 ONE, TWO = (Processes(0, count, torch.device("cuda")) for count in (1, 2))
 
 
-def trained(device, **changes):
-    """What 20 steps, 5 of them in Phase I, make of the digits' network in float64."""
-    changes = {"epochs": 3, "realign_epochs": 0.7, "batch": 128, "precision": "float64"} | changes
+def trained(device, steps, **changes):
+    """Return a trainer of the digits' network after some steps, 5 of them in Phase I."""
+    changes = {"epochs": 3, "realign_epochs": 0.7, "batch": 128} | changes
     task = task_of(processes=Processes(0, 1, device), **changes)
-    return take_steps(Trainer(task, task.settings, task.processes), 20)
+    return take_steps(Trainer(task, task.settings, task.processes), steps)
 
 
 @pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"rule": "shared", "ema": 0.9}, {"activation": "pau"}], ids=str)
-def test_graphs_compute_what_steps_without_them_do(changes, device):
+def test_same_training_as_without_graphs(changes, device):
+    """Compare in float64, in which steps do not magnify rounding beyond the tolerance."""
     if device.type != "cuda":
         pytest.skip("needs --device cuda")
+    changes = {"steps": 20, "precision": "float64"} | changes
     graphed, expected = trained(device, cuda_graphs=True, **changes), trained(device, **changes)
     assert graphed.graph.captures == (1 if "activation" in changes else 2)  # one in each phase
-    torch.testing.assert_close(graphed.state(), expected.state(), rtol=1e-9, atol=1e-12)
+    for name in ("network", "measured"):
+        found, wanted = (dict(getattr(each, name).state_dict()) for each in (graphed, expected))
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [4, 12])  # the next step is in Phase I, in Phase II
+def test_gradients_of_a_replay(steps, device):
+    """Compare with gradients of the same kernels without a graph: no element is a sum of more than 128 x 64 terms."""
+    if device.type != "cuda":
+        pytest.skip("needs --device cuda")
+    trainer = trained(device, steps, cuda_graphs=True)
+    assert trainer.phase == (1 if steps < 5 else 2)
+    batches = next(iter(trainer.task.epoch(2)))
+    trainer.graph(batches, trainer.phase)
+    found = [parameter.grad.clone() for parameter in trainer.network.parameters()]
+    trainer.optimizer.zero_grad()
+    trainer._backward(batches)
+    for gradient, parameter in zip(found, trainer.network.parameters(), strict=True):
+        slack = 128 * 64 * 2.0**-24 * parameter.grad.abs().max().item()
+        torch.testing.assert_close(gradient, parameter.grad, rtol=0, atol=slack)
 
 
 @pytest.mark.parametrize(

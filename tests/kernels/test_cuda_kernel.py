@@ -329,7 +329,7 @@ def test_a_first_use_inside_a_capture_is_a_clear_error(kernel, device):
 @needs_gpu
 def test_warm_up(device, monkeypatch):
     number = pwlu.warm_up(device, [torch.bfloat16])
-    assert number == sum("bfloat16" in name or name.startswith(("finish", "rule")) for name in kernels.functions())
+    assert number == sum("bfloat16" in name or name.startswith(("finish", "rule", "network")) for name in kernels.functions())
     monkeypatch.setattr(cuda.calls, "Loaded", lambda name, *_: pytest.fail(f"{name} is loaded only now"))
     for form in FORMS:
         _, x, parameters, dim = problem(form, torch.bfloat16, device)

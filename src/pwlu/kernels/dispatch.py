@@ -218,7 +218,8 @@ def follow_batch(state: NormState, count: int, mean: Tensor, m2: Tensor) -> Tens
     norm = reference.normalization(mean, m2 / count, state.gamma, state.beta, state.eps)
     if state.pool is not None:  # apart from eps, z has mean beta and standard deviation gamma
         _, _, scale, shift = norm
-        state.pool.copy_(reference.merge(state.pool, torch.tensor(count, device=mean.device), shift, m2 * scale.square()))
+        added = state.pool.new_full((), count)  # not torch.tensor(count): a CUDA graph cannot copy from the CPU
+        state.pool.copy_(reference.merge(state.pool, added, shift, m2 * scale.square()))
     return norm
 
 

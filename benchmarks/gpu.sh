@@ -16,6 +16,7 @@ OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive "$python" -m pytest -q --device cuda -
 "$python" benchmarks/model.py training --device cuda --trained mobilenetv2_100 --modes eager \
   --kinds pwlu dynamic_pwlu dyrelu metaacon se_relu --output "$folder/dynamic-cuda.csv"
 "$python" benchmarks/detection.py --device cuda --output "$folder/detection-cuda.csv"
+"$python" benchmarks/recipes.py --jobs 1 16 --mps --output "$folder/recipes-cuda.csv"
 "$python" benchmarks/learning_rule.py --device cuda --output "$folder/learning-rule-cuda.csv"
 networks="resnet50 resnet18 mobilenetv2_100 efficientnet_b0"
 "$python" benchmarks/model.py training --device cuda --trained $networks --modes eager --kinds silu pwlu "pwlu, norms fused" \

@@ -1,6 +1,7 @@
-"""Time how many images per second one core reads, from a folder and from shards, and write a CSV file.
+"""Time how many images per second one core reads, from folders and from shards, and write a CSV file.
 
-The images are JPEG files of 500 x 375 pixels with noise, 97 kB each. They are in the page cache: this is the time of decoding,
+The images have noise. Those of ImageNet's recipes are JPEG files of 500 x 375 pixels, 97 kB each; those of Imagenette's have
+213 x 160 pixels, as JPEG and as BMP, which needs no decoding. They are in the page cache: this is the time of decoding,
 augmenting and sending, without that of the disk. One worker process reads. The process that receives the batches also
 normalises them, on another core.
 """
@@ -24,38 +25,49 @@ from pwlu.lab.data.file_images import load_files
 from pwlu.lab.data.shards import Shards
 from pwlu.lab.recipes.catalog import settings
 
+LARGE, SMALL = (500, 375), (213, 160)  # sizes of images
 
-def jpeg(random: np.random.Generator) -> bytes:
-    """Return a JPEG file of 500 x 375 pixels."""
-    coarse = Image.fromarray(random.integers(0, 256, (47, 63, 3), dtype=np.uint8)).resize((500, 375), Image.Resampling.BICUBIC)
-    noise = random.normal(0, 12, (375, 500, 3))
+
+def image_file(random: np.random.Generator, size: tuple[int, int], kind: str = "JPEG") -> bytes:
+    """Return an image file of this size."""
+    width, height = size
+    coarse = Image.fromarray(random.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8))
+    noise = random.normal(0, 12, (height, width, 3))
+    smooth = np.asarray(coarse.resize(size, Image.Resampling.BICUBIC))
     file = io.BytesIO()
-    Image.fromarray((np.asarray(coarse) + noise).clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
+    Image.fromarray((smooth + noise).clip(0, 255).astype(np.uint8)).save(
+        file, kind, **{"quality": 90} if kind == "JPEG" else {}
+    )
     return file.getvalue()
 
 
-def make(root: Path, count: int) -> float:
-    """Write the same images as a folder and as shards of 256. Return the mean size of a file in bytes."""
-    random, sizes = np.random.default_rng(0), []
-    (root / "val" / "0").mkdir(parents=True)
-    (root / "train" / "0").mkdir(parents=True)
-    for first in range(0, count, 256):
+def make_folder(root: Path, count: int, size: tuple[int, int], kind: str = "JPEG") -> list[bytes]:
+    """Write images of one class as a folder, as --data expects it. Return the files for training."""
+    random, suffix = np.random.default_rng(0), {"JPEG": "jpg", "BMP": "bmp"}[kind]
+    for part in ("train", "val"):
+        (root / part / "0").mkdir(parents=True)
+    files = [image_file(random, size, kind) for _ in range(count)]
+    for number, content in enumerate(files):
+        (root / "train" / "0" / f"{number:06}.{suffix}").write_bytes(content)
+    (root / "val" / "0" / f"0.{suffix}").write_bytes(files[0])
+    return files
+
+
+def make_shards(root: Path, files: list[bytes]) -> str:
+    """Write images as shards of 256. Return their pattern."""
+    for first in range(0, len(files), 256):
         with tarfile.open(root / f"train-{first // 256:03}.tar", "w") as tar:
-            for number in range(first, min(first + 256, count)):
-                content = jpeg(random)
-                sizes.append(len(content))
-                (root / "train" / "0" / f"{number:06}.jpg").write_bytes(content)
+            for number, content in enumerate(files[first : first + 256], start=first):
                 for name, data in ((f"{number:06}.jpg", content), (f"{number:06}.cls", b"0")):
                     member = tarfile.TarInfo(name)
                     member.size = len(data)
                     tar.addfile(member, io.BytesIO(data))
-    (root / "val" / "0" / "0.jpg").write_bytes(jpeg(random))
-    return float(np.mean(sizes))
+    return str(root / f"train-{{000..{(len(files) - 1) // 256:03}}}.tar")
 
 
-def images_per_second(**changes: Any) -> float:
+def images_per_second(recipe: str, **changes: Any) -> float:
     """Return the images per second of one epoch, after one batch that starts the worker."""
-    train, _, _ = load_files(settings("imagenet/resnet50", **changes), torch.device("cpu"))
+    train, _, _ = load_files(settings(recipe, **changes), torch.device("cpu"))
     for _ in train.batches([torch.arange(2)], (0, 0, 2)):
         pass
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
@@ -103,7 +115,7 @@ def main() -> None:
     """Parse the command line, measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=1024, help="read so many images (default: 1024)")
-    parser.add_argument("--rounds", type=int, default=3, help="measure both so often, in turn (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="measure each so often, in turn (default: 3)")
     parser.add_argument(
         "--tables", action="store_true", help="print the tables of docs/scale.md, measure nothing (default: off)"
     )
@@ -111,21 +123,29 @@ def main() -> None:
     if options.tables:
         print(tables())
         return
-    rows = []
+    rows, count = [], options.images
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        size = make(root, options.images)
-        pattern = str(root / f"train-{{000..{(options.images - 1) // 256:03}}}.tar")
+        files = {"folder": make_folder(root, count, LARGE)}
+        files["shards"] = files["folder"]
+        for kind in ("JPEG", "BMP"):
+            files[f"Imagenette, {kind}"] = make_folder(root / kind, count, SMALL, kind)
+        pattern = make_shards(root, files["shards"])
         begin = time.monotonic()
         Shards(pattern)
-        index = 1e6 * (time.monotonic() - begin) / options.images
-        print(f"files of {size / 1000:.0f} kB; reading the headers of shards: {index:.0f} microseconds per image")
-        places: dict[str, dict[str, Any]] = {"folder": {"data": str(root)}, "shards": {"data": pattern, "holdout": 1}}
+        index = 1e6 * (time.monotonic() - begin) / count
+        print(f"reading the headers of shards: {index:.0f} microseconds per image")
+        places: dict[str, dict[str, Any]] = {
+            "folder": {"recipe": "imagenet/resnet50", "data": str(root)},
+            "shards": {"recipe": "imagenet/resnet50", "data": pattern, "holdout": 1},
+            "Imagenette, JPEG": {"recipe": "imagenette/resnet18", "data": str(root / "JPEG")},
+            "Imagenette, BMP": {"recipe": "imagenette/resnet18", "data": str(root / "BMP")},
+        }
         for number in range(options.rounds):
             for place, arguments in places.items():
-                speed = images_per_second(**arguments, workers=1)
+                speed, size = images_per_second(**arguments, workers=1), sum(map(len, files[place])) / count
                 print(f"{place}: {speed:.0f} images per second", flush=True)
-                row = {"source": place, "round": number, "images": options.images, "bytes_per_file": round(size), "workers": 1}
+                row = {"source": place, "round": number, "images": count, "bytes_per_file": round(size), "workers": 1}
                 rows.append(row | {"images_per_second": round(speed, 1), "index_us_per_image": round(index, 1)})
     write(RESULTS / "data-cpu.csv", [row | machine("cpu") for row in rows])
 

@@ -54,13 +54,13 @@ Source = Folder | Shards
 
 
 class _FileDataset(Dataset):
-    """A data set whose items are requested by (index, random keys of the augmentation, or None for a test image)."""
+    """A data set whose items are requested by (index, random seed of the augmentation, or None for a test image)."""
 
     def __init__(self, source: Source, numbers: list[int], train: Any, test: Any) -> None:
         self.source, self.numbers, self.train, self.test = source, numbers, train, test
 
-    def __getitem__(self, item: tuple[int, tuple[int, ...] | None]) -> tuple[Tensor, int]:
-        index, keys = item
+    def __getitem__(self, item: tuple[int, int | None]) -> tuple[Tensor, int]:
+        index, seed = item
         number = self.numbers[index]
         file, label = self.source.image(number)
         try:
@@ -70,10 +70,10 @@ class _FileDataset(Dataset):
                 f"the image {self.source.name(number)} cannot be read: {error}. Replace it in all copies of the data set, then "
                 "continue with --resume"
             ) from None
-        if keys is None:
+        if seed is None:
             return self.test(image), label
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(keyed_random.hash_keys(*keys, number)))
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed takes longer: it also looks for GPUs
             return self.train(image), label
 
 
@@ -83,7 +83,7 @@ class FileImages:
     def __init__(self, files: _FileDataset, device: torch.device, workers: int) -> None:
         self.files, self.device, self.workers = files, device, workers
         self.mean, self.std = (torch.tensor(v, device=device)[:, None, None] * 255 for v in (MEAN, STD))
-        self.requests: list[list[tuple[int, tuple[int, ...] | None]]] = []
+        self.requests: list[list[tuple[int, int | None]]] = []
         self.loader = requested_batches(files, self.requests, device, workers)
 
     def __len__(self) -> int:
@@ -100,7 +100,11 @@ class FileImages:
 
         `keys`: the random keys of the augmentation, such as seed and epoch. None: no augmentation.
         """
-        self.requests[:] = [[(index, keys) for index in indices.tolist()] for indices in plan]
+        numbers = torch.tensor(self.files.numbers)
+        self.requests[:] = []
+        for indices in plan:
+            seeds = [None] * len(indices) if keys is None else keyed_random.hash_keys(*keys, numbers[indices]).tolist()
+            self.requests.append(list(zip(indices.tolist(), seeds, strict=True)))
         pinned = self.device.type == "cuda"
         try:
             for images, labels in self.loader:

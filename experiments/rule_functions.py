@@ -146,11 +146,20 @@ def bending(intervals: int) -> tuple[Tensor, Tensor]:
 
 
 def implicit_bend(
-    table: Tensor, strength: Tensor, vectors: Tensor, values: Tensor, start: InitialFunction | None = None
+    table: Tensor,
+    strength: Tensor,
+    vectors: Tensor,
+    values: Tensor,
+    start: InitialFunction | None = None,
+    layers: Layers | None = None,
+    sharing: float = 0.0,
 ) -> Tensor:
     """Take the proximal step of strength / 2 * |bends|^2, with strength (F, 1): v becomes (I + strength M'M)^-1 v.
 
     It is stable at any strength. It keeps straight lines unchanged; with `start`, it keeps that function unchanged.
+
+    With `sharing`, the gradient of the penalty is shared as by :func:`shared`: the strength is 1 + sharing C times as large for
+    what the C functions of a layer have in common. Functions of a layer then have the same strength, the mean over the layer.
     """
     d = interval(table)
 
@@ -158,7 +167,16 @@ def implicit_bend(
         return torch.cat([t[:, LEFT_SLOPE, None] * d, t[:, HEIGHTS:], t[:, RIGHT_SLOPE, None] * d], 1)
 
     base = packed(torch.zeros_like(table) if start is None else initial_table(table, start))
-    v = (packed(table) - base) @ vectors / (1 + strength * values) @ vectors.T + base
+    modes = (packed(table) - base) @ vectors
+    if layers is None or not sharing:
+        kept = modes / (1 + strength * values)
+    else:
+        weight = d / (layers.sums(d.square()) / layers.channels).sqrt().clamp(min=1e-12)
+        strength = layers.sums(strength) / layers.channels
+        common = layers.sums(modes * weight) / layers.channels * weight
+        faster = strength * (1 + sharing * layers.channels)
+        kept = (modes - common) / (1 + strength * values) + common / (1 + faster * values)
+    v = kept @ vectors.T + base
     safe = torch.where(d.abs() > 1e-12, d, torch.ones_like(d))
     return torch.cat([table[:, :LEFT_SLOPE], v[:, :1] / safe, v[:, -1:] / safe, v[:, 1:-1]], 1)
 

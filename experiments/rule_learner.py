@@ -3,12 +3,13 @@
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import rule_functions as functions
 import torch
 from rule_functions import HEIGHTS, LEFT_SLOPE, Layers
-from torch import Tensor
+from torch import Tensor, nn
 
 from pwlu.initial_functions import InitialFunction
 from pwlu.learning.curvature import parameter_indices
@@ -16,7 +17,7 @@ from pwlu.learning.shared_rule import SharedRule
 from pwlu.units.module import PWLU
 
 SQUARES_DECAY = 0.99  # of the running mean square of gradients
-OBSERVED_STEPS = 8  # the last steps of an epoch, over which mean and standard deviation of inputs are measured
+OBSERVED_BATCHES = 8  # at the end of an epoch, over which mean and standard deviation of inputs are measured
 
 
 def _word(default: Any, help: str) -> Any:
@@ -92,42 +93,42 @@ class Bank:
         torch._foreach_copy_([t.detach() for t in tensors], list(flat.split(self.lengths)))
 
 
-class Observer:
-    """A hook on the inputs of PWLUs that measures mean and standard deviation while ``active``, and adds jitter."""
+@torch.no_grad()
+def input_statistics(bank: Bank, network: nn.Module, batches: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation of the inputs of all functions, (F, 1) each, in evaluation mode."""
+    seen: list[list[Tensor]] = [[] for _ in bank.units]
 
-    def __init__(self, bank: Bank, jitter: float) -> None:
-        self.bank, self.jitter, self.active = bank, jitter, False
-        self.clear()
-        for number, unit in enumerate(bank.units):
-            unit.register_forward_pre_hook(lambda unit, arguments, number=number: self._observe(number, unit, *arguments))
+    def observe(unit: PWLU, arguments: tuple[Tensor], number: int) -> None:
+        x = arguments[0]
+        dims = [i for i in range(x.ndim) if unit.channels == 1 or i != unit.channel_dim % x.ndim]
+        variance, mean = torch.var_mean(x.float(), dims, correction=0)
+        seen[number].append(torch.stack([mean.reshape(-1), variance.reshape(-1)]))
 
-    def clear(self) -> None:
-        """Discard the measurements."""
-        self.seen: list[list[Tensor]] = [[] for _ in self.bank.units]
+    hooks = [unit.register_forward_pre_hook(partial(observe, number=i)) for i, unit in enumerate(bank.units)]
+    training = network.training
+    network.eval()
+    for batch in batches:
+        network(batch)
+    network.train(training)
+    for hook in hooks:
+        hook.remove()
+    parts = []
+    for each in seen:
+        mean, variance = torch.stack(each).unbind(1)
+        parts.append(torch.stack([mean.mean(0), (variance.mean(0) + mean.var(0, correction=0)).sqrt()]))
+    mean, std = torch.cat(parts, 1)[:, :, None]
+    return mean, std
 
-    def _observe(self, number: int, unit: PWLU, x: Tensor) -> Tensor | None:
-        if not unit.training:
-            return None
-        if self.active:
-            dims = [i for i in range(x.ndim) if unit.channels == 1 or i != unit.channel_dim % x.ndim]
-            variance, mean = torch.var_mean(x.detach().float(), dims, correction=0)
-            self.seen[number].append(torch.stack([mean.reshape(-1), variance.reshape(-1)]))
-        if not self.jitter or unit.phase == 1:
-            return None
-        step = (unit.right - unit.left).detach() / unit.intervals
-        shape = [1] * x.ndim
-        shape[unit.channel_dim] = unit.channels
-        return x + torch.rand_like(x).sub_(0.5).mul_(self.jitter * step.to(x.dtype).view(shape))
 
-    def statistics(self) -> tuple[Tensor, Tensor]:
-        """Return mean and standard deviation over all steps, (F, 1) each, and discard the measurements."""
-        parts = []
-        for seen in self.seen:
-            mean, variance = torch.stack(seen).unbind(1)
-            parts.append(torch.stack([mean.mean(0), (variance.mean(0) + mean.var(0, correction=0)).sqrt()]))
-        self.clear()
-        mean, std = torch.cat(parts, 1)[:, :, None]
-        return mean, std
+def shifted(unit: PWLU, arguments: tuple[Tensor], jitter: float) -> Tensor | None:
+    """Return the input of a unit plus random shifts of up to +- `jitter` intervals / 2, in Phase II of training."""
+    if not unit.training or unit.phase == 1:
+        return None
+    x = arguments[0]
+    step = (unit.right - unit.left).detach() / unit.intervals
+    shape = [1] * x.ndim
+    shape[unit.channel_dim] = unit.channels
+    return x + torch.rand_like(x).sub_(0.5).mul_(jitter * step.to(x.dtype).view(shape))
 
 
 class Learner:
@@ -156,10 +157,16 @@ class Learner:
         self.implicit = {name: weights.pop(name) for name in ("curv", "relcurv") if rule.prox and name in weights}
         self.explicit = weights
         if rule.shareall and rule.relstep:
-            raise ValueError("shareall goes with explicit penalties, relstep with implicit ones: leave out one of both")
+            raise ValueError(
+                "shareall shares the gradient of penalties, which relstep divides by its size: leave out one of both"
+            )
+        if rule.shareall and self.implicit and rule.share:
+            raise ValueError("shareall with prox works only with sharesum: leave out share")
         if rule.relstep and self.explicit:
             raise ValueError(f"relstep works only with implicit penalties: write prox, and leave out {', '.join(weights)}")
-        self.observer = Observer(bank, rule.jitter) if rule.observes or rule.jitter else None
+        if rule.jitter:
+            for unit in bank.units:
+                unit.register_forward_pre_hook(partial(shifted, jitter=rule.jitter))
         self.mean = self.std = self.target = None
         self.changes_gradients = any((rule.share, rule.sharesum, rule.precond, rule.relstep, rule.decayB, self.explicit))
         self.learning = self.last_step = False
@@ -171,10 +178,6 @@ class Learner:
     def begin(self, step: int, steps_per_epoch: int) -> None:
         """Announce the next step of the epoch, counted from 0."""
         self.last_step = step == steps_per_epoch - 1
-        if self.observer:
-            if step == 0:
-                self.observer.clear()
-            self.observer.active = self.rule.observes and step >= steps_per_epoch - OBSERVED_STEPS
 
     def _before_step(self) -> None:
         rule, bank = self.rule, self.bank
@@ -229,11 +232,13 @@ class Learner:
 
     def _shared(self, gradient: Tensor, table: Tensor) -> Tensor:
         rule, layers = self.rule, self.bank.layers
-        fade = self.group["lr"] / self.peak if rule.fade else 1.0
         for strength, root in ((rule.share, True), (rule.sharesum, False)):
             if strength:
-                gradient = functions.shared(gradient, table, layers, strength * fade, root)
+                gradient = functions.shared(gradient, table, layers, strength * self._fade(), root)
         return gradient
+
+    def _fade(self) -> float:
+        return self.group["lr"] / self.peak if self.rule.fade else 1.0
 
     @torch.no_grad()
     def _after_step(self) -> None:
@@ -247,7 +252,8 @@ class Learner:
                 strength = strength + 2 * weight * (bank.intervals / functions.squared_size(table) if name == "relcurv" else 1)
             # As strong as the penalty's gradient would be: with momentum 0.9, a constant gradient counts ten times.
             strength = strength * self.group["lr"] * 10 * self._scale(table)
-            table = functions.implicit_bend(table, strength, *self.bending, self.base)
+            sharing = rule.sharesum * self._fade() if rule.shareall else 0.0
+            table = functions.implicit_bend(table, strength, *self.bending, self.base, bank.layers, sharing)
         if rule.gain:
             if self.mean is None:  # realignment has set the bounds to mean +- 3 deviations
                 self.mean, self.std = table[:, :2].mean(1, keepdim=True), (table[:, 1:2] - table[:, :1]) / 6
@@ -265,7 +271,7 @@ class Learner:
         rule, bank = self.rule, self.bank
         if self.trainer.phase != 2 or not rule.observes:
             return
-        self.mean, self.std = self.observer.statistics()
+        self.mean, self.std = self._input_statistics()
         if not rule.regrid or done % round(rule.regrid) or done > rule.regridlast * epochs:
             return
         table = bank.values()
@@ -280,6 +286,12 @@ class Learner:
             bank.write(buffers, torch.where(usable, moved, momentum))
         width = ((right - left) / (table[:, 1:2] - table[:, :1])).median().item()
         self.notes.append(f"regrid after {done}: width x {width:.3f}, error {error.median():.4f}, at most {error.max():.4f}")
+
+    def _input_statistics(self) -> tuple[Tensor, Tensor]:
+        task = self.trainer.task
+        batches = task.read(list(task.order(0)[:OBSERVED_BATCHES]), (0, 0, 2))
+        with self.trainer.autocast():
+            return input_statistics(self.bank, self.trainer.network, (images for images, _ in batches))
 
     def _numbers(self) -> dict[str, float]:
         """Return medians over functions that separate scale, smoothness and step size."""

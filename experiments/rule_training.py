@@ -87,8 +87,8 @@ def train(spec: dict[str, Any], data: Path, device: str | None, deadline: float,
             data=str(data),
             precision="bf16" if cuda else "float32",
             channels_last=cuda,
-            cuda_graphs=cuda and not rule.observes,  # a graph does not call the hooks that observe
-            fuse_norms="off",  # rules observe the inputs of PWLUs
+            cuda_graphs=cuda,
+            fuse_norms="off",  # hooks see the inputs of PWLUs
         )
         task = Classification(settings, processes)
         if spec["images"]:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(EXPERIMENTS))
 import learning_rules  # noqa: E402
 import rule_functions as functions  # noqa: E402
 from rule_functions import HEIGHTS, LEFT_SLOPE, Layers  # noqa: E402
-from rule_learner import Bank, Learner, Observer, Rule  # noqa: E402
+from rule_learner import Bank, Learner, Rule, input_statistics  # noqa: E402
 from rule_training import RULE_FIELDS, SETTINGS, parse  # noqa: E402
 
 N = 8
@@ -225,19 +225,19 @@ def test_gain():
     torch.testing.assert_close(sampled, functions.rms_slope(table, mean, std)[:, 0], rtol=0.02, atol=0)
 
 
-def test_observer():
+def test_input_statistics():
     model, found = units()
-    observer = Observer(Bank(found), jitter=0.0)
-    observer.active = True
     seen = []
     found[0].register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].detach()))
-    for _ in range(3):
-        model(torch.randn(4, 3, 8, 8))
-    mean, std = observer.statistics()
+    mean, std = input_statistics(Bank(found), model, (torch.randn(4, 3, 8, 8) for _ in range(3)))
     inputs = torch.cat(seen).transpose(0, 1).flatten(1)
+    assert inputs.shape == (6, 3 * 4 * 36)
     torch.testing.assert_close(mean[:6, 0], inputs.mean(1), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(std[:6, 0], inputs.std(1, correction=0), rtol=1e-4, atol=1e-5)
     assert len(mean) == 10
+    assert model.training
+    model(torch.randn(4, 3, 8, 8))
+    assert len(found[1]._forward_pre_hooks) == 0
 
 
 # Rules at work.
@@ -294,7 +294,11 @@ def test_rules_at_work():
     assert torch.equal(weights_after(Rule(sharesum=1.0, shareall=True)), shared)
     library = weights_after(Rule(lib=True, libshare=1.0, libbend=0.0))
     torch.testing.assert_close(library, shared, rtol=1e-4, atol=1e-5)
-    assert torch.equal(weights_after(Rule(lib=True)), weights_after(None, rule="shared"))
+    library = weights_after(None, rule="shared")
+    assert torch.equal(weights_after(Rule(lib=True)), library)
+    in_words = weights_after(Rule(sharesum=0.1, shareall=True, curv=0.03, mean=True, prox=True))
+    torch.testing.assert_close(in_words, library, rtol=1e-4, atol=1e-5)
+    assert (weights_after(Rule(sharesum=0.1, curv=0.03, mean=True, prox=True)) - library).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -303,6 +307,7 @@ def test_rules_at_work():
         "share=1 precond=4 relstep=0.003 decayB curv=0.002 relcurv=1e-4 prox mean regrid=1 gain=-1 jitter=0.5",
         "sharesum=0.1 fade curv=0.001 gain=-1 layergain",
         "shareall sharesum=0.1 curv=0.1 mean sigma",
+        "shareall sharesum=0.1 curv=100 sigma prox",
         "shareall sharesum=0.1 curv=10 rootmean information late",
         "tv2=1e-4 dev=1e-3 reldev=1e-5 relcurv=1e-5 gain=1",
     ],

@@ -43,6 +43,7 @@ CHANGES: dict[str, dict[str, Any]] = {  # activations by the name in the table
     "relu": {"activation": "relu"},
     "pwlu": {"activation": "pwlu"},
     'pwlu, rule="shared"': {"activation": "pwlu", "rule": "shared"},
+    "dynamic_pwlu": {"activation": "dynamic_pwlu"},
 }
 MODES = {"eager": False, "CUDA graph": True}
 CLASSES, STEPS = 100, 4  # classes, and different batches

@@ -13,6 +13,7 @@ from lab_helpers import IMAGE_CLASSES, batches_of, take_steps, task_of, train, t
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from pwlu.lab.data import sources
 from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.run_folder import RunFolder
 
@@ -154,19 +155,25 @@ def test_augmentation_of_files(tmp_path, augmentation):
     assert torch.equal(*images((0, 1), [1, 4])) == (augmentation == "none")  # the same image twice, under two numbers
 
 
-def test_workers(tmp_path):
+def test_workers(tmp_path, monkeypatch):
     """They read what one process reads, epoch for epoch, and what they cannot read is said as it is without them."""
     data = str(write_images(tmp_path))
+    in_memory = task_of(**NETTE | {"workers": 2}, data=data)
+    monkeypatch.setattr(sources, "IN_MEMORY", 0)
     by_workers, alone = (task_of(**NETTE | {"workers": workers}, data=data) for workers in (2, 0))
+    kinds = [type(task.data.train.files.source) for task in (in_memory, by_workers, alone)]
+    assert kinds == [sources.Decoded, sources.Folder, sources.Folder]
     for epoch in range(2):
-        for ours, theirs in zip(alone.epoch(epoch), by_workers.epoch(epoch), strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
+        for ours, *others in zip(alone.epoch(epoch), by_workers.epoch(epoch), in_memory.epoch(epoch), strict=True):
+            for theirs in others:
+                assert all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
     broken = tmp_path / "train" / "cat" / "1.png"
     broken.write_bytes(broken.read_bytes()[:200])
     for task in (alone, by_workers):
-        with pytest.raises(UserError, match=rf"^the image {broken} cannot be read: [^\n]*continue with --resume$"):
+        with pytest.raises(UserError, match=rf"^the image {broken} cannot be read: [^\n]*run the command again$"):
             list(task.epoch(2))
-    by_workers.data.train.loader._iterator._shutdown_workers()  # left to the garbage collector, it takes torch 5 s per worker
+    for task in (by_workers, in_memory):
+        task.data.train.loader._iterator._shutdown_workers()  # left to the garbage collector, it takes torch 5 s per worker
 
 
 def test_workers_need_only_the_packages_of_their_data(tmp_path, processes):
@@ -220,8 +227,12 @@ def test_as_many_workers_as_cores(tmp_path, monkeypatch):
         assert task.settings.replace(workers=0).worker_count == 0
 
 
-def test_unreadable_image(tmp_path, capsys):
-    """The error names the image; once it is repaired, the run goes on."""
+@pytest.mark.parametrize("place", ["memory", "files"])
+def test_unreadable_image(tmp_path, capsys, monkeypatch, place):
+    """The error names the image; once it is repaired, the run goes on. A run whose images do not fit into memory has begun."""
+    if place == "files":
+        monkeypatch.setattr(sources, "IN_MEMORY", 0)
+        monkeypatch.setattr(sources, "_SAMPLE", 1)  # the first image
     data, runs = write_images(tmp_path / "data"), tmp_path / "runs"
     broken = data / "val" / "dog" / "0.jpg"
     whole = broken.read_bytes()
@@ -231,8 +242,11 @@ def test_unreadable_image(tmp_path, capsys):
     assert f"the image {broken} cannot be read: " in text
     assert "Replace it in all copies" in text
     broken.write_bytes(whole)
-    (run,) = runs.iterdir()
-    assert train("--resume", run) == 0
+    command = (
+        ("--resume", *runs.iterdir()) if place == "files" else ("imagenette/resnet18", "--data", data, "--runs", runs, *sizes)
+    )
+    assert train(*command) == 0
+    assert len(list(runs.iterdir())) == 1
 
 
 def test_missing_folders(tmp_path, capsys):

@@ -54,8 +54,8 @@ def test_an_image_in_memory_is_what_is_in_the_file(tmp_path, monkeypatch):
     held = scenes_of(part)
     monkeypatch.setattr(detection_images, "IN_MEMORY", 0)
     from_files = scenes_of(part)
-    assert held.data.pixels is not None
-    assert from_files.data.pixels is None
+    assert held.data.images is not None
+    assert from_files.data.images is None
     plan, keys = [[4, 0], [7]], (1, 2, 3)
     for ours, theirs in zip(held.batches(plan, keys), from_files.batches(plan, keys), strict=True):
         for (image, target, _), (other, others_target, _) in zip(ours, theirs, strict=True):

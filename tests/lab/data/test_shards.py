@@ -11,7 +11,7 @@ from lab_helpers import add_member, same_state, task_of, train, train_until, wit
 from PIL import Image
 from safetensors.torch import load_file
 
-from pwlu.lab.data import shards
+from pwlu.lab.data import shards, sources
 from pwlu.lab.data.shards import Shards, expand
 from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.processes import Processes
@@ -72,9 +72,11 @@ def epochs_of(task, epochs=2):
 
 
 @pytest.mark.parametrize("source", ["folder", "shards"])
-def test_workers_and_processes_do_not_change_random_numbers(tmp_path, source):
+def test_workers_and_processes_do_not_change_random_numbers(tmp_path, monkeypatch, source):
     """0 and 2 workers, and 1 and 2 processes: the same bits in every step, and every image once per epoch."""
     patterns = write_shards(tmp_path)
+    if source == "shards":  # read from files
+        monkeypatch.setattr(sources, "IN_MEMORY", 0)
     if source == "folder":
         patterns = [str(tmp_path / "images"), None]
     alone = epochs_of(task(patterns))
@@ -135,7 +137,9 @@ def test_few_open_files(tmp_path, monkeypatch):
     assert shards._open.cache_info().currsize == 1
 
 
-def test_a_stopped_run_continues_with_shards(tmp_path, capsys):
+def test_a_stopped_run_continues_with_shards(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sources, "IN_MEMORY", 0)
+    monkeypatch.setattr(sources, "_SAMPLE", 1)  # the first image
     patterns = write_shards(tmp_path)
     sizes = ("--pixels", 32, "--width", 0.125, "--batch", 4, "--epochs", 1, "--act", "relu", "--workers", 0)
     assert train("imagenette/resnet18", "--data", patterns[0], "--holdout", 3, "--runs", tmp_path / "runs", *sizes) == 0

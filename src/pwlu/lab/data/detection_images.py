@@ -12,9 +12,8 @@ from pwlu.lab.data import keyed_random
 from pwlu.lab.data.coco import Annotations
 from pwlu.lab.data.image_file import UnreadableImage, read_image
 from pwlu.lab.data.masks import decode_runs
+from pwlu.lab.data.sources import IN_MEMORY, PackedImages
 from pwlu.lab.data.workers import requested_batches
-
-IN_MEMORY = 2**31  # bytes; larger data sets are read from files in every epoch
 
 Example = tuple[Tensor, dict[str, Tensor], bool]  # the image, its objects, whether it could be read
 Keys = tuple[int, ...] | None
@@ -29,25 +28,20 @@ class _DetectionDataset(Dataset):
     def __init__(self, part: Annotations, first_label: int) -> None:
         self.part = part
         self.labels = {category: label for label, category in enumerate(part.classes, start=first_label)}
-        self.pixels: Tensor | None = None
-        areas = part.sizes.prod(1) * 3
-        self.begin = torch.cat([areas[:0].new_zeros(1), areas.cumsum(0)])
-        if self.begin[-1] <= IN_MEMORY:
+        self.images: PackedImages | None = None
+        if 3 * part.sizes.prod(1).sum() <= IN_MEMORY:
             self._read_all()
 
     def _read_all(self) -> None:
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(self._read, range(len(self.part))))
-        self.pixels = torch.empty(int(self.begin[-1]), dtype=torch.uint8)
-        for index, (image, _) in enumerate(found):
-            self.pixels[self.begin[index] : self.begin[index + 1]] = image.flatten()
+        self.images = PackedImages([image for image, _ in found])
         self.readable = torch.tensor([readable for _, readable in found], dtype=torch.bool)
 
     def _image(self, index: int) -> tuple[Tensor, bool]:
-        if self.pixels is None:
+        if self.images is None:
             return self._read(index)
-        shape = (3, *self.part.sizes[index].tolist())
-        return self.pixels[self.begin[index] : self.begin[index + 1]].view(shape), bool(self.readable[index])
+        return self.images[index], bool(self.readable[index])
 
     def _read(self, index: int) -> tuple[Tensor, bool]:
         """Return an image, uint8 (3, height, width), and whether it is readable.
@@ -107,7 +101,7 @@ class DetectionImages:
     @property
     def unreadable(self) -> int | None:
         """Return the number of unreadable images; None if it is unknown, because images are read only when needed."""
-        return None if self.data.pixels is None else int((~self.data.readable).sum())
+        return None if self.data.images is None else int((~self.data.readable).sum())
 
     def batches(self, plan: Sequence[list[int]], keys: Keys = None) -> Iterator[list[Example]]:
         """Yield the images, uint8, and their objects for each list of indices.

@@ -1,4 +1,4 @@
-"""Images that worker processes read from files during training."""
+"""Images that worker processes read and augment during training."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -8,49 +8,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import transforms
-from torchvision.datasets import ImageFolder
 from torchvision.transforms import InterpolationMode
 
-from pwlu.common.text import abbreviate
 from pwlu.lab.data import keyed_random
-from pwlu.lab.data.image_file import UnreadableImage, read_image
 from pwlu.lab.data.images import Batch
 from pwlu.lab.data.shards import Shards, is_shards
+from pwlu.lab.data.sources import Folder, Source, check_classes, decoded_if_small
 from pwlu.lab.data.workers import requested_batches
 from pwlu.lab.recipes.settings import Settings, UserError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # the usual values for ImageNet
-
-
-class Folder:
-    """The images of a folder with one folder per class."""
-
-    def __init__(self, root: Path) -> None:
-        if not root.is_dir():
-            parent = root.parent
-            raise UserError(
-                f"no images at {root}. Expected {parent}/train/CLASS/*.jpg and {parent}/val/CLASS/*.jpg, as torchvision's "
-                "ImageFolder reads them. Write --data DIR with the right folder, or --data 'NAME-{000..146}.tar'"
-            )
-        try:
-            found = ImageFolder(str(root))
-        except FileNotFoundError as error:
-            raise UserError(f"{root} must have one folder of images per class: {error}") from None
-        self.samples, self.classes = found.samples, found.classes
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def image(self, number: int) -> tuple[str, int]:
-        """Return the path of an image, and its label."""
-        return self.samples[number]
-
-    def name(self, number: int) -> str:
-        """Return the name of an image for messages."""
-        return self.samples[number][0]
-
-
-Source = Folder | Shards
 
 
 class _FileDataset(Dataset):
@@ -62,14 +29,7 @@ class _FileDataset(Dataset):
     def __getitem__(self, item: tuple[int, int | None]) -> tuple[Tensor, int]:
         index, seed = item
         number = self.numbers[index]
-        file, label = self.source.image(number)
-        try:
-            image = read_image(file)
-        except UnreadableImage as error:
-            raise UserError(
-                f"the image {self.source.name(number)} cannot be read: {error}. Replace it in all copies of the data set, then "
-                "continue with --resume"
-            ) from None
+        image, label = self.source.read(number)
         if seed is None:
             return self.test(image), label
         with torch.random.fork_rng(devices=[]):
@@ -131,6 +91,7 @@ def load_files(settings: Settings, device: torch.device) -> tuple[FileImages, Fi
     )
 
     def images(source: Source) -> FileImages:
+        source = decoded_if_small(source)
         return FileImages(_FileDataset(source, list(range(len(source))), augment, plain), device, settings.worker_count)
 
     return images(train), None if test is None else images(test), train.classes
@@ -155,12 +116,6 @@ def _sources(settings: Settings) -> tuple[Source, Source | None]:
             "measure on, or --holdout N to measure on N training images"
         )
     return Shards(settings.data), Shards(settings.test_data)
-
-
-def check_classes(places: str, train: list[str], test: list[str]) -> None:
-    """Raise an error if training and test images have other classes. `places` says where they are."""
-    if different := sorted(set(train) ^ set(test)):
-        raise UserError(f"{places} must have the same classes, but only one of them has {abbreviate(different, 5)}")
 
 
 def _training_transform(pixels: int, augmentation: str) -> Any:

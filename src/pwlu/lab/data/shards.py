@@ -8,6 +8,7 @@ import io
 import itertools
 import re
 import tarfile
+import threading
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from pwlu.lab.data.sources import Source
 from pwlu.lab.recipes.settings import UserError
 
 OPEN_FILES = 128  # the most files that a process keeps open; systems allow about 1,000
@@ -28,7 +30,7 @@ def is_shards(data: str) -> bool:
     return data.endswith((".tar", ".tar.gz", ".tgz"))
 
 
-class Shards:
+class Shards(Source):
     """The images of tar files, numbered in the order of the files. ``{000..146}`` in their path is a range of numbers."""
 
     def __init__(self, pattern: str) -> None:
@@ -78,15 +80,16 @@ def expand(pattern: str) -> list[str]:
 
 class _OpenFile:
     def __init__(self, path: str) -> None:
-        self.file = open(path, "rb", buffering=0)  # noqa: SIM115  closed with this object
+        self.file, self.lock = open(path, "rb", buffering=0), threading.Lock()  # noqa: SIM115  closed with this object
 
     def __del__(self) -> None:
         if hasattr(self, "file"):
             self.file.close()
 
     def read(self, offset: int, size: int) -> bytes:
-        self.file.seek(offset)
-        return self.file.read(size)
+        with self.lock:
+            self.file.seek(offset)
+            return self.file.read(size)
 
 
 _open = lru_cache(OPEN_FILES)(_OpenFile)  # keep files open, because opening one may take a request to a file server

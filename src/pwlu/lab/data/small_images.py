@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torchvision.datasets import CIFAR100
 
-from pwlu.lab.data.file_images import Folder, check_classes
 from pwlu.lab.data.image_file import UnreadableImage, read_image
+from pwlu.lab.data.sources import Folder, check_classes
 from pwlu.lab.recipes.settings import UserError
 from pwlu.lab.runs.processes import launched_rank
 from pwlu.lab.runs.progress import Progress

@@ -67,7 +67,7 @@ def test_bad_files(tmp_path):
     with pytest.raises(UserError, match=r"val_annotations\.txt is empty, but must have a line for each image"):
         tiny_imagenet(root)
     (root / "train" / IMAGE_CLASSES[0] / "images" / f"{IMAGE_CLASSES[0]}_1.JPEG").write_bytes(b"damaged")
-    with pytest.raises(UserError, match=r"_1\.JPEG cannot be read: .*Unpack the data set again"):
+    with pytest.raises(UserError, match=r"_1\.JPEG cannot be read: .*Replace it in all copies of the data set"):
         tiny_imagenet(root)
     root = write_tiny_imagenet(tmp_path / "folders", annotated=False)
     (root / "val" / IMAGE_CLASSES[1]).rename(root / "val" / "other")

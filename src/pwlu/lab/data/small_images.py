@@ -1,23 +1,15 @@
 """Read data sets of small images into memory: CIFAR-100, Tiny-ImageNet, or image folders with images of the same size."""
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchvision.datasets import CIFAR100
 
-from pwlu.lab.data.image_file import UnreadableImage, read_image
-from pwlu.lab.data.sources import Folder, check_classes
+from pwlu.lab.data.sources import Files, Folder, check_classes, read_all
 from pwlu.lab.recipes.settings import UserError
-from pwlu.lab.runs.processes import launched_rank
-from pwlu.lab.runs.progress import Progress
 
 DataSet = tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[str]]  # images and labels for training and test, class names
-Sample = tuple[str, int]  # a path and the number of a class
 
 
 def cifar100(root: Path) -> DataSet:
@@ -56,15 +48,15 @@ def image_folders(root: Path, pixels: int) -> DataSet:
     """
     train = Folder(root / "train")
     test = root / "val" if (root / "val").is_dir() else root / "test"
-    return (*_read(train.samples, pixels), *_read(_test_samples(test, train.classes), pixels)), train.classes
+    return (*_read(train, pixels), *_read(_test_images(test, train.classes), pixels)), train.classes
 
 
-def _test_samples(folder: Path, classes: list[str]) -> list[Sample]:
+def _test_images(folder: Path, classes: list[str]) -> Files:
     listed = folder / "val_annotations.txt"
     if not listed.exists():
         found = Folder(folder)
         check_classes(f"{folder.parent}/train and {folder}", classes, found.classes)
-        return found.samples
+        return found
     labels = {name: label for label, name in enumerate(classes)}
     samples = []
     for number, line in enumerate(listed.read_text(errors="replace").splitlines(), start=1):
@@ -74,28 +66,19 @@ def _test_samples(folder: Path, classes: list[str]) -> list[Sample]:
         samples.append((str(folder / "images" / name), labels[label]))
     if not samples:
         raise UserError(f"{listed} is empty, but must have a line for each image. Unpack the data set again")
-    return samples
+    return Files(samples, classes)
 
 
-def _read(samples: Sequence[Sample], pixels: int) -> tuple[Tensor, Tensor]:
+def _read(source: Files, pixels: int) -> tuple[Tensor, Tensor]:
     """Return the images, uint8 (n, 3, pixels, pixels), and their labels (n,)."""
-    images = torch.empty(len(samples), pixels, pixels, 3, dtype=torch.uint8)
-    progress = Progress("reading images", len(samples), silent=launched_rank() != 0, unit="image")
-    with ThreadPoolExecutor(8) as pool, closing(progress):  # Pillow decodes without Python's lock
-        for image, (path, _), found in zip(images, samples, pool.map(_pixels, (path for path, _ in samples)), strict=True):
-            if found.shape != image.shape:
-                height, width, _ = found.shape
-                raise UserError(
-                    f"the image {path} has {width} x {height} pixels, but this recipe takes {pixels} x {pixels}. For other "
-                    "images, choose an imagenette or imagenet recipe"
-                )
-            image.copy_(torch.from_numpy(found))
-            progress.step()
-    return images.movedim(-1, 1).contiguous(), torch.tensor([label for _, label in samples])
-
-
-def _pixels(path: str) -> "np.ndarray":
-    try:
-        return np.array(read_image(path))
-    except UnreadableImage as error:
-        raise UserError(f"the image {path} cannot be read: {error}. Unpack the data set again") from None
+    images, labels = torch.empty(len(source), pixels, pixels, 3, dtype=torch.uint8), []
+    for number, (image, label) in enumerate(read_all(source)):
+        height, width, _ = image.shape
+        if height != pixels or width != pixels:
+            raise UserError(
+                f"the image {source.name(number)} has {width} x {height} pixels, but this recipe takes {pixels} x {pixels}. "
+                "For other images, choose an imagenette or imagenet recipe"
+            )
+        images[number] = image
+        labels.append(label)
+    return images.movedim(-1, 1).contiguous(), torch.tensor(labels)

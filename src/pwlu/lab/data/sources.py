@@ -2,7 +2,7 @@
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -48,12 +48,30 @@ class Source(ABC):
             return read_image(file), label
         except UnreadableImage as error:
             raise UserError(
-                f"the image {self.name(number)} cannot be read: {error}. Replace it in all copies of the data set, then run the "
-                "command again"
+                f"the image {self.name(number)} cannot be read: {error}. Replace it in all copies of the data set, then run "
+                "the command again"
             ) from None
 
 
-class Folder(Source):
+class Files(Source):
+    """Images in files, as pairs of a path and a label."""
+
+    def __init__(self, samples: list[tuple[str, int]], classes: list[str]) -> None:
+        self.samples, self.classes = samples, classes
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def image(self, number: int) -> tuple[str, int]:
+        """Return the path of an image, and its label."""
+        return self.samples[number]
+
+    def name(self, number: int) -> str:
+        """Return the path of an image."""
+        return self.samples[number][0]
+
+
+class Folder(Files):
     """The images of a folder with one folder per class."""
 
     def __init__(self, root: Path) -> None:
@@ -67,18 +85,16 @@ class Folder(Source):
             found = ImageFolder(str(root))
         except FileNotFoundError as error:
             raise UserError(f"{root} must have one folder of images per class: {error}") from None
-        self.samples, self.classes = found.samples, found.classes
+        super().__init__(found.samples, found.classes)
 
-    def __len__(self) -> int:
-        return len(self.samples)
 
-    def image(self, number: int) -> tuple[str, int]:
-        """Return the path of an image, and its label."""
-        return self.samples[number]
-
-    def name(self, number: int) -> str:
-        """Return the path of an image."""
-        return self.samples[number][0]
+def read_all(source: Source) -> Iterator[tuple[Tensor, int]]:
+    """Yield all images, uint8 (height, width, 3), with their labels. Threads read them, and a bar shows the progress."""
+    progress = Progress("reading images", len(source), silent=launched_rank() != 0, unit="image")
+    with ThreadPoolExecutor(8) as pool, closing(progress):  # Pillow decodes without Python's lock
+        for image, label in pool.map(source.read, range(len(source))):
+            yield torch.from_numpy(np.array(image)), label
+            progress.step()
 
 
 class PackedImages:
@@ -99,15 +115,9 @@ class Decoded(Source):
     """The images of another source, decoded and in memory."""
 
     def __init__(self, source: Source) -> None:
-        self.source, self.classes, count = source, source.classes, len(source)
-        progress = Progress("reading images", count, silent=launched_rank() != 0, unit="image")
-        images, labels = [], []
-        with ThreadPoolExecutor(8) as pool, closing(progress):  # Pillow decodes without Python's lock
-            for image, label in pool.map(source.read, range(count)):
-                images.append(torch.from_numpy(np.array(image)))
-                labels.append(label)
-                progress.step()
-        self.images, self.labels = PackedImages(images), labels
+        self.source, self.classes = source, source.classes
+        images, self.labels = zip(*read_all(source), strict=True)
+        self.images = PackedImages(images)
 
     def __len__(self) -> int:
         return len(self.labels)

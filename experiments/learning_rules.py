@@ -35,8 +35,8 @@ NETWORKS = tuple(name.removeprefix("cifar100/") for name in RECIPES if name.star
 UNTRIED = (
     # A penalty relative to the inputs, of the same strength for every channel. As a gradient, it is as good as any on the
     # ResNet, but diverges on the MobileNet. An implicit step is stable.
-    "shareall sharesum=0.1 curv=0.003 sigma prox",
     "shareall sharesum=0.1 curv=0.001 sigma prox",
+    "shareall sharesum=0.1 curv=0.003 sigma prox",
     "shareall sharesum=0.1 curv=0.01 sigma prox",
     "shareall sharesum=0.3 curv=0.003 sigma prox",
     "shareall sharesum=0.1 curv=0.003 sigma prox unitlr=3",

@@ -229,7 +229,7 @@ def test_as_many_workers_as_cores(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("place", ["memory", "files"])
 def test_unreadable_image(tmp_path, capsys, monkeypatch, place):
-    """The error names the image; once it is repaired, the run goes on. A run whose images do not fit into memory has begun."""
+    """Name the image in the error. A run that reads from files has begun, and goes on when the image is repaired."""
     if place == "files":
         monkeypatch.setattr(sources, "IN_MEMORY", 0)
         monkeypatch.setattr(sources, "_SAMPLE", 1)  # the first image

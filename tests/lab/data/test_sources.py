@@ -15,7 +15,7 @@ SIZES = [(5, 7), (1, 1), (8, 3), (4, 9)]
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with a class for every size."""
+    """Return a folder with a class for every size."""
     rng = np.random.default_rng(0)
     for number, (height, width) in enumerate(SIZES):
         (tmp_path / str(number)).mkdir()

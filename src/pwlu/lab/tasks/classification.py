@@ -17,6 +17,7 @@ from pwlu.lab.runs.processes import Processes
 from pwlu.lab.tasks.task import Task
 
 ALIGNMENT_IMAGES = 2048
+MEASURED_IMAGES, MEASURED_PIXELS = 256, 2**21  # at least so many are measured at a time: of small images many, for speed
 IMAGES = {  # descriptions of an input, by kind of data set
     "folder": "RGB images, their shorter side scaled to {shorter}, the {pixels} x {pixels} in the middle",
     "cifar100": "RGB images of 32 x 32",
@@ -77,7 +78,8 @@ class Classification(Task):
         indices = torch.arange(len(self.data.test))[self.processes.rank :: self.processes.count]
         if not len(indices):  # fewer images than processes
             return
-        for batch in self.data.test.batches(indices.split(max(self.micro_batch, 256))):
+        size = max(self.micro_batch, MEASURED_IMAGES, MEASURED_PIXELS // self.settings.pixels**2)
+        for batch in self.data.test.batches(indices.split(size)):
             yield self._prepare(*batch)
 
     @torch.no_grad()

@@ -30,6 +30,7 @@ def rows(text):
     return {cells[0]: cells[1:] for cells in lines[2:]}
 
 
+@pytest.mark.slow
 def test_language_model(printed_by, tmp_path):
     found = rows(printed_by("language_model", "--tiny", "--seeds", "1", "--kinds", "pwlu", "--out", tmp_path))
     assert list(found) == ["PWLU per channel, from GELU"]

@@ -352,6 +352,7 @@ def runs(pid):
     return bool(state) and not state.startswith("Z")
 
 
+@pytest.mark.slow
 def test_a_failure_is_noted(cache):
     """A failed build is repeated a day later or by hand, not by every process."""
     cxx = cache.compiler("broken", "echo too old >&2; exit 1")
@@ -513,6 +514,7 @@ def info(cache, **environment):
     return line.removeprefix("eager mode").strip()
 
 
+@pytest.mark.slow
 def test_info(cache, monkeypatch):
     assert info(cache).startswith("Python; the C++ extension is not compiled yet: ")
     assert info(cache, PWLU_EAGER="python") == "Python (PWLU_EAGER=python)"

@@ -253,6 +253,7 @@ def test_without_a_compiler(python, bare, tmp_path):
     assert "install a C compiler" in done.stdout
 
 
+@pytest.mark.slow
 def test_kernels_by_name(python):
     for name in cpu.usable_variants():
         assert python(["-c", FORWARD], PWLU_CPU_KERNEL=name).stdout.split()[0] == name

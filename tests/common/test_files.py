@@ -115,6 +115,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.slow
 def test_pt2_on_a_full_disk(disk, processes):
     """In a process of its own, for torch ended that."""
     done = processes(["-c", EXPORT, disk / "model.pt2"], dict(os.environ))

@@ -105,6 +105,7 @@ with join_process_group("cpu"):
 
 
 @needs_gloo
+@pytest.mark.slow
 def test_no_thread_of_gloo_is_left(tmp_path):
     """End these threads: one that waits for Python's lock at the exit aborts the process."""
     (tmp_path / "group.py").write_text(ONE_GROUP + PRINT_THREADS)

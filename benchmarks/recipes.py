@@ -63,8 +63,8 @@ class RandomImages(Classification):
         self.classes, self.channels = self.data.classes, 3
 
 
-def stepper(recipe: str, changes: dict[str, Any], graph: bool, device: str) -> tuple[Callable[[], None], Trainer]:
-    """Return a function that takes a training step in Phase II, and its trainer."""
+def stepper(recipe: str, changes: dict[str, Any], graph: bool, device: str) -> Callable[[], None]:
+    """Return a function that takes a training step in Phase II."""
     torch.manual_seed(0)
     cuda = device == "cuda"
     settings = catalog.settings(
@@ -89,7 +89,7 @@ def stepper(recipe: str, changes: dict[str, Any], graph: bool, device: str) -> t
 
     for _ in range(2 * STEPS):  # through Phase I and the capture of graphs
         step()
-    return step, trainer
+    return step
 
 
 def print_kernels(step: Callable[[], None], most: int = 15) -> None:
@@ -109,7 +109,7 @@ def measure(recipe: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each activation and mode."""
     modes = MODES if options.device == "cuda" else {"eager": False}
     calls = {
-        (act, mode): stepper(recipe, CHANGES[act], graph, options.device)[0]
+        (act, mode): stepper(recipe, CHANGES[act], graph, options.device)
         for act in options.activations
         for mode, graph in modes.items()
     }
@@ -132,7 +132,7 @@ def measure(recipe: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def steps_in_time(recipe: str, act: str, mode: str, device: str) -> None:
     """Take steps for some seconds after the parent process writes a line, and print the milliseconds per step."""
-    step, _ = stepper(recipe, CHANGES[act], MODES[mode], device)
+    step = stepper(recipe, CHANGES[act], MODES[mode], device)
     print("ready", flush=True)
     sys.stdin.readline()
     begin, steps = time.monotonic(), 0
@@ -156,7 +156,11 @@ def side_by_side(recipe: str, act: str, mode: str, jobs: int, device: str) -> di
         assert child.stdout is not None
         while child.stdout.readline() not in ("ready\n", ""):  # "": it failed
             pass
-    times = [float(child.communicate("\n")[0].split()[-1]) for child in children]
+    for child in children:  # all start now; communicate() would wait for each of them in turn
+        assert child.stdin is not None
+        child.stdin.write("\n")
+        child.stdin.flush()
+    times = [float(child.communicate()[0].split()[-1]) for child in children]
     batch, found = catalog.find(recipe).batch, percentiles(times)
     speed = round(sum(1e3 * batch / each for each in times))
     print(f"{recipe}, {act}, {mode}, {jobs} processes: {found['p50_ms']:.2f} ms each, {speed:,} images/s together", flush=True)

@@ -47,6 +47,12 @@ def interval(table: Tensor) -> Tensor:
     return (table[:, RIGHT, None] - table[:, LEFT, None]) / (table.shape[1] - 5)
 
 
+def relative_interval(table: Tensor, layers: Layers) -> Tensor:
+    """Return d divided by its RMS in the layer, (F, 1)."""
+    d = interval(table)
+    return d / (layers.sums(d.square()) / layers.channels).sqrt().clamp(min=1e-12)
+
+
 def rises(table: Tensor) -> Tensor:
     """Return K_L d, Y_1 - Y_0, ..., Y_N - Y_{N-1}, K_R d: (F, N + 2)."""
     d = interval(table)
@@ -75,8 +81,7 @@ def shared(gradient: Tensor, table: Tensor, layers: Layers, strength: float, roo
     gradient d G, and a step in y is a step of d y in Y. So the matrix stays symmetric. Slopes have no unit. Bounds are not
     shared.
     """
-    d = interval(table)
-    weight = d / (layers.sums(d.square()) / layers.channels).sqrt().clamp(min=1e-12)
+    weight = relative_interval(table, layers)
     factor = strength / layers.channels.sqrt() if root else strength
     slopes = layers.sums(gradient[:, LEFT_SLOPE:HEIGHTS]) * factor
     heights = layers.sums(gradient[:, HEIGHTS:] * weight) * weight * factor
@@ -171,7 +176,7 @@ def implicit_bend(
     if layers is None or not sharing:
         kept = modes / (1 + strength * values)
     else:
-        weight = d / (layers.sums(d.square()) / layers.channels).sqrt().clamp(min=1e-12)
+        weight = relative_interval(table, layers)
         strength = layers.sums(strength) / layers.channels
         common = layers.sums(modes * weight) / layers.channels * weight
         faster = strength * (1 + sharing * layers.channels)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from pwlu.lab.data.sources import Source
+from pwlu.lab.data.sources import Stored
 from pwlu.lab.recipes.settings import UserError
 
 OPEN_FILES = 128  # the most files that a process keeps open; systems allow about 1,000
@@ -30,7 +30,7 @@ def is_shards(data: str) -> bool:
     return data.endswith((".tar", ".tar.gz", ".tgz"))
 
 
-class Shards(Source):
+class Shards(Stored):
     """The images of tar files, numbered in the order of the files. ``{000..146}`` in their path is a range of numbers."""
 
     def __init__(self, pattern: str) -> None:

@@ -34,6 +34,14 @@ class Source(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
+    def read(self, number: int) -> tuple[Image.Image, int]:
+        """Return an image in mode RGB, and its label."""
+
+
+class Stored(Source):
+    """Images in files."""
+
+    @abstractmethod
     def image(self, number: int) -> tuple[str | BinaryIO, int]:
         """Return the file of an image, and its label."""
 
@@ -53,7 +61,7 @@ class Source(ABC):
             ) from None
 
 
-class Files(Source):
+class Files(Stored):
     """Images in files, as pairs of a path and a label."""
 
     def __init__(self, samples: list[tuple[str, int]], classes: list[str]) -> None:
@@ -115,20 +123,12 @@ class Decoded(Source):
     """The images of another source, decoded and in memory."""
 
     def __init__(self, source: Source) -> None:
-        self.source, self.classes = source, source.classes
+        self.classes = source.classes
         images, self.labels = zip(*read_all(source), strict=True)
         self.images = PackedImages(images)
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    def image(self, number: int) -> tuple[str | BinaryIO, int]:
-        """Return the file of an image, and its label."""
-        return self.source.image(number)
-
-    def name(self, number: int) -> str:
-        """Return the name of an image for messages."""
-        return self.source.name(number)
 
     def read(self, number: int) -> tuple[Image.Image, int]:
         """Return an image, and its label."""
